@@ -1,0 +1,39 @@
+"""Shared test settings: uninitialised memory is NaN, so that reading what nothing wrote cannot pass."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run the long grids")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        chosen = [i for i in items if "long" not in i.keywords]
+        config.hook.pytest_deselected(items=[i for i in items if "long" in i.keywords])
+        items[:] = chosen
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_empty(monkeypatch):
+    """torch.empty and its relatives return NaN-filled floating tensors under test (as flash-linear-attention does)."""
+
+    def filled(make):
+        def wrapper(*args, **kwargs):
+            out = make(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.is_floating_point() and type(out) is torch.Tensor:
+                with torch.no_grad():
+                    out.fill_(float("nan"))
+            return out
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    yield
