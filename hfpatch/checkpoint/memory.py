@@ -1,0 +1,97 @@
+"""How much memory there is: the host's (the container's limit counts, not just the machine's) and the GPU's."""
+
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
+
+
+def _number(path: Path):
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
+
+
+def _meminfo(root: Path) -> dict:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:2]}
+
+
+def _cgroup_paths(root: Path) -> list:
+    """(folder, limit file, usage file, the stat's field of reclaimable page cache) of this process and its parents."""
+    found = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    v1, v2 = "/", "/"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            v2 = path
+        elif "memory" in controllers.split(","):
+            v1 = path
+    kinds = (
+        ("sys/fs/cgroup/memory", v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("sys/fs/cgroup", v2, "memory.max", "memory.current", "inactive_file"),
+    )
+    for base, path, limit, usage, cache in kinds:
+        # A limit may stand at any level above us; inside a container the host's path is not visible, its root is.
+        parts = [p for p in path.split("/") if p and p != ".."]
+        for depth in range(len(parts), -1, -1):
+            folder = root / base / "/".join(parts[:depth])
+            if (folder / limit).exists():
+                found.append((folder, limit, usage, cache))
+    return found
+
+
+def host_limit(root: str = "/") -> int | None:
+    """Bytes of memory this process may use at all: the machine's, or the tightest cgroup limit. None if unknown."""
+    root = Path(root)
+    limits = [_number(folder / limit) for folder, limit, _, _ in _cgroup_paths(root)]
+    limits.append(_meminfo(root).get("MemTotal"))
+    limits = [n for n in limits if n is not None]
+    return min(limits) if limits else None
+
+
+def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
+    """Bytes of host memory that one of n_ranks processes of this machine may still take. None if unknown.
+
+    The machine's available memory or what is left below a cgroup's limit (page cache counts as free there),
+    whichever is less, divided among the ranks, which share both.
+    """
+    root = Path(root)
+    left = []
+    for folder, limit, usage, cache in _cgroup_paths(root):
+        limit_bytes, used = _number(folder / limit), _number(folder / usage)
+        if limit_bytes is None or used is None:
+            continue
+        reclaimable = 0
+        if (folder / "memory.stat").exists():
+            for line in (folder / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == cache and value.isdigit():
+                    reclaimable = int(value)
+        left.append(max(0, limit_bytes - used + reclaimable))
+    info = _meminfo(root)
+    available = info.get("MemAvailable", info.get("MemFree"))
+    if available is not None:
+        left.append(available)
+    return min(left) // max(1, n_ranks) if left else None
+
+
+def gpu_free(device=None) -> int | None:
+    """Bytes that PyTorch can still hand out on a CUDA device: free ones and those its allocator keeps in reserve.
+
+    None on a machine without CUDA.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
