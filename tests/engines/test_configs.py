@@ -1,0 +1,283 @@
+"""Every shipped engine config, key by key, against the schema the installed engine itself reads."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hfpatch import configs
+
+ROOT = Path(__file__).resolve().parents[2]
+DS = sorted((ROOT / "ds_configs").glob("*.json"))
+FSDP = sorted((ROOT / "fsdp_configs").glob("*.json"))
+YAML = sorted((ROOT / "fsdp_configs").glob("*.yaml"))
+
+
+class Recorder(dict):
+    """A config that notes which keys an engine asks for: the engine's own schema where it has no model of one."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def setdefault(self, key, default=None):
+        self.asked.add(key)
+        return super().setdefault(key, default)
+
+    def __copy__(self):
+        return self
+
+    def keys(self):
+        return self  # `in config.keys()` is a question too
+
+
+@pytest.fixture(scope="module")
+def deepspeed_config():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    return DeepSpeedConfig
+
+
+@pytest.fixture(scope="module")
+def deepspeed_asks(deepspeed_config):
+    config = Recorder({"train_micro_batch_size_per_gpu": 1, "aio": Recorder(), "data_types": Recorder()})
+    deepspeed_config(config)
+    return {
+        "": config.asked,
+        "aio": dict.__getitem__(config, "aio").asked,
+        "data_types": dict.__getitem__(config, "data_types").asked,
+    }
+
+
+def test_all_strategies_are_there():
+    assert {p.stem for p in DS} == {"zero1", "zero2", "zero3", "zero3_cpu_offload", "zero3_nvme_offload"}
+    assert {p.stem for p in FSDP} == {p.stem for p in YAML} == {"fsdp2", "fsdp2_cpu_offload", "fsdp1_full_shard"}
+
+
+def test_top_level_table_is_what_deepspeed_reads(deepspeed_asks):
+    assert set(configs.DEEPSPEED) == deepspeed_asks[""]
+    assert set(configs.AIO) == deepspeed_asks["aio"]
+    assert set(configs.DATA_TYPES) == deepspeed_asks["data_types"]
+
+
+def _section_models():
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero import config, leaf_module_config, offload_config
+
+    return [
+        (configs.ZERO, config.DeepSpeedZeroConfig),
+        (configs.BF16, DeepSpeedBF16Config),
+        (configs.FP16, DeepSpeedFP16Config),
+        (configs.OFFLOAD_PARAM, offload_config.DeepSpeedZeroOffloadParamConfig),
+        (configs.OFFLOAD_OPTIMIZER, offload_config.DeepSpeedZeroOffloadOptimizerConfig),
+        (configs.LEAF_MODULE, leaf_module_config.DeepSpeedZeroLeafModuleConfig),
+    ]
+
+
+def test_section_tables_are_deepspeeds_models(deepspeed_config):
+    for table, model in _section_models():
+        fields = {
+            field.alias or name: field.annotation
+            for name, field in model.model_fields.items()
+            if not (field.json_schema_extra or {}).get("deprecated")
+        }
+        assert set(table) == set(fields), model.__name__
+        for key, kind in table.items():
+            if kind == configs.BOOL:
+                assert "bool" in str(fields[key]), (model.__name__, key)
+            if kind == configs.INT:
+                assert fields[key] is int, (model.__name__, key)
+
+
+@pytest.mark.parametrize("path", DS, ids=lambda p: p.stem)
+def test_deepspeed_takes_each_file_as_written(path, deepspeed_config):
+    loaded = configs.load(str(path))
+    assert loaded.engine == "deepspeed"
+    numbers = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    fills = {**numbers, "gradient_clipping": 1.0, "bf16.enabled": True, "zero_optimization.reduce_bucket_size": 4096}
+    fills |= {
+        "zero_optimization.stage3_prefetch_bucket_size": 512,
+        "zero_optimization.stage3_param_persistence_threshold": 640,
+    }
+
+    def filled(section, prefix=""):
+        out = {}
+        for key, value in section.items():
+            out[key] = filled(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+            if value == "auto":
+                out[key] = fills[f"{prefix}{key}"]
+        return out
+
+    values = filled(loaded.values)
+    engine = deepspeed_config(values)
+    for key, value in values["zero_optimization"].items():
+        got = getattr(engine.zero_config, key, None)
+        if got is None:
+            got = getattr(engine.zero_config, key.removeprefix("stage3_"))
+        if isinstance(value, dict):
+            for inner, wanted in value.items():
+                assert str(getattr(got, inner)) == str(wanted), (key, inner)
+        else:
+            assert got == value, key
+    assert engine.bfloat16_config.enabled
+    for key, value in values.get("aio", {}).items():
+        assert engine.aio_config[key] == value
+
+
+def _fsdp_keys_trainer_reads(version, wrap):
+    from transformers import TrainingArguments
+
+    config = Recorder({"version": version, "auto_wrap_policy": wrap, "activation_checkpointing": False})
+    if version == 1:
+        config["limit_all_gathers"] = True
+    args = object.__new__(TrainingArguments)
+    args.fsdp, args.fsdp_config, args.gradient_checkpointing = True, config, False
+    args._process_fsdp_args()
+    return {key for key in config.asked if not key.startswith("xla")}
+
+
+@pytest.mark.parametrize("version,table", [(1, configs.FSDP1), (2, configs.FSDP2)])
+def test_fsdp_table_is_what_trainer_reads(version, table):
+    read = _fsdp_keys_trainer_reads(version, "TRANSFORMER_BASED_WRAP")
+    read |= _fsdp_keys_trainer_reads(version, "SIZE_BASED_WRAP")
+    assert set(table) == read
+
+
+@pytest.mark.parametrize("path", FSDP, ids=lambda p: p.stem)
+def test_trainer_and_accelerate_take_each_fsdp_file(path, monkeypatch):
+    """Both forms of one strategy give the same plugin."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+    loaded = configs.load(str(path))
+    args = object.__new__(TrainingArguments)
+    args.gradient_checkpointing = False
+    for name, value in configs.training_arguments(loaded).items():
+        setattr(args, name, value)
+    from_json = FullyShardedDataParallelPlugin(**args._process_fsdp_args())
+
+    cluster = load_config_from_file(str(path.with_suffix(".yaml")))
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert set(cluster.fsdp_config) <= known
+    names = {"fsdp_offload_params": "OFFLOAD_PARAMS"}
+    for key, value in cluster.fsdp_config.items():
+        said = str(value).lower() if isinstance(value, bool) else str(value)
+        monkeypatch.setenv("FSDP_" + names.get(key, key.removeprefix("fsdp_").upper()), said)
+    from_yaml = FullyShardedDataParallelPlugin()
+    compared = """fsdp_version reshard_after_forward cpu_offload state_dict_type auto_wrap_policy
+        cpu_ram_efficient_loading backward_prefetch use_orig_params sync_module_states""".split()
+    for name in compared:
+        assert getattr(from_json, name) == getattr(from_yaml, name), name
+
+
+def test_yaml_with_an_unknown_key_is_refused_by_accelerate(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(YAML[0].read_text() + "overlap_comm: true\n")
+    with pytest.raises(ValueError, match="overlap_comm"):
+        load_config_from_file(str(bad))
+
+
+def _edited(tmp_path, stem, edit):
+    values = json.loads((ROOT / "ds_configs" / f"{stem}.json").read_text())
+    edit(values)
+    path = tmp_path / f"{stem}.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+# Each row: what someone once wrote, and the sentence that stops it.
+MISTAKES = [
+    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True), 'belongs in "zero_optimization"'),
+    ("a boolean as a string", "zero2", lambda c: c["zero_optimization"].update(overlap_comm="true"), "true or false"),
+    ("a number as a boolean", "zero2", lambda c: c["zero_optimization"].update(stage=True), "expected one of"),
+    ("a float bucket", "zero2", lambda c: c["zero_optimization"].update(reduce_bucket_size=5e8), "a whole number"),
+    ("a typing slip", "zero3", lambda c: c["zero_optimization"].update(stage3_max_live_parameter=1), "did you mean"),
+    ("auto where nothing fills it", "zero3",
+     lambda c: c["zero_optimization"].update(sub_group_size="auto"), "nothing fills in"),
+    ("stage 3 keys in stage 2", "zero2",
+     lambda c: c["zero_optimization"].update(stage3_max_live_parameters=1), "does nothing in stage 2"),
+    ("parameter offload in stage 2", "zero2",
+     lambda c: c["zero_optimization"].update(offload_param={"device": "cpu"}), '"offload_param" needs "stage": 3'),
+    ("a device nobody knows", "zero3_cpu_offload",
+     lambda c: c["zero_optimization"]["offload_param"].update(device="disk"), "expected one of"),
+    ("nvme without a path", "zero3_nvme_offload",
+     lambda c: c["zero_optimization"]["offload_optimizer"].pop("nvme_path"), "nvme_path"),
+    ("stage 0", "zero1", lambda c: c["zero_optimization"].update(stage=0), "shards nothing"),
+    ("a section as a value", "zero1", lambda c: c.update(bf16=True), "expected a section"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,stem,edit,message", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_mistakes_get_one_sentence(name, stem, edit, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        configs.load(_edited(tmp_path, stem, edit))
+    assert str(caught.value).startswith("hfpatch: ") and "\n" not in str(caught.value)
+
+
+def test_fsdp_mistakes_get_one_sentence(tmp_path):
+    for edit, message in [
+        ({"forward_prefetch": True}, "only FSDP1 reads it"),
+        ({"reshard_after_forward": "true"}, "true or false"),
+        ({"reshard_after_forwards": True}, "did you mean"),
+        ({"version": 3}, "expected one of 1, 2"),
+        ({"state_dict_type": "auto"}, "nothing fills in"),
+    ]:
+        path = tmp_path / "fsdp.json"
+        path.write_text(json.dumps({**json.loads(FSDP[1].read_text()), **edit}))
+        with pytest.raises(ValueError, match=message):
+            configs.load(str(path))
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
+        configs.load("zero9")
+    for text, message in [("{", "not JSON"), ("[]", "one JSON object"), ("{}", "neither"), ('{"a":1,"a":2}', "twice")]:
+        path = tmp_path / "bad.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            configs.load(str(path))
+
+
+def test_a_config_that_contradicts_the_flags(tmp_path):
+    plain = configs.load("zero3")
+    assert configs.training_arguments(plain, flags={"bf16": True})["deepspeed"] == plain.values
+    fixed = configs.load(_edited(tmp_path, "zero2", lambda c: c.update(gradient_accumulation_steps=8)))
+    assert configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 8})
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 2"):
+        configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 2})
+    with pytest.raises(ValueError, match="keep one"):
+        configs.training_arguments(plain, flags={"fsdp": "full_shard"})
+
+
+def test_nvme_path_is_put_in_and_must_exist(tmp_path):
+    config = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path))
+    assert config.offload == "nvme" and config.stage == 3
+    zero = configs.training_arguments(config)["deepspeed"]["zero_optimization"]
+    assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
+    gone = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="is no folder"):
+        configs.training_arguments(gone)
+
+
+def test_an_old_trainer_is_told_to_use_the_yaml(monkeypatch):
+    monkeypatch.setattr(configs.importlib.metadata, "version", lambda package: "4.57.6")
+    with pytest.raises(ValueError, match="fsdp2.yaml"):
+        configs.training_arguments(configs.load("fsdp2"))
