@@ -1,0 +1,68 @@
+"""How every op of `hfpatch::` is registered: schema, implementation, fake, autograd; and which implementation runs.
+
+Plain `torch.library.Library` calls, since the `custom_op` wrapper costs more a call. One implementation serves all
+devices: it takes the Triton kernel for CUDA tensors (and, under TRITON_INTERPRET=1, for CPU tensors), else plain torch.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def use_kernel(*tensors: Tensor | None) -> bool:
+    """True where the Triton kernel serves these tensors, False where plain torch does (float64, CPU, no triton)."""
+    if not HAS_TRITON:
+        return False
+    devices = ("cuda", "cpu") if INTERPRET else ("cuda",)
+    return all(t is None or (t.device.type in devices and t.dtype in KERNEL_DTYPES) for t in tensors)
+
+
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype the plain versions compute in: float32, or float64 where an input is."""
+    wide = torch.float32
+    for dtype in dtypes:
+        wide = torch.promote_types(wide, dtype)
+    return wide
+
+
+def define(
+    schema: str,
+    impl: Callable,
+    fake: Callable,
+    *,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+):
+    """Registers `hfpatch::<schema>` and returns the overload to call.
+
+    schema: without the namespace and without default values (the dispatcher strips defaults, and putting them back
+    costs time); impl: any device; fake: shapes, dtypes and strides; backward, setup_context: as
+    torch.library.register_autograd takes them.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    return getattr(torch.ops.hfpatch, name).default
+
+
+def no_second_derivative(name: str) -> Callable:
+    """The backward of a backward op: says that there is none, instead of a gradient that is silently wrong."""
+
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"hfpatch: {name} has one derivative, a second was asked for (create_graph=True); "
+            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again."
+        )
+
+    return backward

@@ -1,0 +1,146 @@
+"""Rotary position embedding of queries and keys, both in one launch.
+
+Legend: B batch, T tokens, H query heads, K key heads, E head dim (even). x = [x1, x2], the halves of E.
+
+    y1 = x1 * cos1 - x2 * sin1        transposed (backward):  dx1 =  dy1 * cos1 + dy2 * sin2
+    y2 = x2 * cos2 + x1 * sin2                                dx2 =  dy2 * cos2 - dy1 * sin1
+HF's cos and sin repeat their first half, and then backward is rope with the sine negated; the transposed form above
+is right for any cos and sin. The map is linear, so the op is its own backward op and can be differentiated again.
+"""
+
+import torch
+from torch import Tensor
+
+from hfpatch.ops._library import define, use_kernel, wide_dtype
+
+
+def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain torch, differentiable in all four arguments; float64 stays float64."""
+    return tuple(_rotate(x, cos, sin, False, torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
+
+
+def _rotate(x, cos, sin, transpose, dtype):
+    wide = wide_dtype(x.dtype, cos.dtype)
+    x1, x2 = x.to(wide).chunk(2, -1)
+    cos1, cos2 = cos.to(wide).unsqueeze(1).chunk(2, -1)
+    sin1, sin2 = sin.to(wide).unsqueeze(1).chunk(2, -1)
+    if transpose:
+        y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
+    else:
+        y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+    return torch.cat((y1, y2), -1).to(dtype)
+
+
+def _dtypes(q, k, cos, dtype):
+    return tuple(dtype or torch.promote_types(x.dtype, cos.dtype) for x in (q, k))
+
+
+def _kernel_serves(q, k, cos, sin):
+    return q.numel() + k.numel() > 0 and use_kernel(q, k, cos, sin)
+
+
+# Results keep the strides of their inputs: a [B, T, H, E] projection seen as [B, H, T, E] comes back laid out so.
+
+
+def _rope(q, k, cos, sin, transpose, dtype):
+    outs = _rope_fake(q, k, cos, sin, transpose, dtype)
+    if _kernel_serves(q, k, cos, sin):
+        from hfpatch.kernels import rope as kernels
+
+        kernels.rope((q, k), outs, cos, sin, transpose)
+    else:
+        for x, out in zip((q, k), outs):
+            out.copy_(_rotate(x, cos, sin, transpose, out.dtype))
+    return outs
+
+
+def _rope_fake(q, k, cos, sin, transpose, dtype):
+    return tuple(torch.empty_like(x, dtype=d) for x, d in zip((q, k), _dtypes(q, k, cos, dtype)))
+
+
+def _rope_inplace(q, k, cos, sin):
+    if _kernel_serves(q, k, cos, sin):
+        from hfpatch.kernels import rope as kernels
+
+        kernels.rope((q, k), (q, k), cos, sin, False)
+    else:
+        for x in (q, k):
+            x.copy_(_rotate(x, cos, sin, False, x.dtype))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, cos, sin, ctx.transpose, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.dtypes = q.dtype, k.dtype
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dq, dk):
+    cos, sin = ctx.saved_tensors
+    dq = dq if ctx.needs_input_grad[0] else None
+    dk = dk if ctx.needs_input_grad[1] else None
+    if dq is None and dk is None:
+        return (None,) * 6
+    # A side that nobody needs goes in with zero heads.
+    q_in = dk[:, :0] if dq is None else dq
+    k_in = dq[:, :0] if dk is None else dk
+    dtype = ctx.dtypes[0] if ctx.dtypes[0] == ctx.dtypes[1] else None
+    q_out, k_out = _OP(q_in, k_in, cos, sin, not ctx.transpose, dtype)
+    return (
+        None if dq is None else q_out.to(ctx.dtypes[0]),
+        None if dk is None else k_out.to(ctx.dtypes[1]),
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_OP = define(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose, ScalarType? dtype) -> (Tensor, Tensor)",
+    _rope,
+    _rope_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_INPLACE = define(
+    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()", _rope_inplace, lambda q, k, cos, sin: None
+)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    inplace: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotated q and k, as HF's apply_rotary_pos_emb gives them (float32 inside, rounded once).
+
+    q: [B, H, T, E]; k: [B, K, T, E]; E even; any strides (a transposed view is read as it lies, and the result has its
+    layout). cos, sin: [1 or B, T, E], as HF's rotary_emb returns them.
+    inplace: the caller gives q and k up. They are overwritten and returned where autograd records nothing and the
+    result has their dtype; elsewhere new tensors are returned.
+    dtype: of the results; by default promote(q, cos), which under autocast is float32 where HF's is too.
+    ValueError on other shapes.
+    """
+    batch, _, tokens, width = q.shape
+    same = (k.shape[0], *k.shape[2:]) == (batch, tokens, width) and cos.shape == sin.shape
+    if not same or width % 2 or cos.shape[1:] != (tokens, width) or cos.shape[0] not in (1, batch):
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, cos, sin))
+        raise ValueError(
+            f"hfpatch: rope expects q [B,H,T,E], k [B,K,T,E], cos and sin [1 or B,T,E] with even E, came {shapes}; "
+            "pass HF's rotary_emb output as it is."
+        )
+    if torch.is_grad_enabled():
+        if cos.requires_grad or sin.requires_grad:
+            # HF makes cos and sin without gradients; a learned rotation takes the plain version.
+            outs = rope_ref(q, k, cos, sin)
+            return outs if dtype is None else tuple(x.to(dtype) for x in outs)
+        inplace = inplace and not (q.requires_grad or k.requires_grad)
+    if inplace and _dtypes(q, k, cos, dtype) == (q.dtype, k.dtype):
+        _INPLACE(q, k, cos, sin)
+        return q, k
+    return _OP(q, k, cos, sin, False, dtype)

@@ -1,0 +1,136 @@
+"""The gated activation of an MLP: activation(gate) * up, computed in float32 and rounded once.
+
+Legend: N tokens, F intermediate. Any leading dims; gate and up may be strided (the halves of one projection).
+
+    y = act(gate) * up        dup = dy * act(gate)        dgate = dy * up * act'(gate)
+Backward reads dy, gate and up once and writes dgate and dup once; nothing else is saved.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
+
+# Names as HF's ACT2FN spells them -> the function computed. A name that is not here is refused, never replaced.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """Plain torch, differentiable any number of times; float64 stays float64."""
+    wide = wide_dtype(gate.dtype, up.dtype)
+    return (_act(gate.to(wide), ACTIVATIONS[activation]) * up.to(wide)).to(torch.promote_types(gate.dtype, up.dtype))
+
+
+def _act(x, name):
+    if name == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _act_and_slope(x, name):
+    if name == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s * (1 + x * (1 - s))
+    if name == "gelu":
+        cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    # gelu_tanh is x * sigmoid(2 v) with v the cubic below: 0.5 * (1 + tanh v) = sigmoid(2 v), without cancellation.
+    c = math.sqrt(2 / math.pi)
+    s = torch.sigmoid(2 * c * (x + 0.044715 * x * x * x))
+    return x * s, s + x * s * (1 - s) * (2 * c * (1 + 3 * 0.044715 * x * x))
+
+
+def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
+    wide = wide_dtype(gate.dtype, up.dtype)
+    act, slope = _act_and_slope(gate.to(wide), activation)
+    dgate = (dy.to(wide) * up.to(wide) * slope).to(gate.dtype) if need_dgate else None
+    return dgate, (dy.to(wide) * act).to(up.dtype) if need_dup else None
+
+
+# The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.
+
+
+def _swiglu(gate, up, activation):
+    if gate.numel() and use_kernel(gate, up):
+        from hfpatch.kernels import swiglu as kernels
+
+        return kernels.swiglu_fwd(gate, up, activation, torch.promote_types(gate.dtype, up.dtype))
+    return swiglu_ref(gate, up, activation=activation).contiguous()
+
+
+def _swiglu_fake(gate, up, activation):
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
+    if gate.numel() and use_kernel(dy, gate, up):
+        from hfpatch.kernels import swiglu as kernels
+
+        dgate, dup = kernels.swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup)
+    else:
+        dgate, dup = _plain_bwd(dy, gate, up, activation, need_dgate, need_dup)
+    dgate = gate.new_empty(0) if dgate is None else dgate.contiguous()
+    return dgate, up.new_empty(0) if dup is None else dup.contiguous()
+
+
+def _swiglu_bwd_fake(dy, gate, up, activation, need_dgate, need_dup):
+    return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(up.shape if need_dup else 0)
+
+
+_BWD = define(
+    "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation, bool need_dgate, bool need_dup) "
+    "-> (Tensor dgate, Tensor dup)",
+    _swiglu_bwd,
+    _swiglu_bwd_fake,
+    backward=no_second_derivative("swiglu"),
+)
+
+
+def _setup_context(ctx, inputs, output):
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx, dy):
+    need_dgate, need_dup, _ = ctx.needs_input_grad
+    dgate, dup = _BWD(dy, *ctx.saved_tensors, ctx.activation, need_dgate, need_dup)
+    return dgate if need_dgate else None, dup if need_dup else None, None
+
+
+_FWD = define(
+    "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
+    _swiglu,
+    _swiglu_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """activation(gate) * up, computed in float32 and rounded once.
+
+    gate, up: [..., F], the same shape, bf16/fp16/fp32 (fp64 on the plain path); activation: a key of ACTIVATIONS.
+    Returns [..., F] contiguous, of the promoted dtype. ValueError on other shapes or names. One derivative.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"hfpatch: swiglu computes {', '.join(ACTIVATIONS)}, came activation={activation!r}; "
+            "leave that MLP as it is (apply(mlp=False))."
+        )
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and {list(up.shape)}; "
+            "both come from projections of one width."
+        )
+    return _FWD(gate, up, ACTIVATIONS[activation])
