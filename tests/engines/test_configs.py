@@ -180,9 +180,11 @@ def test_trainer_and_accelerate_take_each_fsdp_file(path, monkeypatch):
         said = str(value).lower() if isinstance(value, bool) else str(value)
         monkeypatch.setenv("FSDP_" + names.get(key, key.removeprefix("fsdp_").upper()), said)
     from_yaml = FullyShardedDataParallelPlugin()
-    compared = """fsdp_version reshard_after_forward cpu_offload state_dict_type auto_wrap_policy
-        cpu_ram_efficient_loading backward_prefetch use_orig_params sync_module_states""".split()
-    for name in compared:
+    # FSDP1's launcher states the strategy under its older name too, and that one wins.
+    strategy = "sharding_strategy" if loaded.values["version"] == 1 else "reshard_after_forward"
+    compared = """fsdp_version cpu_offload state_dict_type auto_wrap_policy cpu_ram_efficient_loading
+        backward_prefetch use_orig_params sync_module_states""".split()
+    for name in [strategy, *compared]:
         assert getattr(from_json, name) == getattr(from_yaml, name), name
 
 
