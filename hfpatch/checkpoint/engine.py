@@ -1,0 +1,130 @@
+"""The state that a model's tiled layers share: the resolved policy, the copies under way, and the order of the calls."""
+
+import dataclasses
+import os
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.checkpoint import memory
+from hfpatch.checkpoint.layer import LayerCall, private_holders
+from hfpatch.checkpoint.offload import FetchQueue, Transfers
+from hfpatch.checkpoint.policy import Checkpointing, choose
+from hfpatch.ops.attention import heads_per_group
+from hfpatch.planner.formula import ModelShape, Policy
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether an engine gathers this module's parameters around its calls (ZeRO-3, FSDP)."""
+    names = {c.__name__ for c in type(module).__mro__}
+    return "FSDPModule" in names or any(hasattr(p, "ds_id") or hasattr(p, "_is_flat_param") for p in module.parameters())
+
+
+class Engine:
+    """One per patched model. A copy or a pickle of it starts with the same settings and nothing under way.
+
+    checkpointing: the user's settings; shape: the model's; n_layers: how many layers share this engine.
+    """
+
+    def __init__(self, checkpointing: Checkpointing, shape: ModelShape, n_layers: int):
+        self.checkpointing, self.shape, self.n_layers = checkpointing, shape, n_layers
+        self.policies: dict[tuple, Policy] = {}
+        self.transfers: Transfers | None = None
+        self.queue: FetchQueue | None = None
+        self._private: dict[type, tuple] = {}
+        self._last_call = lambda: None
+        self._last_output = lambda: None
+
+    def __deepcopy__(self, memo):
+        return Engine(self.checkpointing, self.shape, self.n_layers)
+
+    def __reduce__(self):
+        return Engine, (self.checkpointing, self.shape, self.n_layers)
+
+    # -- policy ------------------------------------------------------------------------------------------------------
+    def policy(self, layer: nn.Module, x_BTD: Tensor) -> Policy:
+        """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
+
+        Raises ValueError where the host cannot hold what was asked for.
+        """
+        B, T, _ = x_BTD.shape
+        key = (B, T, x_BTD.dtype, x_BTD.device)
+        policy = self.policies.get(key)
+        if policy is None:
+            policy = self._resolve(B, T, x_BTD)
+            if policy.every > 1 and is_sharded(layer):
+                raise ValueError(
+                    f"hfpatch: every={policy.every} runs several layers at once, which parameters sharded layer by layer "
+                    "do not allow; use Checkpointing(every=1) with a directory as offload where host memory is short."
+                )
+            self.policies[key] = policy
+            if torch.is_grad_enabled():
+                self._open(policy, B, T, x_BTD)
+        elif self.transfers is None and torch.is_grad_enabled():
+            self._open(policy, B, T, x_BTD)
+        return policy
+
+    def _resolve(self, B: int, T: int, x: Tensor) -> Policy:
+        settings = self.checkpointing
+        if x.device.type != "cuda" and settings.offload == "auto":
+            # The device is the host: a copy would only take memory.
+            settings = dataclasses.replace(settings, offload="gpu")
+        return choose(
+            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
+            gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
+            host_free=memory.host_free() if x.device.type == "cuda" else None,
+            n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )  # fmt: skip
+
+    def _open(self, policy: Policy, B: int, T: int, x: Tensor) -> None:
+        """Copies for this policy; blocks of another length are given back first."""
+        tier = policy.offload
+        if self.transfers is not None and (self.transfers.tier, self.transfers.device) != (tier, x.device):
+            self.close()
+        if self.transfers is None:
+            self.transfers = Transfers(x.device, tier, self.checkpointing.directory)
+            self.queue = FetchQueue(self.transfers)
+        else:
+            self.transfers.pool.close()
+        if tier == "host" and self.transfers.pool.pinned:
+            n = -(-self.n_layers // policy.every)
+            s, rows = self.shape, B * T
+            sizes = {rows * s.hidden_size * x.element_size(): n}
+            if policy.save_attention and policy.every == 1:
+                groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+                for nbytes in (rows * s.q_size // groups * x.element_size(), rows * s.num_heads // groups * 4):
+                    sizes[nbytes] = sizes.get(nbytes, 0) + n * groups
+            self.transfers.pool.reserve(sizes)
+
+    # -- the order of calls ------------------------------------------------------------------------------------------
+    def private(self, x: Tensor) -> tuple:
+        kind = type(x)
+        if kind not in self._private:
+            self._private[kind] = private_holders(x)
+        return self._private[kind]
+
+    def link(self, call: LayerCall, x: Tensor) -> None:
+        """Notes which call came before this one, where x is that one's output; every > 1 forms its segments here."""
+        before = self._last_call() if self._last_output() is x else None
+        if before is not None:
+            call.previous = weakref.ref(before)
+        if call.policy.every > 1:
+            segment = before.segment if before is not None else []
+            if segment and len(segment) < call.policy.every:
+                call.base, call.segment = segment[0], segment
+                segment.append(call)
+            else:
+                call.segment = [call]
+
+    def linked(self, call: LayerCall, y: Tensor) -> None:
+        self._last_call, self._last_output = weakref.ref(call), weakref.ref(y)
+
+    def close(self) -> None:
+        """Gives back host memory, streams and files."""
+        if self.transfers is not None:
+            self.queue.reset()
+            self.transfers.close()
+        self.transfers = self.queue = None
+        self.policies.clear()
+

@@ -1,0 +1,510 @@
+"""A decoder layer as one autograd function: tile by tile everywhere but in attention, whose forward is never run twice.
+
+Forward keeps the layer's input x, the attention outputs and their log-sum-exp, and hands them to `offload.py`. Backward:
+
+    A  for each tile: post(x, out) again under autograd; dx over the incoming gradient, dout into one buffer
+    B  q, k, v again, tile by tile
+    C  attention backward per group of KV heads; dq over q, dk over k, dv over v
+    D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
+
+x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D.
+`pre` and `post` are methods of the layer (models/), which call its own submodules.
+
+B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
+"""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.checkpoint.offload import Saved, Transfers
+from hfpatch.checkpoint.weights import WeightGradients, current, trainable
+from hfpatch.ops.attention import Documents, attention_backward, attention_forward, heads_per_group, pick
+from hfpatch.planner.formula import Policy
+
+DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
+RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
+
+
+# --- is the incoming gradient ours to overwrite? ---------------------------------------------------------------------------
+
+
+def _holders(grad: Tensor) -> tuple[int, int, int]:
+    """How many hold this tensor: in Python, in C++, and its storage."""
+    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+
+
+class _Probe(torch.autograd.Function):
+    """Sees a gradient that nobody else holds, from where _TiledLayer.backward sees one."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.seen.append(_holders(dy))
+        return dy.clone(), None
+
+
+def private_holders(like: Tensor) -> tuple[int, int, int]:
+    """What `_holders` says of a gradient that only the autograd engine holds, for tensors of this kind."""
+    seen: list = []
+    with torch.enable_grad(), torch.autocast(like.device.type, enabled=False):
+        x = torch.ones(2, device=like.device).requires_grad_()
+        y = _Probe.apply(_Probe.apply(x, seen), [])
+        torch.autograd.grad(y, x, torch.ones_like(y))
+    return seen[0]
+
+
+def is_private(grad: Tensor, holders: tuple, private: tuple) -> bool:
+    """Whether nobody but this backward can see the gradient's memory."""
+    whole = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    return whole and all(have <= alone for have, alone in zip(holders, private))
+
+
+# --- what one call of a layer remembers ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One forward of one layer, and all that its backward needs."""
+
+    layer: nn.Module
+    engine: "object"
+    policy: Policy
+    cos: Tensor
+    sin: Tensor
+    documents: Documents | None
+    places: list
+    private: tuple
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    group: int = 1
+    backend: str = ""
+    x: Saved | None = None
+    outs: list[Saved] = field(default_factory=list)
+    lses: list[Saved] = field(default_factory=list)
+    states: list = field(default_factory=list)
+    rng: dict = field(default_factory=dict)
+    base: "LayerCall | None" = None  # the call whose input is kept for this one (every > 1)
+    segment: list = field(default_factory=list)
+    previous: object = lambda: None  # weak reference to the call before, whose backward comes next
+    out_buffers: list | None = None
+    gone: bool = False
+
+    def __post_init__(self):
+        device = self.cos.device.type
+        self.autocast = (
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+        )
+        self.random = any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in self.layer.modules())
+
+    # -- pieces ------------------------------------------------------------------------------------------------------
+    @property
+    def transfers(self) -> Transfers:
+        return self.engine.transfers
+
+    def _autocast(self):
+        enabled, dtype, cache = self.autocast
+        return torch.autocast(self.cos.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+    @contextmanager
+    def _random(self, phase: str, index: int):
+        """Records the generators' state before a tile in forward; brings it back when the tile is run again."""
+        if not self.random:
+            yield
+            return
+        device = self.cos.device
+        states = self.rng.get((phase, index))
+        if states is None:
+            cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            self.rng[phase, index] = (torch.get_rng_state(), cuda)
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                torch.cuda.set_rng_state(states[1], device)
+            yield
+
+    def _pre(self, x_BtD: Tensor, index: int):
+        a, b = self.bounds[index]
+        with self._random("pre", index):
+            q, k, v = self.layer.pre(x_BtD, self.cos[:, a:b], self.sin[:, a:b])
+        enabled, dtype, _ = self.autocast
+        if enabled:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        return q, k, v
+
+    def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
+        """post() over the tile's attention outputs, group by group or joined. Returns y and the joined out (its leaf)."""
+        out = outs_BtGE[0] if len(outs_BtGE) == 1 else torch.cat(outs_BtGE, 2)
+        out = out.flatten(2)
+        if grad:
+            out = out.detach().requires_grad_(True)
+        with self._random("post", index):
+            return self.layer.post(x_BtD, out), out
+
+    def _qkv(self, tiles):
+        """q, k, v whole, from an iterable of (index, x tile), without a graph."""
+        whole = None
+        for index, x_t in tiles:
+            parts = self._pre(x_t, index)
+            if len(self.bounds) == 1:
+                return list(parts)
+            if whole is None:
+                tokens = self.bounds[-1][1]
+                whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
+            a, b = self.bounds[index]
+            for buffer, part in zip(whole, parts):
+                buffer[:, a:b] = part
+            del parts, x_t
+        return whole
+
+    def _groups(self, q, k):
+        """Slices of query heads and of KV heads, a group each."""
+        H, K = q.shape[2], k.shape[2]
+        repeat = H // K
+        return [
+            (slice(i * repeat, (i + self.group) * repeat), slice(i, i + self.group)) for i in range(0, K, self.group)
+        ]
+
+    def _attend(self, q, k, v):
+        """Attention forward, group by group: lists of out, lse and state."""
+        scale = self.layer.attention_scale
+        self.group = heads_per_group(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        groups = self._groups(q, k)
+        self.backend = pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]])
+        results = [
+            attention_forward(
+                q[:, :, hs], k[:, :, ks], v[:, :, ks], scale=scale, documents=self.documents, backend=self.backend
+            )
+            for hs, ks in groups
+        ]
+        return [list(r) for r in zip(*results)]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+    def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> Tensor:
+        """y [B, T, D]. keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing."""
+        B, T, _ = x_BTD.shape
+        step = max(1, self.policy.tile // B)
+        self.bounds = [(a, min(a + step, T)) for a in range(0, T, step)]
+        if keep == "gpu":
+            self.x = self.x or Saved(tuple(x_BTD.shape), x_BTD.dtype, kept=x_BTD, version=x_BTD._version)
+        elif keep == "tier" and self.base is None:
+            self.x = self.transfers.save(x_BTD)
+        q, k, v = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+        outs, lses, states = self._attend(q, k, v)
+        del q, k, v
+        self.states = states
+        if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
+            save = self.transfers.save if keep == "tier" else self._kept
+            self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
+        del lses
+        y = None
+        for index, (a, b) in enumerate(self.bounds):
+            y_t, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
+            if len(self.bounds) == 1:
+                y = y_t
+                break
+            if y is None:
+                y = y_t.new_empty(B, T, y_t.shape[-1])
+            y[:, a:b] = y_t
+            del y_t
+        if keep is not None:
+            self.transfers.settle()
+        if self.autocast[0]:
+            # Casts made here carry no graph: a later use of the same weight must not find them.
+            torch.clear_autocast_cache()
+        return y
+
+    @staticmethod
+    def _kept(x: Tensor) -> Saved:
+        return Saved(tuple(x.shape), x.dtype, kept=x, version=x._version)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Returns every block; the graph cannot be walked again."""
+        for saved in (self.x, *self.outs, *self.lses):
+            if saved is not None:
+                saved.release()
+        self.outs, self.lses, self.out_buffers, self.gone = [], [], None, True
+
+    def __del__(self):
+        if not self.gone and self.x is not None:
+            self.release()
+
+    def _materialise(self) -> None:
+        """every > 1: runs the segment's layers again up to this one, keeping what their backward will want."""
+        ticket = self.transfers.fetch([(self.base.x, 0, self.base.x.shape[1], None)])
+        x = self.transfers.wait(ticket)[0]
+        with torch.no_grad(), self._autocast():
+            for call in self.segment:
+                if call is self:
+                    break
+                if call is not self.base:
+                    call.x = None
+                x = call.forward(x, keep="gpu")
+        self.x = self._kept(x)
+
+    def _tile_requests(self, with_out: bool):
+        """One request a tile for the fetch queue: x into the ring, out into its whole buffers (or the ring when streamed)."""
+
+        def request(a, b):
+            pieces = [(self.x, a, b, None)]
+            if with_out and self.outs:
+                if self.policy.stream_attention:
+                    pieces += [(o, a, b, None) for o in self.outs]
+                else:
+                    if self.out_buffers is None:
+                        self.out_buffers = [
+                            torch.empty(o.shape, dtype=o.dtype, device=self.cos.device) for o in self.outs
+                        ]
+                        self.transfers.to_device.wait_event(self.transfers._mark())
+                    pieces += [(o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)]
+            return pieces
+
+        return [lambda a=a, b=b: request(a, b) for a, b in self.bounds]
+
+    def _phases(self) -> list[bool]:
+        """Whether each pass over the tiles fetches out too, in the order of the passes."""
+        if len(self.bounds) == 1:
+            return [True]
+        return [True, False, False] if self.outs else [False, False, False]
+
+    def prefetch(self) -> None:
+        """Queues this call's first pass, so that its first tiles are under way before its backward starts."""
+        if self.x is None or self.x.resident or self.gone:
+            return
+        stream = self.policy.stream_attention and self.outs
+        rows = self.bounds[0][1] * self.x.shape[0]
+        nbytes = rows * (self.x.row_bytes + (sum(o.row_bytes for o in self.outs) if stream else 0))
+        self.transfers.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
+        self.engine.queue.push(self, self._tile_requests(self._phases()[0]))
+
+    def _tiles(self, with_out: bool):
+        """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
+        queue = self.engine.queue
+        for index, (a, b) in enumerate(self.bounds):
+            if self.x.resident:
+                outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
+                yield index, self.x.tensor()[:, a:b], outs
+                continue
+            ticket, tensors = queue.next()
+            outs = tensors[1:]
+            if with_out and self.outs and self.outs[0].resident:
+                outs = [o.tensor()[:, a:b] for o in self.outs]
+            yield index, tensors[0], outs
+            del tensors, outs
+            queue.release(ticket)
+
+    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
+        """(dx or None, gradients of self.places). private: dy may be overwritten. keep: the graph stays for another pass."""
+        if self.gone:
+            raise RuntimeError(
+                "hfpatch: expected one backward through this graph, came to it a second time; "
+                "pass retain_graph=True to the first backward."
+            )
+        if self.base is not None and self.x is None:
+            self._materialise()
+        queue = self.engine.queue
+        streamed = not self.x.resident
+        if streamed:
+            if not queue.starts_with(self):
+                queue.reset()
+                self.prefetch()
+            for with_out in self._phases()[1:]:
+                queue.push(self, self._tile_requests(with_out))
+        before = self.previous()
+        if before is not None and before.base is None:
+            before.prefetch()
+
+        weights = WeightGradients(self.places, several=len(self.bounds) > 1)
+        with torch.enable_grad(), self._autocast(), weights:
+            run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
+            dx = run(dy_BTD, private, need_x, weights)
+            weights.round()
+        if not keep:
+            self.release()
+        self.out_buffers = None
+        if before is None and not self.engine.queue.under_way:
+            self.transfers.drop_ring()
+        return dx, weights.sums
+
+    def _lse_ticket(self):
+        if not self.lses:
+            return None
+        return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
+
+    def _attention_backward(self, q, k, v, dout, outs, lses) -> None:
+        """Phase C, in place: dq over q, dk over k, dv over v. outs: a function giving the out of a group."""
+        scale = self.layer.attention_scale
+        for g, (hs, ks) in enumerate(self._groups(q, k)):
+            grads = attention_backward(
+                dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], outs(g), lses[g], self.states[g],
+                scale=scale, documents=self.documents, backend=self.backend,
+            )  # fmt: skip
+            lses[g] = None
+            for whole, part, grad in zip((q, k, v), (hs, ks, ks), grads):
+                whole[:, :, part].copy_(grad)
+            del grads
+
+    def _backward_one(self, dy, private, need_x, weights):
+        """All four phases on one tile: x is fetched once and one graph of `pre` serves B and D."""
+        lse_ticket = self._lse_ticket()
+        for _, x, outs in self._tiles(with_out=True):
+            x = x.detach().requires_grad_(need_x)
+            parts = self._pre(x, 0)
+            # The graph must not see its outputs overwritten by the gradients.
+            q, k, v = (p.detach().contiguous() for p in parts)
+            lses = self.transfers.wait(lse_ticket) if lse_ticket else None
+            if not outs:
+                with torch.no_grad():
+                    outs, lses, self.states = self._attend(q, k, v)
+            y, out = self._post(x, outs, 0, grad=True)
+            torch.autograd.backward(y, dy)
+            del y
+            with torch.no_grad():
+                B, T, H, E = q.shape
+                dout = out.grad.view(B, T, H, E)
+                fresh = [torch.empty_like(p) for p in (q, k, v)]
+                for g, (hs, ks) in enumerate(self._groups(q, k)):
+                    grads = attention_backward(
+                        dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], outs[g], lses[g], self.states[g],
+                        scale=self.layer.attention_scale, documents=self.documents, backend=self.backend,
+                    )  # fmt: skip
+                    for whole, part, grad in zip(fresh, (hs, ks, ks), grads):
+                        whole[:, :, part].copy_(grad)
+            del dout, out, outs
+            pairs = [(p, g) for p, g in zip(parts, fresh) if p.requires_grad]
+            if pairs:
+                torch.autograd.backward(*zip(*pairs))
+            dx = x.grad
+        return dx
+
+    def _backward_tiles(self, dy, private, need_x, weights):
+        lse_ticket = self._lse_ticket()
+        q = k = v = None
+        outs, lses = None, None
+        if self._phases()[0] is False:
+            # The attention outputs were not saved: B first, then attention again.
+            with torch.no_grad():
+                q, k, v = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+                outs, lses, self.states = self._attend(q, k, v)
+
+        # A
+        dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
+        dout = None
+        for index, x_t, out_t in self._tiles(with_out=outs is None):
+            a, b = self.bounds[index]
+            x_t = x_t.detach().requires_grad_(need_x)
+            y_t, out_t = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
+            torch.autograd.backward(y_t, dy[:, a:b])
+            del y_t
+            with torch.no_grad():
+                if need_x:
+                    dx[:, a:b] = x_t.grad
+                if dout is None:
+                    dout = out_t.new_empty(out_t.shape[0], dy.shape[1], out_t.shape[2])
+                dout[:, a:b] = out_t.grad
+            del x_t, out_t
+        if not need_x:
+            dx = None
+        weights.round()
+
+        with torch.no_grad():
+            if q is None:
+                q, k, v = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+            if lses is None:
+                lses = list(self.transfers.wait(lse_ticket))
+            dout = dout.unflatten(2, (q.shape[2], q.shape[3]))
+            self._attention_backward(q, k, v, dout, self._whole_outs(outs), lses)
+            del dout, outs
+            self.out_buffers = None
+
+        # D
+        for index, x_t, _ in self._tiles(with_out=False):
+            a, b = self.bounds[index]
+            x_t = x_t.detach().requires_grad_(need_x)
+            parts = self._pre(x_t, index)
+            pairs = [(p, g[:, a:b]) for p, g in zip(parts, (q, k, v)) if p.requires_grad]
+            if pairs:
+                torch.autograd.backward(*zip(*pairs))
+            del parts, pairs
+            if need_x and x_t.grad is not None:
+                with torch.no_grad():
+                    dx[:, a:b] += x_t.grad
+            del x_t
+        return dx
+
+    def _whole_outs(self, outs):
+        """A function giving group g's whole attention output, freed (or fetched one ahead) as the groups go by."""
+        if outs is None and self.out_buffers is not None:
+            outs = self.out_buffers
+        if outs is not None:
+
+            def take(g):
+                out, outs[g] = outs[g], None
+                return out
+
+            return take
+        if self.outs[0].resident:
+            return lambda g: self.outs[g].tensor()
+        fetch = lambda g: self.transfers.fetch([(self.outs[g], 0, self.outs[g].shape[1], None)])  # noqa: E731
+        tickets = {0: fetch(0)}
+
+        def stream(g):
+            if g + 1 < len(self.outs):
+                tickets[g + 1] = fetch(g + 1)
+            return self.transfers.wait(tickets.pop(g))[0]
+
+        return stream
+
+
+class _TiledLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, x, *weights):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.forward(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "hfpatch: expected a first-order backward, create_graph=True came; "
+                "use apply(model, checkpointing='off') for second derivatives."
+            )
+        call = ctx.call
+        if dy is None:
+            return (None,) * (2 + len(call.places))
+        private = is_private(dy, _holders(dy), call.private)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
+        return None, dx, *grads
+
+
+def tiled_layer(engine, layer, x, cos, sin, documents: Documents | None = None) -> Tensor:
+    """Runs `layer` tile by tile on x [B, T, D]; cos, sin [1 or B, T, E].
+
+    engine: checkpoint.engine.Engine. Without a gradient to come nothing is kept.
+    """
+    places = trainable(layer)
+    tensors = [current(p) for p in places]
+    policy = engine.policy(layer, x)
+    call = LayerCall(layer, engine, policy, cos, sin, documents, places, ())
+    if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
+        with torch.no_grad():
+            return call.forward(x, keep=None)
+    call.private = engine.private(x)
+    engine.link(call, x)
+    y = _TiledLayer.apply(call, x, *tensors)
+    engine.linked(call, y)
+    return y
+
