@@ -1,0 +1,258 @@
+"""Follows every storage of a run from birth to death: what was alive when, on the device and on the host.
+
+A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the storage, not the
+tensor, is what an allocator hands out, so views, in-place operations, saved tensors and `.data` swaps need no cases
+of their own. It works on real tensors and on fake ones (entered above a FakeTensorMode). Where a dispatch mode makes
+PyTorch behave differently from a bare run, the bare run's behaviour is restored here.
+"""
+
+import bisect
+import contextlib
+import sys
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfpatch.planner import kernels_cost
+from hfpatch.planner.shadow import Shadows
+
+aten = torch.ops.aten
+ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage. born and died are indices of the event list (died is None while alive)."""
+
+    nbytes: int
+    born: int
+    op: str
+    module: str
+    phase: str
+    host: bool = False
+    category: str = "activations"
+    died: int | None = None
+
+
+@dataclass
+class Ledger:
+    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in order of time."""
+
+    blocks: list = field(default_factory=list)
+    events: list = field(default_factory=list)  # (block index, signed bytes)
+    phases: list = field(default_factory=list)  # (event index, name)
+    matmul_flops: dict = field(default_factory=dict)  # phase -> FLOPs
+    attention_flops: dict = field(default_factory=dict)  # "forward" | "backward" -> FLOPs, causal
+    attention_calls: dict = field(default_factory=dict)  # "forward" | "backward" -> calls
+    host_copy_bytes: int = 0
+
+
+def round_up(nbytes: int, to: int = ROUNDING) -> int:
+    """nbytes rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+def _tensors(tree, out):
+    for item in tree:
+        if isinstance(item, Tensor):
+            out.append(item)
+        elif isinstance(item, (list, tuple)):
+            _tensors(item, out)
+        elif isinstance(item, dict):
+            _tensors(item.values(), out)
+    return out
+
+
+def _called_by_engine() -> bool:
+    """Whether the operation being dispatched was issued by the autograd engine itself, not by Python code."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "_compile.py" in name or "_dynamo" in name or "_python_dispatch" in name or "_library" in name:
+            frame = frame.f_back
+            continue
+        return frame.f_code.co_name == "_engine_run_backward"
+    return False
+
+
+class Follower(TorchDispatchMode):
+    """Context in which storages are followed. Result in `.ledger`.
+
+    rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator, 1 for none).
+    cuda: charge the scratch memory that CUDA's kernels take, which no operation of this run allocates.
+    shadows: keep real values of small tensors, so that `.item()` and friends work on fake ones.
+    """
+
+    def __init__(self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None):
+        super().__init__()
+        self.ledger = Ledger()
+        self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
+        self._refs: dict = {}  # id(storage) -> (weak reference, block index)
+        self._modules: list = []
+        self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
+        self.phase = "setup"
+        self._host = 0
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def track(self, tensor: Tensor, op: str = "given", category: str | None = None) -> Block | None:
+        """Notes the tensor's storage if it is new or has changed its size; returns its block."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have none; their parts have
+            return None
+        known = self._refs.get(id(storage))
+        nbytes = round_up(storage.nbytes(), self.rounding)
+        if known is not None:
+            block = self.ledger.blocks[known[1]]
+            if nbytes != block.nbytes:
+                self.ledger.events.append((known[1], nbytes - block.nbytes))
+                block.nbytes = nbytes
+        else:
+            index = self._birth(nbytes, op)
+            block = self.ledger.blocks[index]
+            key = id(storage)
+
+            def dead(_, key=key, index=index):
+                self._refs.pop(key, None)
+                self._death(index)
+
+            self._refs[key] = (weakref.ref(storage, dead), index)
+        if category:
+            block.category = category
+        return block
+
+    def _birth(self, nbytes: int, op: str, category: str = "activations") -> int:
+        ledger = self.ledger
+        block = Block(nbytes, len(ledger.events), op, self._where(), self.phase, self._host > 0, category)
+        ledger.blocks.append(block)
+        ledger.events.append((len(ledger.blocks) - 1, nbytes))
+        return len(ledger.blocks) - 1
+
+    def _death(self, index: int) -> None:
+        block = self.ledger.blocks[index]
+        block.died = len(self.ledger.events)
+        self.ledger.events.append((index, -block.nbytes))
+
+    def transient(self, nbytes: int, op: str) -> None:
+        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it returns."""
+        if nbytes > 0:
+            self._death(self._birth(round_up(nbytes, self.rounding), op, "workspace"))
+
+    @contextlib.contextmanager
+    def host(self):
+        """Storages born inside are host memory."""
+        self._host += 1
+        try:
+            yield
+        finally:
+            self._host -= 1
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    def set_phase(self, name: str) -> None:
+        """Names what follows: "forward", "backward", "optimizer"."""
+        self.phase = name
+        self.ledger.phases.append((len(self.ledger.events), name))
+
+    def enter_module(self, name: str) -> None:
+        self._modules.append(name)
+        self._border()
+
+    def leave_module(self) -> None:
+        if self._modules:
+            self._modules.pop()
+        self._border()
+
+    def _border(self) -> None:
+        if self.phase == "forward":
+            numbers, names = self._sequence
+            numbers.append(torch.autograd._get_sequence_nr())
+            names.append(self._modules[-1] if self._modules else "")
+
+    def _where(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._sequence
+        at = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one module.
+        return names[at] if 0 <= at < len(names) - 1 else ""
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is aten.add.Tensor and self._accumulates(args, kwargs):
+            return aten.add_.Tensor(*args)
+        if self.shadows is not None:
+            answered, value = self.shadows.answer(func, args, kwargs)
+            if answered:
+                return value
+        inputs = _tensors(args, [])
+        if kwargs:
+            _tensors(kwargs.values(), inputs)
+        for tensor in inputs:
+            if id(tensor.untyped_storage()) not in self._refs:
+                self.track(tensor)
+        out = func(*args, **kwargs)
+        name = func.__name__
+        outputs = _tensors((out,), [])
+        for tensor in outputs:
+            self.track(tensor, name)
+        if func._schema.is_mutable:
+            for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
+                self.track(tensor, name)
+        self._cost(func, args, kwargs, out)
+        if self.shadows is not None:
+            self.shadows.run(func, args, kwargs, inputs, outputs)
+        return out
+
+    @staticmethod
+    def _accumulates(args, kwargs) -> bool:
+        """Whether this addition is autograd adding up gradients, which a bare run does in place.
+
+        The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would have done: it
+        needs the last reference to the old gradient and to its storage. The counts are those reached from here.
+        """
+        if kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        old, new = args
+        if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+            return False
+        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
+            return False
+        if torch._C._current_autograd_node() is None or not _called_by_engine():
+            return False
+        storage = old.untyped_storage()
+        return old._use_count() <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+    def _cost(self, func, args, kwargs, out) -> None:
+        ledger, phase = self.ledger, self.phase
+        flops = kernels_cost.matmul_flops(func, args, kwargs, out)
+        if flops:
+            ledger.matmul_flops[phase] = ledger.matmul_flops.get(phase, 0) + flops
+        attention = kernels_cost.attention(func, args, kwargs)
+        if attention is not None:
+            kind, flops = attention
+            ledger.attention_flops[kind] = ledger.attention_flops.get(kind, 0) + flops
+            ledger.attention_calls[kind] = ledger.attention_calls.get(kind, 0) + 1
+        if self.cuda:
+            self.transient(kernels_cost.scratch_bytes(func, args, kwargs), f"{func.__name__} scratch")
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense, the layout in which autograd accumulates in place."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,102 @@
+"""What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and FLOPs.
+
+Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention backward: the fp32 dq
+accumulator, softmax_d, and dk, dv of every query head) and native/cuda/Embedding.cu (fp32 partial sums).
+"""
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _ops(*names):
+    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+# The op and the position of q in its arguments.
+ATTENTION_FORWARD = {op: 0 for op in _ops(
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention", "_flash_attention_forward",
+)}  # fmt: skip
+ATTENTION_BACKWARD = {op: 1 for op in _ops(
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
+)}  # fmt: skip
+_ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q is [N, H, E], k [N, K, E]
+_CAUSAL_AT = {"_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_for_cpu": 4}
+
+
+def _argument(func, args, kwargs, name, default=None):
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return default
+
+
+def attention(func, args, kwargs):
+    """("forward" | "backward", FLOPs) of an attention operation, half of the square counted when causal; else None.
+
+    Forward is two T x T matmuls a head (4 T T E FLOPs), backward five of them.
+    """
+    if func in ATTENTION_FORWARD:
+        kind, q, k = "forward", args[0], args[1]
+    elif func in ATTENTION_BACKWARD:
+        kind, q, k = "backward", args[1], args[2]
+    else:
+        return None
+    if func in _ROWS_FIRST and q.dim() == 3:
+        batch, heads, rows, columns, width = 1, q.shape[1], q.shape[0], k.shape[0], q.shape[2]
+    elif func in _ROWS_FIRST:
+        batch, rows, heads, width = q.shape
+        columns = k.shape[1]
+    else:
+        batch, heads, rows, width = q.shape
+        columns = k.shape[2]
+    flops = 4 * batch * heads * rows * columns * width
+    if _argument(func, args, kwargs, "is_causal", False):
+        flops //= 2
+    return kind, flops if kind == "forward" else flops * 5 // 2
+
+
+def matmul_flops(func, args, kwargs, out) -> int:
+    """FLOPs of mm, addmm, bmm and baddbmm, in any of their out= and dtype forms; 0 for other operations."""
+    packet = func.overloadpacket
+    if packet is aten.mm or packet is aten.bmm:
+        a, b = args[0], args[1]
+    elif packet in (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_):
+        a, b = args[1], args[2]
+    else:
+        return 0
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _element(tensor: Tensor) -> int:
+    return tensor.element_size()
+
+
+def scratch_bytes(func, args, kwargs) -> int:
+    """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
+    if func in ATTENTION_BACKWARD:
+        q, k = args[1], args[2]
+        if func in _ROWS_FIRST and q.dim() == 3:
+            batch, heads, kv_heads, rows, columns, width = 1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2]
+        elif func in _ROWS_FIRST:
+            batch, rows, heads, width = q.shape
+            columns, kv_heads = k.shape[1], k.shape[2]
+        else:
+            batch, heads, rows, width = q.shape
+            kv_heads, columns = k.shape[1], k.shape[2]
+        padded = -(-rows // 128) * 128
+        dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
+        softmax_d = 4 * batch * heads * padded
+        expanded = 2 * batch * heads * columns * width * _element(k) if kv_heads != heads else 0
+        return dq_accumulator + softmax_d + expanded
+    if func is aten.embedding_dense_backward.default:
+        grad, indices, vocabulary = args[0], args[1], args[2]
+        count, width = indices.numel(), grad.shape[-1]
+        if count <= 3072:
+            return 0
+        partials = (count // 10 + min(count, int(vocabulary))) * width * 4
+        return partials + 4 * 8 * count  # sorted ids and positions, and the sort's own copies
+    return 0

@@ -1,0 +1,134 @@
+"""Real values behind small fake tensors, so that `.item()`, `bool()`, `equal` and `nonzero` have an answer.
+
+Token ids, labels, position ids and masks are small even at a million tokens, and control flow depends on them alone.
+The shadow of a storage is a real storage of the same size; views and in-place operations need no cases of their own.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
+LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
+
+aten = torch.ops.aten
+_DATA_DEPENDENT = {aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor,
+                   aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
+                   aten.bincount.default}  # fmt: skip
+_UNKNOWN = object()
+
+
+class Shadows:
+    """The real storages that stand behind fake ones. fake_mode: the FakeTensorMode the fakes belong to."""
+
+    def __init__(self, fake_mode):
+        self.fake_mode = fake_mode
+        self._real: dict = {}  # id(fake storage) -> (weak reference, real storage)
+
+    def put(self, fake: Tensor, real: Tensor) -> None:
+        """Stands real (same shape, dtype) behind fake. The fake must own its whole storage."""
+        storage = fake.untyped_storage()
+        key = id(storage)
+        with _disable_current_modes():
+            copy = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+            copy.copy_(real)
+            self._real[key] = (weakref.ref(storage, lambda _, key=key: self._real.pop(key, None)),
+                               copy.untyped_storage())  # fmt: skip
+
+    def get(self, fake: Tensor):
+        """The real tensor behind fake, sharing memory with every other view of it; None where values are unknown."""
+        found = self._real.get(id(fake.untyped_storage()))
+        if found is None:
+            return None
+        with _disable_current_modes():
+            real = torch.empty(0, dtype=fake.dtype)
+            return real.set_(found[1], fake.storage_offset(), fake.shape, fake.stride())
+
+    def fake(self, real: Tensor) -> Tensor:
+        """A fake tensor like real, with real behind it."""
+        out = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        self.put(out, real)
+        return out
+
+    def _map(self, tree):
+        if isinstance(tree, Tensor):
+            real = self.get(tree)
+            return _UNKNOWN if real is None else real
+        if isinstance(tree, (list, tuple)):
+            items = [self._map(item) for item in tree]
+            return _UNKNOWN if any(item is _UNKNOWN for item in items) else type(tree)(items)
+        if isinstance(tree, dict):
+            items = {k: self._map(v) for k, v in tree.items()}
+            return _UNKNOWN if any(item is _UNKNOWN for item in items.values()) else items
+        return tree
+
+    def answer(self, func, args, kwargs):
+        """(True, value) for an operation whose result, or its shape, depends on values; else (False, None)."""
+        if func is aten._local_scalar_dense.default or func is aten.equal.default:
+            reals = self._map(args)
+            if reals is _UNKNOWN:
+                return False, None
+            with _disable_current_modes():
+                return True, func(*reals)
+        by_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func not in _DATA_DEPENDENT and not by_mask:
+            return False, None
+        if by_mask and self._map(args[0]) is _UNKNOWN:
+            # Values unknown, mask known: the same gather by positions has a known shape.
+            masks = [None if i is None else self.get(i) for i in args[1]]
+            if any(m is None and i is not None for m, i in zip(masks, args[1])):
+                return False, None
+            indices = []
+            with _disable_current_modes():
+                wholes = []
+                for mask in masks:
+                    parts = (
+                        [None]
+                        if mask is None
+                        else list(mask.nonzero(as_tuple=True))
+                        if mask.dtype == torch.bool
+                        else [mask]
+                    )
+                    wholes.extend(parts)
+            for part in wholes:
+                indices.append(None if part is None else self.fake(part))
+            return True, aten.index.Tensor(args[0], indices)
+        reals, real_kwargs = self._map(args), self._map(kwargs)
+        if reals is _UNKNOWN or real_kwargs is _UNKNOWN:
+            return False, None
+        with _disable_current_modes():
+            out = func(*reals, **real_kwargs)
+        if isinstance(out, Tensor):
+            return True, self.fake(out)
+        return True, tuple(self.fake(o) for o in out)
+
+    def run(self, func, args, kwargs, inputs, outputs) -> None:
+        """Repeats an operation on the values behind its arguments, or forgets the values it overwrote."""
+        mutable = func._schema.is_mutable
+        fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
+        known = [id(t.untyped_storage()) in self._real for t in inputs]
+        small = all(
+            o.untyped_storage().nbytes() <= (LARGEST_FLOAT if o.is_floating_point() else LARGEST_WHOLE) for o in fresh
+        )
+        runnable = all(known) and small and torch.Tag.nondeterministic_seeded not in func.tags
+        if not mutable and not fresh:
+            return  # a view of something known
+        if not mutable and not (runnable and func.namespace == "aten"):
+            return
+        if runnable and func.namespace == "aten":
+            reals, real_kwargs = self._map(args), self._map(kwargs)
+            real_kwargs = {k: v for k, v in real_kwargs.items() if k != "pin_memory"}
+            if real_kwargs.get("device") is not None:
+                real_kwargs["device"] = torch.device("cpu")
+            with _disable_current_modes(), torch.no_grad():
+                out = func(*reals, **real_kwargs)
+            outs = [out] if isinstance(out, Tensor) else [o for o in out or () if isinstance(o, Tensor)]
+            for fake, real in zip(outputs, outs):
+                if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
+                    self.put(fake, real)
+        elif mutable:
+            for argument, value in zip(func._schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                    self._real.pop(id(value.untyped_storage()), None)

@@ -1,0 +1,84 @@
+"""`python -m hfpatch.planner.simulate`: one implementation of one preset, simulated, as a table or as JSON."""
+
+import argparse
+import json
+import time
+
+import torch
+
+from hfpatch.planner.presets import preset_config
+from hfpatch.planner.simulate import simulate
+
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", "hfpatch")
+
+
+def build(config: dict, dtype=torch.bfloat16):
+    """A causal language model of a config.json's values on the meta device: shapes without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(config)
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+
+
+def prepare(model, implementation: str, **checkpointing):
+    """Turns the stock model into one of IMPLEMENTATIONS, in place."""
+    if implementation == "hfpatch":
+        import hfpatch
+
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(**checkpointing))
+    elif implementation.startswith("liger"):
+        from hfpatch.planner import liger
+
+        liger.apply(model, tiled=implementation == "liger-tiled-offload")
+    if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if implementation == "hf-ckpt-chunked":
+        from hfpatch.planner import liger
+
+        liger.apply(model, loss_only=True)
+    return model
+
+
+def _value(text: str):
+    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hfpatch.planner.simulate", description=__doc__)
+    parser.add_argument("--preset", default="llama-3.1-8b")
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="fewer layers than the preset's")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--checkpointing", nargs="*", default=[], metavar="FIELD=VALUE",
+        help="fields of hfpatch.Checkpointing: offload=host tile=8192",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    config = preset_config(args.preset)
+    if args.layers:
+        config["num_hidden_layers"] = args.layers
+    fields = {name: _value(value) for name, value in (pair.split("=", 1) for pair in args.checkpointing)}
+    model = prepare(build(config, getattr(torch, args.dtype)), args.impl, **fields)
+    started = time.perf_counter()
+    found = simulate(model, args.batch, args.seq_len, steps=args.steps)
+    result = found.to_dict() | {
+        "beyond_gib": found.beyond_bytes / 2**30,
+        "host_gib": found.host_peak_bytes / 2**30,
+        "seconds": time.perf_counter() - started,
+    }
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    print(f"simulated {args.preset} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s")
+    print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB, "
+          f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")  # fmt: skip
+    for name, nbytes in found.operations[:16]:
+        print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
+    print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")
+    return 0
