@@ -1,0 +1,98 @@
+"""The three sentences a report opens with: the peak, who holds it, the change that would lower it most."""
+
+from hfpatch.profiling.timeline import Run, generic, size
+
+LASTING = ("parameters", "gradients", "optimizer")
+
+# (category, which runs, the part of it that the change removes, the change). First fitting row of a category counts.
+# A part is what the change leaves out: states of 4 bytes in 1 leave a quarter; half a tile halves what lives per tile.
+APPLY = "hfpatch.apply(model)"
+CHANGES = (
+    ("loss", ("hf", "liger"), 1.0, f"`{APPLY}`: the head and loss then run in tiles of tokens, logits are never whole"),
+    ("working set", ("hf", "liger"), 1.0, f"`{APPLY}`: each layer then runs tile by tile"),
+    ("activations", ("hf", "liger"), 1.0, f"`{APPLY}`: a layer then keeps its input and attention output only"),
+    ("checkpoints", ("hf", "liger"), 1.0, f"`{APPLY}`: layer inputs then wait in host memory"),
+    ("checkpoints", ("hfpatch",), 1.0, '`Checkpointing(offload="host")`: layer inputs then wait in host memory'),
+    ("activations", ("hfpatch",), 1.0, '`Checkpointing(offload="host", save_attention=False)`: less is kept per layer'),
+    ("working set", ("hfpatch",), 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
+    ("loss", ("hfpatch",), 0.5, "a smaller `workspace_bytes` for the loss"),
+    (
+        "optimizer",
+        ("hf", "liger", "hfpatch"),
+        0.75,
+        "8-bit optimizer states (`--placement gpu8bit`)",
+    ),
+    (
+        "gradients",
+        ("hf", "liger", "hfpatch"),
+        1.0,
+        "gradients in host memory (`--placement zero3-offload`)",
+    ),
+)
+
+
+def focus(runs: list[Run]) -> Run:
+    """The run a report is about: hfpatch's where it finished, at the longest length; else what finished; else any."""
+    order = sorted(runs, key=lambda r: (r.error is None, r.seq_len, r.impl == "hfpatch", r.peak_bytes))
+    return order[-1]
+
+
+def best_change(run: Run) -> tuple[str, int]:
+    """(the change that lowers the peak most, by how many bytes at most); ("", 0) where none would."""
+    best, seen = ("", 0), set()
+    for category, impls, part, text in CHANGES:
+        if run.impl not in impls or category in seen:
+            continue
+        seen.add(category)
+        # relief is the peak with the whole category gone, elsewhere in the step: a lower peak may hide behind this one.
+        saved = int(min(part * run.peak_split[category], run.peak_bytes - run.relief.get(category, run.peak_bytes)))
+        if saved > best[1]:
+            best = (text, saved)
+    return best
+
+
+def holder(run: Run) -> tuple[str, str, int]:
+    """(module, phase, bytes) that holds most of the peak beyond parameters, gradients and optimizer states."""
+    held: dict = {}
+    for row in run.rows:
+        if row["category"] not in LASTING and row["phase"]:
+            key = (generic(row["module"]) or "the model's own forward", row["phase"])
+            held[key] = held.get(key, 0) + row["bytes"]
+    if not held:
+        return ("", run.peak_phase, 0)
+    (module, phase), count = max(held.items(), key=lambda item: item[1])
+    return module, phase, count
+
+
+def sentences(runs: list[Run]) -> list[str]:
+    """Three sentences for people. With nothing recorded, what went wrong in one."""
+    run = focus(runs)
+    if not run.peak_bytes:
+        return [f"Nothing was recorded: {run.error or 'no run finished'}."]
+    label = "Simulated: " if run.source == "simulated" else ""
+    others = [r for r in runs if r.seq_len == run.seq_len and r is not run and r.peak_bytes]
+    beside = ", ".join(
+        f"{r.impl} {'ran out of memory past' if r.error else ''} {size(r.peak_bytes)}".replace("  ", " ")
+        + (f", {r.peak_bytes / run.peak_bytes:.1f} times as much" if r.peak_bytes >= run.peak_bytes else "")
+        for r in others
+    )
+    first = f"{label}{run.impl} peaks at {size(run.peak_bytes)} with {run.seq_len:,} tokens" + (
+        f" ({beside})" if beside else ""
+    )
+    if run.error:
+        first += f"; it did not finish: {run.error}"
+    module, phase, held = holder(run)
+    lasting = sum(run.peak_split[c] for c in LASTING)
+    second = (
+        f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of it from the {phase}, "
+        f"and parameters, gradients and optimizer states hold {size(lasting)}"
+        if module
+        else f"The peak comes in the {run.peak_phase or 'step'}, in parameters, gradients and optimizer states alone"
+    )
+    change, saved = best_change(run)
+    third = (
+        f"What would lower it most: {change}, at most {size(saved)} less"
+        if change
+        else "No single change that hfpatch knows would lower it; sharding over more GPUs would"
+    )
+    return [first + ".", second + ".", third + "."]

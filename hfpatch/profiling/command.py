@@ -1,0 +1,135 @@
+"""`hfpatch profile`: options, progress, and what is said at the end."""
+
+import argparse
+import sys
+
+from hfpatch.profiling.run import command_line, profile, results
+from hfpatch.profiling.timeline import size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a preset, a config.json, a folder or a hub id; random weights")
+    parser.add_argument("--seq-len", default="8192", help="tokens, or several lengths with commas (default 8192)")
+    parser.add_argument("--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a step (default 1)")
+    parser.add_argument("--steps", type=int, default=3, help="one recorded, the rest timed (default 3)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before the recorded one (default 1)")
+    parser.add_argument("--from-first-step", action="store_true", help="record the first step: the same as --warmup 0")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd", "none"])
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for hf and liger; hfpatch brings its own (default: on)",
+    )
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--no-stacks", action="store_true", help="no Python lines in the report; a lighter recording")
+    parser.add_argument("--out", default="runs/profile", help="the report's folder (default runs/profile)")
+    parser.add_argument("--json", action="store_true", help="results on stdout as JSON, nothing else")
+
+
+def lengths(text: str) -> list[int]:
+    """'8k,32768' -> [8192, 32768]. Raises ValueError for what is no length."""
+    found = []
+    for part in text.split(","):
+        number = part.strip().lower()
+        factor = 1024 if number.endswith("k") else 1
+        number = number.removesuffix("k")
+        if not number.isdigit():
+            raise ValueError(f"hfpatch: --seq-len takes tokens such as 8192 or 8k, {part!r} came; write a number.")
+        found.append(int(number) * factor)
+    return found
+
+
+def main(args) -> int:
+    wanted = {
+        "seq_len": lengths(args.seq_len),
+        "impl": args.impl.split(","),
+        "batch": args.batch,
+        "steps": args.steps,
+        "warmup": 0 if args.from_first_step else args.warmup,
+        "dtype": args.dtype,
+        "optimizer": args.optimizer,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "device": args.device,
+        "stacks": not args.no_stacks,
+        "out": args.out,
+        "command": command_line(sys.argv[1:]) if sys.argv[1:2] == ["profile"] else "hfpatch profile",
+    }
+    if args.json:
+        done = profile(args.model, **wanted)
+        print(results(done.runs, command=wanted["command"], notes=done.notes, curves=False))
+        return 0
+    with Progress(len(wanted["seq_len"]) * len(wanted["impl"])) as progress:
+        done = profile(args.model, progress=progress, **wanted)
+    show(done)
+    return 0
+
+
+class Progress:
+    """A rich progress bar on a terminal; in a pipe, or without rich, nothing."""
+
+    def __init__(self, total: int):
+        self.total, self.bar, self.seen = total, None, []
+
+    def __enter__(self):
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress as Bar
+            except ImportError:
+                return self
+            self.bar = Bar(console=Console(stderr=True), transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("starting", total=self.total)
+        return self
+
+    def __call__(self, impl, seq_len, text):
+        if (impl, seq_len) not in self.seen:
+            self.seen.append((impl, seq_len))
+        if self.bar is not None:
+            self.bar.update(self.task, completed=len(self.seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}")
+
+    def __exit__(self, *error):
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def show(done) -> None:
+    """The sentences and a table: rich on a terminal, plain columns in a pipe."""
+    head = ("implementation", "tokens", "peak", "in the", "of it lasting", "s/step")
+    rows = []
+    for run in done.runs:
+        split = run.peak_split
+        lasting = split["parameters"] + split["gradients"] + split["optimizer"]
+        step = f"{sorted(run.step_seconds)[len(run.step_seconds) // 2]:.3f}" if run.step_seconds else ""
+        rows.append((run.impl, f"{run.seq_len:,}", size(run.peak_bytes), run.peak_phase, size(lasting), step))
+    print("\n".join(done.sentences))
+    if not (sys.stdout.isatty() and _rich_table(head, rows)):
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        for row in [head, *rows]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for run in done.runs:
+        if run.error:
+            print(f"{run.impl}, {run.seq_len:,} tokens: {run.error}")
+        if "trace_file" in run.memory:
+            print(
+                f"trace of one step: {done.folder / run.memory['trace_file']}, {size(run.memory['trace_file_bytes'])}"
+            )
+    print("\n".join([*done.notes, f"report: {done.folder / 'report.html'}"]))
+
+
+def _rich_table(head, rows) -> bool:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table()
+    for name in head:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    return True

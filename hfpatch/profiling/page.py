@@ -1,0 +1,193 @@
+"""report.html: one file, no network, no script. Charts are SVG; colours follow the reader's light or dark setting."""
+
+from html import escape
+
+from hfpatch.profiling import report
+from hfpatch.profiling.advice import sentences
+from hfpatch.profiling.timeline import CATEGORIES, MEANING, Run, size
+
+# Mid-tones, so that each shows on white and on near-black alike.
+COLOURS = {
+    "parameters": "#7d8a99",
+    "gradients": "#4a7fc1",
+    "optimizer": "#b5854b",
+    "checkpoints": "#3f9f6b",
+    "activations": "#d8a800",
+    "loss": "#dc4f55",
+    "working set": "#9166d8",
+    "other": "#a79f9a",
+}
+STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --text: #1b1f24; --faint: #667080; --line: #d9dee5;
+  --band: #f4f6f8; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #14171b; --text: #e6e9ee; --faint: #99a3b1; --line: #343b45; --band: #1d2127; }
+}
+body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
+  max-width: 1120px; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
+p.lead { font-size: 1.05rem; } code { font: 0.9em ui-monospace, monospace; }
+table { border-collapse: collapse; margin: 0.8rem 0; font-size: 0.9rem; }
+th, td { padding: 0.25rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; }
+th:first-child, td:first-child, table.top td, table.top th { text-align: left; }
+th { color: var(--faint); font-weight: 600; } tr:nth-child(even) td { background: var(--band); }
+.legend span { display: inline-block; margin-right: 1.2rem; } .legend i { display: inline-block; width: 0.8em;
+  height: 0.8em; margin-right: 0.4em; border-radius: 2px; vertical-align: -1px; }
+.scroll { overflow-x: auto; } svg { width: 100%; height: auto; }
+svg text { fill: var(--text); font: 13px system-ui, sans-serif; }
+svg text.faint { fill: var(--faint); font-size: 12px; }
+svg .grid { stroke: var(--line); } svg .axis { stroke: var(--faint); }
+svg .peak { stroke: var(--text); stroke-dasharray: 4 3; } svg .phase { stroke: var(--faint); stroke-dasharray: 1 3; }
+summary { cursor: pointer; color: var(--faint); } ul.facts { color: var(--faint); padding-left: 1.2rem; }
+"""
+LEFT, TOP, HEIGHT, PANEL_GAP, WIDTH, BOTTOM = 74, 46, 300, 26, 1080, 52
+
+
+def ticks(top: float) -> list[float]:
+    """Round steps of a binary unit, from 0 to at most top: about five of them."""
+    unit = 1
+    while top / unit >= 1024:
+        unit *= 1024
+    step = next(s for s in (0.1, 0.2, 0.25, 0.5, 1, 2, 4, 5, 10, 20, 25, 50, 100, 200, 256) if top / unit / s <= 6)
+    return [i * step * unit for i in range(int(top / unit / step) + 1)]
+
+
+def _tick_label(value: float) -> str:
+    unit, name = 1, "B"
+    for name in ("B", "KiB", "MiB", "GiB"):
+        if value / unit < 1024 or name == "GiB":
+            break
+        unit *= 1024
+    return f"{value / unit:g} {name}"
+
+
+def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
+    """One step-shaped area per category, the lowest first, as SVG paths."""
+    end = max(run.curve[-1][0], 1e-12)
+    start = min(0.0, run.curve[0][0])
+    lower = [0.0] * len(run.curve)
+    out = []
+
+    def x(at):
+        return x0 + (at - start) / (end - start) * width
+
+    def y(level):
+        return TOP + HEIGHT * (1 - level / top)
+
+    for i, name in enumerate(CATEGORIES):
+        upper = [base + level[i] for base, (_, level) in zip(lower, run.curve)]
+        if max(u - b for u, b in zip(upper, lower)) > 0:
+            forth, back = [], []
+            for j, (at, _) in enumerate(run.curve):
+                right = x(run.curve[j + 1][0]) if j + 1 < len(run.curve) else x(at)
+                forth.append(f"{x(at):.1f},{y(upper[j]):.1f} {right:.1f},{y(upper[j]):.1f}")
+                back.append(f"{right:.1f},{y(lower[j]):.1f} {x(at):.1f},{y(lower[j]):.1f}")
+            points = " ".join(forth + back[::-1])
+            most = max(u - b for u, b in zip(upper, lower))
+            out.append(
+                f'<polygon points="{points}" fill="{COLOURS[name]}">'
+                f"<title>{escape(run.impl)}: {name}, at most {size(most)}</title></polygon>"
+            )
+        lower = upper
+    return out
+
+
+def chart(runs: list[Run], *, shared: bool = True) -> str:
+    """Memory over one step, a panel per run beside each other; shared: one memory axis for all of them."""
+    runs = [r for r in runs if r.curve]
+    if not runs:
+        return "<p>No memory was recorded.</p>"
+    highest = max(r.peak_bytes for r in runs)
+    gap = PANEL_GAP if shared else LEFT + 8
+    width = (WIDTH - LEFT - gap * (len(runs) - 1)) / len(runs)
+    total_height = TOP + HEIGHT + BOTTOM
+    out = [f'<svg viewBox="0 0 {WIDTH + 10} {total_height}" role="img" aria-label="memory over one training step">']
+    for i, (run, name) in enumerate(zip(runs, report.columns(runs))):
+        top = (highest if shared else run.peak_bytes) * 1.12
+        x0 = LEFT + i * (width + gap)
+        for tick in ticks(top):
+            y = TOP + HEIGHT * (1 - tick / top)
+            out.append(f'<line class="grid" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            if i == 0 or not shared:
+                out.append(
+                    f'<text class="faint" x="{x0 - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{_tick_label(tick)}</text>'
+                )
+        out += _areas(run, x0, width, top)
+        end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
+        for phase, begin, stop in run.phases:
+            px = x0 + (begin - start) / (end - start) * width
+            out.append(f'<line class="phase" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
+            # A phase too short for its name goes unnamed; its line stays.
+            if (stop - begin) / (end - start) * width > 8 * len(phase):
+                out.append(f'<text class="faint" x="{px + 3:.1f}" y="{TOP + HEIGHT + 16}">{escape(phase)}</text>')
+        y = TOP + HEIGHT * (1 - run.peak_bytes / top)
+        out.append(f'<line class="peak" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(f'<text x="{x0 + 4:.1f}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
+        out.append(f'<line class="axis" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>')
+        out.append(f'<text x="{x0:.1f}" y="18" font-weight="600">{escape(name)}</text>')
+        span = f"0 to {end:.2f} s" if run.time_unit == "s" else f"one step, {run.time_unit}"
+        out.append(
+            f'<text class="faint" x="{x0 + width:.1f}" y="{TOP + HEIGHT + 38}" text-anchor="end">{escape(span)}</text>'
+        )
+    out.append("</svg>")
+    return "\n".join(out)
+
+
+def _legend(runs) -> str:
+    used = [c for i, c in enumerate(CATEGORIES) if any(level[i] for r in runs for _, level in r.curve)]
+    return '<p class="legend">' + "".join(
+        f'<span title="{MEANING[c]}"><i style="background:{COLOURS[c]}"></i>{c}</span>' for c in used
+    ) + "</p>"  # fmt: skip
+
+
+def _inline(text: str) -> str:
+    """`code` and **bold** of our own Markdown cells, escaped."""
+    out = escape(text)
+    for mark, tag in (("**", "b"), ("`", "code")):
+        pieces = out.split(mark)
+        out = "".join(p if i % 2 == 0 else f"<{tag}>{p}</{tag}>" for i, p in enumerate(pieces))
+    return out
+
+
+def _table(head, rows, kind="") -> str:
+    cells = "".join(f"<th>{_inline(h)}</th>" for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{_inline(c)}</td>" for c in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{kind}"><tr>{cells}</tr>{body}</table></div>'
+
+
+def html(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> str:
+    """The whole report.html."""
+    model = escape(str(runs[0].setup.get("model", "a model")))
+    simulated = " (simulated)" if all(r.source == "simulated" for r in runs) else ""
+    out = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>Memory profile of {model}{simulated}</title><style>{STYLE}</style></head><body>",
+        f"<h1>Memory profile of {model}{simulated}</h1>",
+        f'<p class="lead">{" ".join(map(_inline, sentences(runs)))}</p>',
+    ]
+    for length, group in report.by_length(runs).items():
+        head = report.columns(group)
+        out += [f"<h2>{length:,} tokens: memory over one step{simulated}</h2>", _legend(group), chart(group)]
+        if len(group) > 1:
+            own = chart(group, shared=False)
+            out.append(f"<details><summary>Each at its own scale</summary>{own}</details>")
+        flat = [(name, *cells) for name, cells in report.category_table(group)]
+        out += ["<h3>At each one's own peak, by category</h3>", _table(["category", *head], flat)]
+        for title, first, rows in (
+            ("Beyond parameters, gradients and optimizer, by module", "module", report.module_table(group)),
+            ("Figures", "figure", report.figure_table(group)),
+            ("Time of the recorded step by kernel family", "family", report.family_table(group)),
+        ):
+            if rows:
+                out += [f"<h3>{title}</h3>", _table([first, *head], [(name, *cells) for name, cells in rows])]
+        for run, name in zip(group, head):
+            out.append(f"<h3>{escape(name)}: largest blocks at the peak</h3>")
+            out.append(f"<p>{escape(run.error)}</p>" if run.error else "")
+            out.append(_table(report.TOP_HEAD, report.top_rows(run), "top"))
+            out += [f"<p>{_inline(note)}</p>" for note in run.notes]
+    lines = [*report.facts(runs, command, commit), *notes, *report.files(runs)]
+    out.append('<h2>How it was made</h2><ul class="facts">' + "".join(f"<li>{_inline(line)}</li>" for line in lines))
+    out.append("</ul></body></html>")
+    return "\n".join(out) + "\n"

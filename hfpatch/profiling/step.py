@@ -1,0 +1,383 @@
+"""One measured run: build the model, make it one implementation, train a few steps, record one of them.
+
+Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on every rank).
+"""
+
+import gc
+import importlib.metadata
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hfpatch.profiling import record
+from hfpatch.profiling.families import by_family, copy_wait
+from hfpatch.profiling.timeline import Run, measure, size
+
+IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run. model: a preset, a config.json, a folder or a hub id; device: "auto" | "cpu" | "cuda"."""
+
+    model: str
+    impl: str = "hf"
+    seq_len: int = 8192
+    batch: int = 1
+    steps: int = 3
+    warmup: int = 1
+    dtype: str = "auto"
+    optimizer: str = "adamw"
+    gradient_checkpointing: bool = True
+    device: str = "auto"
+    stacks: bool = True
+    folder: str = "."
+
+    def __post_init__(self):
+        if self.impl not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"hfpatch: --impl takes {', '.join(IMPLEMENTATIONS)}, {self.impl!r} came; name one of these."
+            )
+        for name, least in (("seq_len", 2), ("batch", 1), ("steps", 1), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"hfpatch: {name} must be at least {least}, {getattr(self, name)} came; raise it.")
+
+    @property
+    def on(self) -> str:
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32 and said so.
+        name = ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+        return DTYPES[name]
+
+
+def load_config(name: str):
+    """A preset's, a config.json's, a folder's or a hub id's configuration."""
+    from transformers import AutoConfig, LlamaConfig
+
+    from hfpatch.planner.presets import PRESETS, preset_config
+
+    if name in PRESETS:
+        return LlamaConfig(**preset_config(name))
+    if name.endswith(".json") and not Path(name).is_file():
+        raise ValueError(f"hfpatch: a config.json was expected at {name}, no file is there; check the path.")
+    return AutoConfig.from_pretrained(name)
+
+
+def build_model(options: Options) -> torch.nn.Module:
+    """The model with random weights (memory and time do not depend on their values), in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(options.model)
+    config.use_cache = False
+    if (config.max_position_embeddings or 0) < options.seq_len:
+        config.max_position_embeddings = options.seq_len
+    torch.manual_seed(0)
+    with torch.device(options.on):
+        model = AutoModelForCausalLM.from_config(config, dtype=options.torch_dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def become(model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True) -> list[str]:
+    """Makes the model one of IMPLEMENTATIONS; returns notes for the report. Raises ValueError where it cannot run."""
+    if impl == "hfpatch":
+        import hfpatch
+
+        return str(hfpatch.apply(model)).splitlines()
+    if impl == "liger":
+        if next(model.parameters()).device.type == "cpu":
+            raise ValueError("hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this report.")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if gradient_checkpointing:
+        # transformers 5.23 renamed it; older ones have the old name only.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return []
+
+
+def make_optimizer(model, name: str):
+    """adamw | sgd | none (gradients only)."""
+    if name == "none":
+        return None
+    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    return make(model.parameters(), lr=1e-5)
+
+
+def make_batch(vocab_size: int, options: Options, device) -> dict:
+    """Random tokens [batch, seq_len] int64, every one a label."""
+    ids = torch.randint(0, vocab_size, (options.batch, options.seq_len), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def record_run(
+    model,
+    optimizer,
+    batch: dict,
+    options: Options,
+    *,
+    backward: Callable | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    main: bool = True,
+) -> Run:
+    """Warm-up steps, one recorded step, then timed steps; always a Run, its error set where memory ran out.
+
+    backward: loss -> None, an engine's own (accelerator.backward); main: this rank writes trace and snapshot.
+    """
+    device = batch["input_ids"].device
+    run = Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device))
+    run.setup = {
+        "model": options.model,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "optimizer": options.optimizer,
+        "gradient_checkpointing": options.gradient_checkpointing if options.impl != "hfpatch" else "hfpatch",
+        "warmup": options.warmup,
+        "steps": options.steps,
+    }
+    run.versions = versions()
+    backward = backward or (lambda loss: loss.backward())
+    marks: list = []
+
+    def step(marked=False):
+        with record.phase("forward"):
+            loss = model(**batch).loss  # the output object is not kept: it would hold the logits through the backward
+        if marked:
+            marks.append(("forward", dict(inputs)))
+        with record.phase("backward"):
+            backward(loss)
+        del loss
+        if marked:
+            marks.append(("backward", dict.fromkeys(_pointers(_gradients(model)), "gradients")))
+        if optimizer is not None:
+            with record.phase("optimizer"):
+                optimizer.step()
+            if marked:
+                marks.append(("optimizer", dict.fromkeys(_pointers(_states(optimizer)), "optimizer")))
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            model.zero_grad(set_to_none=True)
+
+    inputs: dict = {}
+    profiler = None
+    try:
+        for i in range(options.warmup):
+            progress(f"warm-up step {i + 1} of {options.warmup}")
+            step()
+        progress("recorded step")
+        before = _preexisting(model, optimizer, batch, device)
+        _start_history(device)
+        with record.module_markers(model), _layer_inputs(model, inputs):
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            profiler = torch.profiler.profile(
+                activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
+            )
+            profiler.start()
+            try:
+                step(marked=True)
+                _synchronize(device)
+            finally:
+                profiler.stop()
+        run.memory |= _allocator_figures(device)
+        if main:
+            _dump_snapshot(device, options, run)
+        for i in range(1, options.steps):
+            progress(f"timed step {i} of {options.steps - 1}")
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            run.step_seconds.append(time.perf_counter() - start)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        run.error = f"out of memory: {str(error).strip().splitlines()[0]}"
+        run.memory |= _allocator_figures(device)
+        if main:
+            _dump_snapshot(device, options, run)
+    if profiler is not None:
+        progress("reading the events")
+        _read(profiler, run, device, before, marks, _head_name(model))
+        if main:
+            _write_trace(profiler, options, run)
+    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return run
+
+
+def _read(profiler, run, device, before, marks, head):
+    events = record.Events(profiler)
+    blocks, run.phases, end = record.allocations(events, device.type, before, marks, head)
+    measure(run, blocks, end)
+    if device.type == "cuda":
+        kernels = [
+            (e.name, e.device_resource_id, e.time_range.start / 1e6, e.time_range.end / 1e6)
+            for e in profiler.events()
+            if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        run.families = by_family((name, end - start) for name, _, start, end in kernels)
+        run.memory["copy_wait_seconds"] = copy_wait(kernels)
+    else:
+        run.families = by_family(
+            (e.key, e.self_cpu_time_total / 1e6) for e in profiler.key_averages() if not e.key.startswith("hfpatch.")
+        )
+
+
+def is_out_of_memory(error) -> bool:
+    # The CPU's allocator raises a plain RuntimeError: "DefaultCPUAllocator: can't allocate memory".
+    text = str(error)
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in text or "out of memory" in text
+
+
+def _device_name(device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _start_history(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+
+
+def _dump_snapshot(device, options, run):
+    if device.type != "cuda":
+        return
+    path = Path(options.folder) / f"snapshot-{run.key.replace('@', '-')}.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
+
+
+def _write_trace(profiler, options, run):
+    path = Path(options.folder) / f"trace-{run.key.replace('@', '-')}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    run.memory |= {"trace_file": path.name, "trace_file_bytes": path.stat().st_size}
+
+
+def _allocator_figures(device) -> dict:
+    """What the allocator itself says, to hold the followed figures against. Empty on a CPU, which has no such count."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    figures = {
+        "allocated_peak_bytes": allocated,
+        "reserved_peak_bytes": reserved,
+        "fragmentation_bytes": reserved - allocated,
+        "allocation_retries": stats["num_alloc_retries"],
+    }
+    if hasattr(torch.cuda, "host_memory_stats"):
+        figures["pinned_host_peak_bytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return figures
+
+
+def _local(tensor):
+    """The rank's own part of a parameter: FSDP2's local tensor, DeepSpeed's partition, or the tensor itself."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _pointers(tensors) -> set:
+    return {t.untyped_storage().data_ptr() for t in map(_local, tensors) if t.device.type != "meta"}
+
+
+def _gradients(model) -> list:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _states(optimizer) -> list:
+    """Optimizer states, and the fp32 copies an engine keeps in its parameter groups."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return found + [p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
+
+
+def _preexisting(model, optimizer, batch, device) -> list:
+    """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
+    gc.collect()
+    kinds: dict = {}
+    owned = [*model.parameters(), *model.buffers()]
+    for tensors, category in (
+        (owned, "parameters"),
+        (_gradients(model), "gradients"),
+        (_states(optimizer) if optimizer is not None else [], "optimizer"),
+        (batch.values(), "other"),
+    ):
+        for pointer in _pointers(tensors):
+            kinds.setdefault(pointer, category)
+    sizes: dict = {}
+    for thing in gc.get_objects():
+        # type(), not isinstance(): proxies among all objects of a process warn or raise when asked for their class.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.layout is torch.strided:
+            storage = _local(thing).untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    for tensor in map(_local, owned):
+        sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+    return [(pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer]
+
+
+def _head_name(model) -> str:
+    found = {id(m): name for name, m in model.named_modules()}
+    inner = model
+    while not hasattr(inner, "get_output_embeddings") and hasattr(inner, "module"):
+        inner = inner.module
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    return found.get(id(head), "lm_head")
+
+
+class _layer_inputs:
+    """While open, notes the address of each decoder layer's input: {data_ptr: ("checkpoints", layer's name)}."""
+
+    def __init__(self, model, into: dict):
+        self.model, self.into, self.handles = model, into, []
+
+    def __enter__(self):
+        for name, module in self.model.named_modules():
+            # A decoder layer in any family, wrapped or patched: a numbered module that holds an attention and an MLP.
+            if name.rpartition(".")[2].isdigit() and hasattr(module, "self_attn") and hasattr(module, "mlp"):
+                self.handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
+
+    def _hook(self, name):
+        def hook(module, args, kwargs):
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor):
+                self.into[hidden.untyped_storage().data_ptr()] = ("checkpoints", name)
+
+        return hook
+
+    def __exit__(self, *error):
+        for handle in self.handles:
+            handle.remove()
+
+
+def versions() -> dict:
+    """Of what the figures depend on."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("hfpatch", "torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found.setdefault("hfpatch", __import__("hfpatch").__version__)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+__all__ = ["IMPLEMENTATIONS", "Options", "become", "build_model", "make_batch", "make_optimizer", "record_run", "size"]

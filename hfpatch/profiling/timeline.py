@@ -1,0 +1,177 @@
+"""What a profile is made of: allocations with a birth and a death, and the Run that a report is written from.
+
+Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer serves all. Standard library only.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+# Drawn from the bottom up: what lives longest lies lowest.
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "checkpoints",
+    "activations",
+    "loss",
+    "working set",
+    "other",
+)
+MEANING = {
+    "parameters": "weights and buffers",
+    "gradients": "the .grad of every parameter",
+    "optimizer": "optimizer states",
+    "checkpoints": "decoder-layer inputs kept for the backward",
+    "activations": "what else the forward keeps for the backward",
+    "loss": "head and loss: logits, their gradients, chunks of them",
+    "working set": "born and freed within a phase, recomputation included",
+    "other": "batch, and tensors that were there before the step",
+}
+POINTS = 400  # of a stored curve: enough for a page, small enough for a repository
+ROWS = 60  # of the stored peak
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block: bytes, its life in seconds from the start of the recording (died None: it outlived it), its owner."""
+
+    bytes: int
+    born: float
+    died: float | None
+    category: str = "other"
+    module: str = ""
+    phase: str = ""
+    op: str = ""
+    line: str = ""
+
+
+@dataclass
+class Run:
+    """One implementation at one length. Bytes are bytes, times seconds unless time_unit says otherwise."""
+
+    impl: str
+    seq_len: int
+    batch: int = 1
+    source: str = "measured"  # or "simulated"
+    device: str = "cpu"
+    time_unit: str = "s"
+    curve: list = field(default_factory=list)  # [time, [bytes per category in CATEGORIES' order]]
+    phases: list = field(default_factory=list)  # [name, start, end]
+    peak_bytes: int = 0
+    peak_at: float = 0.0
+    peak_phase: str = ""
+    rows: list = field(default_factory=list)  # alive at the peak: {bytes, count, category, module, phase, op, line}
+    relief: dict = field(default_factory=dict)  # category -> the peak were that category empty
+    families: dict = field(default_factory=dict)  # kernel family -> seconds of the recorded step
+    step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
+    memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
+    planned: dict = field(default_factory=dict)  # the closed form's figures for this run
+    setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
+    versions: dict = field(default_factory=dict)
+    notes: list = field(default_factory=list)
+    error: str | None = None  # one line, where the run did not finish
+
+    @property
+    def key(self) -> str:
+        return f"{self.impl}@{self.seq_len}"
+
+    @property
+    def peak_split(self) -> dict:
+        """category -> bytes at the peak."""
+        split = dict.fromkeys(CATEGORIES, 0)
+        for row in self.rows:
+            split[row["category"]] += row["bytes"]
+        return split
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "Run":
+        return cls(**values)
+
+
+def generic(module: str) -> str:
+    """model.layers.17.mlp -> model.layers.*.mlp: layers are alike, and a report is about the kind."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
+    """Fills the curve, the peak, what was alive at it, and each category's relief. end: when the recording stopped."""
+    index = {name: i for i, name in enumerate(CATEGORIES)}
+    changes = []
+    for a in allocations:
+        changes.append((a.born, 1, a.bytes, index[a.category]))
+        if a.died is not None:
+            changes.append((a.died, 0, -a.bytes, index[a.category]))
+    # A free and an allocation at the same instant: the free came first, as in an allocator that reuses the block.
+    changes.sort(key=lambda c: (c[0], c[1]))
+    level = [0] * len(CATEGORIES)
+    total, points = 0, []
+    without_max = [0] * len(CATEGORIES)
+    for at, _, size, i in changes:
+        level[i] += size
+        total += size
+        points.append((at, tuple(level)))
+        if total > run.peak_bytes:
+            run.peak_bytes, run.peak_at = total, at
+        for j, mine in enumerate(level):
+            without_max[j] = max(without_max[j], total - mine)
+    run.relief = {name: without_max[i] for name, i in index.items()}
+    run.curve = thin(points, end)
+    run.peak_phase = next((name for name, start, stop in run.phases if start <= run.peak_at <= stop), "")
+    alive = [a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)]
+    run.rows = grouped(alive)
+    return run
+
+
+def thin(points: list, end: float, limit: int = POINTS) -> list:
+    """At most about limit points of a curve: in each slice of time the highest one and the last one."""
+    if not points:
+        return []
+    kept, width = [], max(end, points[-1][0], 1e-12) * 2 / limit
+    current, best, last = 0, None, None
+    for at, level in points:
+        slot = int(at / width)
+        if best is not None and slot != current:
+            kept += sorted({best[1:], last[1:]})
+            best = None
+        current = slot
+        entry = (sum(level), at, level)
+        best = entry if best is None or entry[0] > best[0] else best
+        last = entry
+    kept += sorted({best[1:], last[1:]})
+    kept.append((max(end, kept[-1][0]), kept[-1][1]))
+    return [[round(at, 6), list(level)] for at, level in kept]
+
+
+def grouped(alive: list[Allocation], limit: int = ROWS) -> list:
+    """Rows for what was alive, equal owners of all layers added up, largest first; the tail keeps its category."""
+    groups: dict = {}
+    for a in alive:
+        key = (a.category, generic(a.module), a.phase, a.op, a.line)
+        size, count = groups.get(key, (0, 0))
+        groups[key] = (size + a.bytes, count + 1)
+    rows = [
+        dict(zip(("category", "module", "phase", "op", "line"), key), bytes=size, count=count)
+        for key, (size, count) in groups.items()
+    ]
+    rows.sort(key=lambda row: -row["bytes"])
+    rest: dict = {}
+    for row in rows[limit:]:
+        size, count = rest.get(row["category"], (0, 0))
+        rest[row["category"]] = (size + row["bytes"], count + row["count"])
+    tail = [
+        {"category": c, "module": "(smaller ones)", "phase": "", "op": "", "line": "", "bytes": b, "count": n}
+        for c, (b, n) in rest.items()
+    ]
+    return rows[:limit] + tail
+
+
+def size(count: float) -> str:
+    """1536 -> '1.5 KiB'. Binary units, one or two decimals."""
+    sign, count = ("-" if count < 0 else ""), abs(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{sign}{count:.0f} B" if unit == "B" else f"{sign}{count:.{1 if count >= 10 else 2}f} {unit}"
