@@ -1,0 +1,335 @@
+"""The chunk loop of linear_cross_entropy: logits of a few thousand tokens, turned in place into their gradient.
+
+Legend: N tokens, M tokens kept (label is not ignore_index), C rows of one chunk, D hidden, V vocabulary.
+
+What a sweep allocates, all of it by aten calls in this file, so that whoever follows allocations (a TorchDispatchMode,
+over real or fake tensors) sees them: one logits buffer [C, V] reused by every chunk; dX [N, D], unless it overwrites
+hidden; the gathered rows [C, D] and their dX where ignored tokens are dropped; dW.
+
+dW: with one chunk, one matmul in the weight's dtype. With more, a float32 sum that the matmul adds to in its epilogue
+(CUDA; elsewhere the operands are upcast a slice at a time), rounded once at the end. That sum is held as two slabs of
+half the vocabulary each: the first slab has exactly the bytes of the rounded dW, so the rounded rows are written over
+the float32 rows already read, and the second slab is freed. No moment holds the sum and the rounded dW side by side.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from hfpatch.ops._library import wide_dtype
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+
+ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
+BYTES_PER_TOKEN = 48  # loss, lse, label, sort key and order of every token, from the workspace
+_AS_CUDA = contextvars.ContextVar("hfpatch_linear_ce_as_cuda", default=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What linear_cross_entropy was asked for; softcap 0 means none; dtype is that of the logits."""
+
+    ignore_index: int
+    reduction: str
+    num_valid: int | None
+    smoothing: float
+    softcap: float
+    z_loss: float
+    workspace_bytes: int
+    dtype: torch.dtype
+
+
+@contextlib.contextmanager
+def as_on_cuda():
+    """Inside, fake CPU tensors take the route of CUDA tensors, and so their allocations (matmuls add in float32)."""
+    token = _AS_CUDA.set(True)
+    try:
+        yield
+    finally:
+        _AS_CUDA.reset(token)
+
+
+def _sums_in_epilogue(x: Tensor) -> bool:
+    return x.is_cuda or (_AS_CUDA.get() and is_fake(x))
+
+
+def readable(x: Tensor) -> bool:
+    """True where a value of x can be looked at without waiting for a device."""
+    return x.device.type == "cpu" and not is_fake(x)
+
+
+def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int) -> list[tuple[int, int]]:
+    """[start, end) of each chunk: multiples of 128 rows that fit workspace_bytes, as few as that allows.
+
+    A last chunk may exceed the others by what the budget leaves over, so that one token more than a round number
+    does not cost one chunk more. A budget of less than 128 rows gives chunks as long as it allows.
+    """
+    most = workspace_bytes // row_bytes
+    if most < 1:
+        raise ValueError(
+            f"hfpatch: linear_cross_entropy needs at least {row_bytes:,} bytes for the logits of one token, "
+            f"workspace_bytes leaves {max(0, workspace_bytes):,}; raise it."
+        )
+    size = most // ROWS * ROWS or most
+    count = max(1, -(-(tokens - (most - size)) // size)) if tokens else 0
+    return [(i * size, tokens if i == count - 1 else (i + 1) * size) for i in range(count)]
+
+
+def check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Every label is ignore_index or in [0, vocab_size): ValueError on the CPU, elsewhere a device-side assertion."""
+    if is_fake(labels_N):
+        return
+    ok_N = ((labels_N >= 0) & (labels_N < vocab_size)) | (labels_N == ignore_index)
+    expected = f"labels of linear_cross_entropy must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
+    if not readable(labels_N):
+        torch._assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
+    elif not ok_N.all():
+        raise ValueError(
+            f"hfpatch: {expected}, {int(labels_N[~ok_N][0])} came; check the tokenizer against the model's vocabulary."
+        )
+
+
+def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
+    """(order, M): the first M entries of order [N] are the tokens to keep, the rest may be dropped; None keeps all.
+
+    The size M comes from the host (num_valid, or a count where labels are on the CPU), so nothing waits for the device.
+    Where less than 1/32 would be dropped, gathering costs more than it saves and all tokens are kept.
+    """
+    tokens, num_valid = labels_N.numel(), opts.num_valid
+    ignored_N = labels_N == opts.ignore_index
+    message = "hfpatch: num_valid must be at least the number of labels (after the shift) that are not ignore_index"
+    if readable(labels_N):
+        count = tokens - int(ignored_N.sum())
+        if num_valid is None:
+            num_valid = count
+        elif num_valid < count:
+            raise ValueError(f"{message}, {num_valid} came for {count}; count the labels that the op gets.")
+    elif num_valid is not None and not is_fake(labels_N):
+        torch._assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; count the labels that the op gets.")
+    if num_valid is None or tokens - num_valid <= tokens // 32:
+        return None, tokens
+    return torch.argsort(ignored_N.to(torch.uint8), stable=True), num_valid
+
+
+class WeightGrad:
+    """dW = sum over chunks of d_logits^T hidden, in the weight's dtype, as the head of this file says."""
+
+    def __init__(self, weight_VD: Tensor, dtype: torch.dtype, chunks: int, scratch_bytes: int):
+        self.weight, self.dtype, self.single, self.scratch_bytes = weight_VD, dtype, chunks == 1, scratch_bytes
+        self.empty = True
+        vocab_size, hidden_size = weight_VD.shape
+        wide = wide_dtype(dtype)
+        self.direct = self.single or wide == weight_VD.dtype
+        if self.direct:
+            sizes, out_dtype = [vocab_size], weight_VD.dtype
+        else:
+            sizes, out_dtype = [vocab_size - vocab_size // 2, vocab_size // 2], wide
+        self.slabs = [torch.empty(rows, hidden_size, dtype=out_dtype, device=weight_VD.device) for rows in sizes]
+
+    def add(self, d_logits_CV: Tensor, hidden_CD: Tensor) -> None:
+        start = 0
+        for slab_RD in self.slabs:
+            self._matmul(slab_RD, d_logits_CV[:, start : start + slab_RD.shape[0]], hidden_CD)
+            start += slab_RD.shape[0]
+        self.empty = False
+
+    def _matmul(self, out_RD: Tensor, d_logits_CR: Tensor, hidden_CD: Tensor) -> None:
+        if out_RD.numel() == 0:
+            return
+        aten, same = torch.ops.aten, out_RD.dtype == d_logits_CR.dtype
+        if same and self.empty:
+            torch.mm(d_logits_CR.t(), hidden_CD, out=out_RD)
+        elif same:
+            out_RD.addmm_(d_logits_CR.t(), hidden_CD)
+        elif self.single and wide_dtype(out_RD.dtype) != out_RD.dtype:
+            # Autocast in one 16-bit dtype over weights of the other.
+            out_RD.copy_(torch.mm(d_logits_CR.t(), hidden_CD))
+        elif _sums_in_epilogue(out_RD) and self.empty:
+            aten.mm.dtype_out(d_logits_CR.t(), hidden_CD, out_RD.dtype, out=out_RD)
+        elif _sums_in_epilogue(out_RD):
+            aten.addmm.dtype_out(out_RD, d_logits_CR.t(), hidden_CD, out_RD.dtype, out=out_RD)
+        else:
+            hidden_CD = hidden_CD.to(out_RD.dtype)
+            rows = max(1, self.scratch_bytes // (out_RD.element_size() * max(1, d_logits_CR.shape[0])))
+            for start in range(0, out_RD.shape[0], rows):
+                d_RC = d_logits_CR[:, start : start + rows].to(out_RD.dtype).t()
+                part_RD = out_RD[start : start + rows]
+                torch.mm(d_RC, hidden_CD, out=part_RD) if self.empty else part_RD.addmm_(d_RC, hidden_CD)
+
+    def finish(self) -> Tensor:
+        """dW [V, D]; call once, after the logits buffer is gone."""
+        if self.empty:
+            return torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
+        if self.direct:
+            return self.slabs.pop()
+        (first_RD, second_RD), dtype = self.slabs, self.weight.dtype
+        self.slabs = []
+        vocab_size, hidden_size = self.weight.shape
+        if dtype.itemsize * 2 != first_RD.element_size():
+            return torch.cat([first_RD, second_RD]).to(dtype)
+        out_VD = first_RD.view(dtype).view(-1)[: vocab_size * hidden_size].view(vocab_size, hidden_size)
+        step = max(1, self.scratch_bytes // max(1, hidden_size * dtype.itemsize))
+        for start in range(0, first_RD.shape[0], step):
+            rows = slice(start, min(start + step, first_RD.shape[0]))
+            out_VD[rows] = first_RD[rows].to(dtype)  # row r lands on float32 row r/2, read before
+        out_VD[first_RD.shape[0] :] = second_RD
+        return out_VD
+
+
+def sweep(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    opts: Options,
+    kept: tuple[Tensor | None, int],
+    step: Callable[[Tensor, int, int], None],
+    needs: tuple[bool, bool, bool],
+    overwrite: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dX, dW, dbias), each None where `needs` says so, over chunks of the kept tokens.
+
+    step(logits_CV, start, end) turns the logits of kept tokens [start, end) into their gradient, in place.
+    overwrite: dX is written over hidden_ND (of the logits' dtype).
+    """
+    need_dx, need_dw, need_db = needs
+    order, kept_count = kept
+    dtype, device = opts.dtype, hidden_ND.device
+    (tokens, hidden_size), vocab_size = hidden_ND.shape, weight_VD.shape[0]
+    on_cuda = _sums_in_epilogue(hidden_ND)
+    # A row stride of 16 bytes keeps the fast matmuls for vocabularies that are no multiple of 8.
+    stride = -(-vocab_size // 8) * 8 if on_cuda else vocab_size
+    gather, scatter = order is not None or hidden_ND.dtype != dtype, order is not None or hidden_ND.dtype != dtype
+    upcast = need_dw and not on_cuda and wide_dtype(dtype) != dtype
+    row_bytes = max(1, stride) * dtype.itemsize
+    row_bytes += hidden_size * ((gather + (scatter and need_dx)) * dtype.itemsize + upcast * wide_dtype(dtype).itemsize)
+    scratch_bytes = opts.workspace_bytes // 16
+    room = opts.workspace_bytes - tokens * BYTES_PER_TOKEN - upcast * scratch_bytes
+    bounds = chunk_bounds(kept_count, row_bytes, room)
+
+    weight_work_VD, bias_work_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    rows = max((end - start for start, end in bounds), default=0)
+    buffer_CV = torch.empty(rows, stride, dtype=dtype, device=device)[:, :vocab_size]
+    if not need_dx:
+        dx_ND = None
+    elif overwrite:
+        dx_ND = hidden_ND
+    else:
+        dx_ND = (torch.empty if order is None and bounds else torch.zeros)(
+            tokens, hidden_size, dtype=hidden_ND.dtype, device=device
+        )
+    dw = WeightGrad(weight_VD, dtype, len(bounds), scratch_bytes) if need_dw else None
+    db_V = torch.zeros(vocab_size, dtype=wide_dtype(dtype), device=device) if need_db else None
+
+    for start, end in bounds:
+        index_C = None if order is None else order[start:end]
+        hidden_CD = (hidden_ND[start:end] if index_C is None else hidden_ND.index_select(0, index_C)).to(dtype)
+        logits_CV = buffer_CV[: end - start]
+        if bias_work_V is None:
+            torch.mm(hidden_CD, weight_work_VD.t(), out=logits_CV)
+        else:
+            torch.addmm(bias_work_V, hidden_CD, weight_work_VD.t(), out=logits_CV)
+        step(logits_CV, start, end)
+        if dw is not None:
+            dw.add(logits_CV, hidden_CD)
+        if db_V is not None:
+            db_V += logits_CV.sum(0, dtype=db_V.dtype)
+        if dx_ND is None:
+            continue
+        if not scatter:
+            torch.mm(logits_CV, weight_work_VD, out=dx_ND[start:end])
+        elif index_C is None:
+            dx_ND[start:end] = logits_CV @ weight_work_VD
+        else:
+            dx_ND.index_copy_(0, index_C, (logits_CV @ weight_work_VD).to(dx_ND.dtype))
+    if overwrite and order is not None:
+        dx_ND.index_fill_(0, order[kept_count:], 0)
+    logits_CV = buffer_CV = hidden_CD = weight_work_VD = None
+    return dx_ND, None if dw is None else dw.finish(), None if db_V is None else db_V.to(bias_V.dtype)
+
+
+def forward_pass(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    num_items: Tensor | None,
+    opts: Options,
+    needs: tuple[bool, bool, bool],
+    accuracy: bool,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(total, token_loss_N, lse_N, correct_N, scale, (dX, dW, dbias)); correct_N is empty where not asked for.
+
+    total = scale * sum of token_loss; the gradients are those of total, folded into the logits' gradient.
+    """
+    check_labels(labels_N, weight_VD.shape[0], opts.ignore_index)
+    device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
+    if num_items is not None:
+        divisor = num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
+    elif opts.reduction == "mean":
+        divisor = (labels_N != opts.ignore_index).sum().to(wide)
+    else:
+        divisor = torch.ones((), dtype=wide, device=device)
+    scale = divisor.reciprocal()
+
+    order, _ = kept = kept_tokens(labels_N, opts)
+    loss_N, lse_N = (torch.zeros(tokens, dtype=wide, device=device) for _ in range(2))
+    correct_N = torch.zeros(tokens if accuracy else 0, dtype=torch.bool, device=device)
+    # Written in order of the kept tokens, moved to their places once at the end.
+    outputs = [loss_N, lse_N, correct_N]
+    written = outputs if order is None else [torch.zeros_like(t) for t in outputs]
+    labels_M = labels_N if order is None else labels_N[order]
+
+    def step(logits_CV, start, end):
+        loss, lse, correct = (t[start:end] for t in written)
+        cross_entropy_chunk_(
+            logits_CV,
+            labels_M[start:end],
+            scale,
+            loss,
+            lse,
+            correct if accuracy else None,
+            opts.ignore_index,
+            opts.smoothing,
+            opts.softcap,
+            opts.z_loss,
+            any(needs),
+        )
+
+    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite)
+    if order is not None:
+        for out, values in zip(outputs, written):
+            if out.numel():
+                out.index_copy_(0, order, values)
+    return loss_N.sum() / divisor, loss_N, lse_N, correct_N, scale, grads
+
+
+def backward_pass(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    dloss_N: Tensor,
+    dlse_N: Tensor | None,
+    opts: Options,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dX, dW, dbias) for an upstream gradient per token loss and, where given, per lse, from logits computed again."""
+    order, _ = kept = kept_tokens(labels_N, opts)
+    p_scale_N = dloss_N * (1.0 + 2.0 * opts.z_loss * lse_N)
+    if dlse_N is not None:
+        p_scale_N = p_scale_N + dlse_N
+    per_token = [labels_N, lse_N, p_scale_N, dloss_N]
+    if order is not None:
+        per_token = [t[order] for t in per_token]
+
+    def step(logits_CV, start, end):
+        rows = (t[start:end] for t in per_token)
+        cross_entropy_chunk_bwd_(logits_CV, *rows, opts.ignore_index, opts.smoothing, opts.softcap)
+
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs)
