@@ -44,16 +44,41 @@ def define(
     """Registers `hfpatch::<schema>` and returns the overload to call.
 
     schema: without the namespace and without default values (the dispatcher strips defaults, and putting them back
-    costs time); impl: any device; fake: shapes, dtypes and strides; backward, setup_context: as
-    torch.library.register_autograd takes them.
+    costs time); impl: any device; fake: shapes, dtypes and strides; backward(ctx, *grads) -> a tuple, one entry an
+    argument, and setup_context(ctx, inputs, output), as torch.library.register_autograd takes them;
+    ctx.needs_input_grad has one entry more, at the end.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.hfpatch, name).default
     if backward is not None:
-        torch.library.register_autograd(f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY)
-    return getattr(torch.ops.hfpatch, name).default
+        LIBRARY.impl(name, _autograd_impl(op, backward, setup_context), "Autograd", with_keyset=True)
+    return op
+
+
+def _autograd_impl(op, backward, setup_context):
+    """What torch.library.register_autograd builds, for positional arguments only, in about half the time a call."""
+
+    def forward(ctx, *args):
+        *args, keyset = args
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None))}
+    function = type(f"hfpatch_{op._opname}", (torch.autograd.Function,), members)
+
+    def autograd_impl(keyset, *args):
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return function.apply(*args, keyset)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return autograd_impl
 
 
 def no_second_derivative(name: str) -> Callable:

@@ -103,7 +103,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    need_dgate, need_dup, _ = ctx.needs_input_grad
+    need_dgate, need_dup, *_ = ctx.needs_input_grad
     dgate, dup = _BWD(dy, *ctx.saved_tensors, ctx.activation, need_dgate, need_dup)
     return dgate if need_dgate else None, dup if need_dup else None, None
 

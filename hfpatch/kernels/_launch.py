@@ -1,0 +1,42 @@
+"""What the launchers share: starting a kernel on the tensors' device, and small sizes."""
+
+import contextlib
+import functools
+
+import torch
+
+
+def launch(
+    kernel, grid: tuple[int, ...], args: tuple, constexprs: dict, *, num_warps: int, num_stages: int = 2
+) -> None:
+    """Starts kernel[grid](*args, **constexprs) on the device of the first tensor. args: in the kernel's order."""
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    # Triton starts a kernel on the current device, which need not be the tensors'.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages)
+
+
+@functools.lru_cache
+def _cuda_sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; an H100's 132 where there is none to ask, 4 in the interpreter."""
+    if device.type == "cuda":
+        return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
+    return 4 if device.type == "cpu" else 132
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def rows_view(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as [N, D] whose last stride is 1: a view where the layout allows one, else a copy."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

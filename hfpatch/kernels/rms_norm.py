@@ -1,0 +1,166 @@
+"""Triton kernels of RMSNorm: whole rows in registers, the residual sum fused, dW by partial sums.
+
+N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements (4 with the
+residual), backward 3 ND (4 with dsum). Each backward program walks its own rows, keeps its share of dW in registers
+and writes it once, as one row of [P, D] float32 that torch then sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
+
+
+@triton.jit
+def rms_norm_fwd_kernel(
+    x_ptr,  # (N, D)
+    residual_ptr,  # (N, D)
+    weight_ptr,  # (D,)
+    y_ptr,  # (N, D)
+    total_ptr,  # (N, D), x + residual
+    rstd_ptr,  # (N,)
+    N,
+    D,
+    stride_x,
+    stride_residual,
+    eps,
+    OFFSET: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    m_n = o_n < N
+    mask = m_n[:, None] & (o_d < D)[None, :]
+    b_w = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    o_out = o_n[:, None] * D + o_d[None, :]
+    x_type: tl.constexpr = x_ptr.dtype.element_ty
+    if HAS_RESIDUAL:
+        b_r = tl.load(residual_ptr + o_n[:, None] * stride_residual + o_d[None, :], mask=mask, other=0.0)
+        x_type: tl.constexpr = total_ptr.dtype.element_ty
+        # The norm sees the sum as it is stored, as HF's next module would.
+        b_total = (b_x + b_r.to(tl.float32)).to(x_type)
+        tl.store(total_ptr + o_out, b_total, mask=mask)
+        b_x = b_total.to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
+    tl.store(rstd_ptr + o_n, b_rstd, mask=m_n)
+    b_y = b_x * b_rstd[:, None]
+    if OFFSET == 0.0:
+        b_y = b_y.to(x_type).to(tl.float32) * b_w[None, :]
+    else:
+        b_y = b_y * (OFFSET + b_w)[None, :]
+    tl.store(y_ptr + o_out, b_y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_bwd_kernel(
+    dy_ptr,  # (N, D)
+    dsum_ptr,  # (N, D), the gradient that reaches x past the norm
+    x_ptr,  # (N, D)
+    weight_ptr,  # (D,)
+    rstd_ptr,  # (N,)
+    dx_ptr,  # (N, D)
+    dw_ptr,  # (P, D), float32
+    N,
+    D,
+    stride_dy,
+    stride_dsum,
+    stride_x,
+    rows_each,  # rows a program, a multiple of BLOCK_N
+    OFFSET: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i_p = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    b_dw = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    b_w = tl.load(weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32) + OFFSET
+    first = i_p * rows_each
+    # The loads of the next rows are in flight (cp.async) while this row is reduced.
+    for i in tl.range(0, rows_each, BLOCK_N, num_stages=STAGES):
+        o_n = first + i + tl.arange(0, BLOCK_N)
+        mask = (o_n < N)[:, None] & m_d[None, :]
+        b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_rstd = tl.load(rstd_ptr + o_n, mask=o_n < N, other=0.0)
+        b_xhat = b_x * b_rstd[:, None]
+        if NEED_DW:
+            b_dw += b_dy * b_xhat
+        if NEED_DX:
+            b_g = b_dy * b_w[None, :]
+            b_mean = tl.sum(b_g * b_xhat, axis=1) / D
+            b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
+            if HAS_DSUM:
+                b_dsum = tl.load(dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0)
+                b_dx += b_dsum.to(tl.float32)
+            tl.store(dx_ptr + o_n[:, None] * D + o_d[None, :], b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        tl.store(dw_ptr + i_p * D + o_d, tl.sum(b_dw, axis=0), mask=m_d)
+
+
+def _block(D: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_D, num_warps): 16 elements a thread for wide rows, several rows a program for narrow ones."""
+    block_d = next_power_of_2(D)
+    block_n = max(1, min(16, 2048 // block_d))
+    return block_n, block_d, min(32, max(4, block_n * block_d // 512))
+
+
+def rms_norm_fwd(x, residual, weight, eps, offset, y_dtype):
+    """x, residual (or None): [..., D]. Returns y of y_dtype, rstd float32 [...], and the sum (or None)."""
+    x_ND, D = rows_view(x), x.shape[-1]
+    N = x_ND.shape[0]
+    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    residual_ND, total = x_ND, None
+    if residual is not None:
+        residual_ND = rows_view(residual)
+        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    block_n, block_d, num_warps = _block(D)
+    launch(
+        rms_norm_fwd_kernel,
+        (cdiv(N, block_n),),
+        (x_ND, residual_ND, weight.contiguous(), y, y if total is None else total, rstd)
+        + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),
+        dict(OFFSET=offset, HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_D=block_d),
+        num_warps=num_warps,
+    )
+    return y, rstd, total
+
+
+def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
+    """Returns dx [..., D] of x's dtype and dw [D] of weight's dtype; None where not needed."""
+    x_ND, dy_ND, D = rows_view(x), rows_view(dy), x.shape[-1]
+    dsum_ND = None if dsum is None else rows_view(dsum)
+    N = x_ND.shape[0]
+    block_n, block_d, num_warps = _block(D)
+    # About two programs an SM hide each other's reductions; then as few as cover the rows, so no row of dw is unused.
+    rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
+    programs = cdiv(N, rows_each)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dw_PD = torch.empty((programs, D), dtype=torch.float32, device=x.device) if need_dw else None
+    launch(
+        rms_norm_bwd_kernel,
+        (programs,),
+        (dy_ND, dy_ND if dsum is None else dsum_ND, x_ND, weight.contiguous(), rstd.contiguous())
+        + (x_ND if dx is None else dx, rstd if dw_PD is None else dw_PD, N, D)
+        + (dy_ND.stride(0), 0 if dsum is None else dsum_ND.stride(0), x_ND.stride(0), rows_each),
+        dict(
+            OFFSET=offset,
+            HAS_DSUM=dsum is not None,
+            NEED_DX=need_dx,
+            NEED_DW=need_dw,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            STAGES=2,
+        ),
+        num_warps=num_warps,
+    )
+    return dx, dw_PD.sum(0).to(weight.dtype) if need_dw else None

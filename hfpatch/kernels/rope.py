@@ -1,0 +1,144 @@
+"""Triton kernel of RoPE: queries and keys in one launch, read and written as they lie.
+
+B batch, T tokens, H query heads, K key heads, E head dim. A program takes BLOCK_T tokens of one sequence, loads their
+cos and sin once and rotates every head of q, then of k. Each pair (x1, x2) is read before it is written by the
+same thread, so outputs may be the inputs.
+"""
+
+import triton
+import triton.language as tl
+
+from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def _rotate_heads(
+    in_ptr,
+    out_ptr,
+    stride_in_h,
+    stride_out_h,
+    o_in,
+    o_out,
+    m_te,
+    b_cos1,
+    b_cos2,
+    b_sin1,
+    b_sin2,
+    n_heads,
+    HALF: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    for i_h in range(0, n_heads, BLOCK_H):
+        o_h = (i_h + tl.arange(0, BLOCK_H)).to(tl.int64)[None, :, None]
+        mask = m_te & (o_h < n_heads)
+        p_in = in_ptr + o_in + o_h * stride_in_h
+        p_out = out_ptr + o_out + o_h * stride_out_h
+        b_x1 = tl.load(p_in, mask=mask, other=0.0).to(tl.float32)
+        b_x2 = tl.load(p_in + HALF, mask=mask, other=0.0).to(tl.float32)
+        if TRANSPOSE:
+            b_y1 = b_x1 * b_cos1 + b_x2 * b_sin2
+            b_y2 = b_x2 * b_cos2 - b_x1 * b_sin1
+        else:
+            b_y1 = b_x1 * b_cos1 - b_x2 * b_sin1
+            b_y2 = b_x2 * b_cos2 + b_x1 * b_sin2
+        tl.store(p_out, b_y1.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(p_out + HALF, b_y2.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr,  # (B, H, T, E), any strides but a unit last one
+    k_ptr,  # (B, K, T, E)
+    q_out_ptr,  # (B, H, T, E)
+    k_out_ptr,  # (B, K, T, E)
+    cos_ptr,  # (1 or B, T, E)
+    sin_ptr,  # (1 or B, T, E)
+    T,
+    n_blocks_t,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_qob,
+    stride_qoh,
+    stride_qot,
+    stride_kob,
+    stride_koh,
+    stride_kot,
+    stride_cb,  # 0 where all sequences share cos and sin
+    stride_ct,
+    stride_sb,
+    stride_st,
+    H,
+    K,
+    HALF: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    i_b = i // n_blocks_t
+    o_t = (i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+    o_e = tl.arange(0, BLOCK_E)[None, None, :]
+    mask = (o_t < T) & (o_e < HALF)
+    p_cos = cos_ptr + i_b * stride_cb + o_t * stride_ct + o_e
+    p_sin = sin_ptr + i_b * stride_sb + o_t * stride_st + o_e
+    b_cos1 = tl.load(p_cos, mask=mask, other=0.0).to(tl.float32)
+    b_cos2 = tl.load(p_cos + HALF, mask=mask, other=0.0).to(tl.float32)
+    b_sin1 = tl.load(p_sin, mask=mask, other=0.0).to(tl.float32)
+    b_sin2 = tl.load(p_sin + HALF, mask=mask, other=0.0).to(tl.float32)
+    o_q = i_b * stride_qb + o_t * stride_qt + o_e
+    o_qo = i_b * stride_qob + o_t * stride_qot + o_e
+    _rotate_heads(
+        q_ptr, q_out_ptr, stride_qh, stride_qoh, o_q, o_qo, mask,
+        b_cos1, b_cos2, b_sin1, b_sin2, H, HALF, TRANSPOSE, BLOCK_H,
+    )  # fmt: skip
+    o_k = i_b * stride_kb + o_t * stride_kt + o_e
+    o_ko = i_b * stride_kob + o_t * stride_kot + o_e
+    _rotate_heads(
+        k_ptr, k_out_ptr, stride_kh, stride_koh, o_k, o_ko, mask,
+        b_cos1, b_cos2, b_sin1, b_sin2, K, HALF, TRANSPOSE, BLOCK_K,
+    )  # fmt: skip
+
+
+def _blocks(q, k, half: int) -> dict:
+    """Tokens and heads a program: heads side by side where memory has them so, else tokens; about 2048 pairs."""
+    block_e = next_power_of_2(half)
+    pairs = max(1, 2048 // block_e)
+    _, H, T, _ = q.shape
+    if q.stride(1) < q.stride(2) or T == 1:
+        block_h = min(pairs, next_power_of_2(max(H, k.shape[1])))
+        block_t = min(max(1, pairs // block_h), next_power_of_2(T))
+    else:
+        block_t = min(pairs, next_power_of_2(T), 32)
+        block_h = min(max(1, pairs // block_t), next_power_of_2(H))
+    block_k = min(block_h, next_power_of_2(k.shape[1]))
+    return dict(BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_E=block_e)
+
+
+def rope(ins, outs, cos, sin, transpose) -> None:
+    """ins, outs: (q [B,H,T,E], k [B,K,T,E]); outs may be ins. Rotates ins into outs by cos, sin [1 or B, T, E]."""
+    ins = [x if x.stride(-1) == 1 else x.contiguous() for x in ins]
+    results = [x if x.stride(-1) == 1 else x.contiguous() for x in outs]
+    cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
+    q, k = ins
+    B, H, T, E = q.shape
+    blocks = _blocks(q if H else k, k, E // 2)
+    n_blocks_t = cdiv(T, blocks["BLOCK_T"])
+    strides = [s for x in (*ins, *results) for s in x.stride()[:3]]
+    strides += [s for x in (cos, sin) for s in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
+    launch(
+        rope_kernel,
+        (B * n_blocks_t,),
+        (q, k, *results, cos, sin, T, n_blocks_t, *strides, H, k.shape[1]),
+        dict(HALF=E // 2, TRANSPOSE=transpose, **blocks),
+        num_warps=4,
+    )
+    for result, out in zip(results, outs):
+        if result is not out:
+            out.copy_(result)

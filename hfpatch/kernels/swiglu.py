@@ -1,0 +1,127 @@
+"""Triton kernels of the gated activation: read once, computed in float32, written once.
+
+N rows, F columns, tiled along both; contiguous tensors are one long row, so no width is a special case.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view
+
+
+@triton.jit
+def _act_and_slope(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        s = 1.0 / (1.0 + tl.exp(-x))
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # sqrt(1 / 2)
+        return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+    else:
+        # 0.5 * (1 + tanh v) = sigmoid(2 v): no tanh (the interpreter has none) and no cancellation.
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        c = 1.5957691216057308  # 2 sqrt(2 / pi)
+        s = 1.0 / (1.0 + tl.exp(-c * (x + 0.044715 * x * x * x)))
+        return x * s, s + x * s * (1.0 - s) * (c * (1.0 + 0.134145 * x * x))
+
+
+@triton.jit
+def _tile(n_blocks_f, N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    o_n = i // n_blocks_f * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_f = i % n_blocks_f * BLOCK_F + tl.arange(0, BLOCK_F)
+    return o_n[:, None], o_f[None, :], (o_n < N)[:, None] & (o_f < F)[None, :]
+
+
+@triton.jit
+def swiglu_fwd_kernel(
+    gate_ptr,  # (N, F)
+    up_ptr,  # (N, F)
+    y_ptr,  # (N, F)
+    N,
+    F,
+    n_blocks_f,
+    stride_gate,
+    stride_up,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
+    b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_act, _ = _act_and_slope(b_gate, ACTIVATION)
+    tl.store(y_ptr + o_n * F + o_f, (b_act * b_up).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_bwd_kernel(
+    dy_ptr,  # (N, F)
+    gate_ptr,  # (N, F)
+    up_ptr,  # (N, F)
+    dgate_ptr,  # (N, F)
+    dup_ptr,  # (N, F)
+    N,
+    F,
+    n_blocks_f,
+    stride_dy,
+    stride_gate,
+    stride_up,
+    ACTIVATION: tl.constexpr,
+    NEED_DGATE: tl.constexpr,
+    NEED_DUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
+    b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_act, b_slope = _act_and_slope(b_gate, ACTIVATION)
+    if NEED_DUP:
+        tl.store(dup_ptr + o_n * F + o_f, (b_dy * b_act).to(dup_ptr.dtype.element_ty), mask=mask)
+    if NEED_DGATE:
+        b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dgate_ptr + o_n * F + o_f, (b_dy * b_up * b_slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def _layout(*tensors):
+    """The tensors as [N, F] rows, N, F, the tile, and its warps: 8 elements a thread."""
+    if all(x.is_contiguous() for x in tensors):
+        tensors = [x.view(1, -1) for x in tensors]
+    else:
+        tensors = [rows_view(x) for x in tensors]
+    N, F = tensors[0].shape
+    block_f = min(1024, next_power_of_2(F))
+    block_n = max(1, min(1024 // block_f, next_power_of_2(N)))
+    return tensors, N, F, dict(BLOCK_N=block_n, BLOCK_F=block_f), cdiv(N, block_n), cdiv(F, block_f)
+
+
+def swiglu_fwd(gate, up, activation, dtype):
+    """gate, up: [..., F]. Returns act(gate) * up, contiguous, of dtype."""
+    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    (gate_NF, up_NF), N, F, blocks, n, f = _layout(gate, up)
+    launch(
+        swiglu_fwd_kernel,
+        (n * f,),
+        (gate_NF, up_NF, y, N, F, f, gate_NF.stride(0), up_NF.stride(0)),
+        dict(ACTIVATION=activation, **blocks),
+        num_warps=4,
+    )
+    return y
+
+
+def swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
+    """Returns dgate and dup, contiguous, of gate's and up's dtype; None where not needed."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_dgate else None
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_dup else None
+    (dy_NF, gate_NF, up_NF), N, F, blocks, n, f = _layout(dy, gate, up)
+    launch(
+        swiglu_bwd_kernel,
+        (n * f,),
+        (dy_NF, gate_NF, up_NF, dy_NF if dgate is None else dgate, dy_NF if dup is None else dup)
+        + (N, F, f, dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
+        dict(ACTIVATION=activation, NEED_DGATE=need_dgate, NEED_DUP=need_dup, **blocks),
+        num_warps=4,
+    )
+    return dgate, dup
