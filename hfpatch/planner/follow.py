@@ -78,6 +78,14 @@ def _called_by_engine() -> bool:
     return False
 
 
+_current: list = []
+
+
+def current() -> "Follower | None":
+    """The Follower in whose context this runs, None outside of any."""
+    return _current[-1] if _current else None
+
+
 class Follower(TorchDispatchMode):
     """Context in which storages are followed. Result in `.ledger`.
 
@@ -95,6 +103,14 @@ class Follower(TorchDispatchMode):
         self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
         self.phase = "setup"
         self._host = 0
+
+    def __enter__(self):
+        _current.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        _current.remove(self)
+        return super().__exit__(*exception)
 
     # -- storages ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
@@ -17,6 +18,9 @@ aten = torch.ops.aten
 _DATA_DEPENDENT = {aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor,
                    aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
                    aten.bincount.default}  # fmt: skip
+# Their results do not depend on the values of their tensor argument.
+_LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
+         aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}  # fmt: skip
 _UNKNOWN = object()
 
 
@@ -39,6 +43,8 @@ class Shadows:
 
     def get(self, fake: Tensor):
         """The real tensor behind fake, sharing memory with every other view of it; None where values are unknown."""
+        if not isinstance(fake, FakeTensor):
+            return fake  # a constant made from Python numbers
         found = self._real.get(id(fake.untyped_storage()))
         if found is None:
             return None
@@ -108,16 +114,11 @@ class Shadows:
         """Repeats an operation on the values behind its arguments, or forgets the values it overwrote."""
         mutable = func._schema.is_mutable
         fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
-        known = [id(t.untyped_storage()) in self._real for t in inputs]
-        small = all(
-            o.untyped_storage().nbytes() <= (LARGEST_FLOAT if o.is_floating_point() else LARGEST_WHOLE) for o in fresh
-        )
-        runnable = all(known) and small and torch.Tag.nondeterministic_seeded not in func.tags
         if not mutable and not fresh:
-            return  # a view of something known
-        if not mutable and not (runnable and func.namespace == "aten"):
-            return
-        if runnable and func.namespace == "aten":
+            return  # views of something known
+        if self._runnable(func, inputs, fresh):
+            if func in _LIKE and not self._known(args[0]):
+                args = (self._blank(args[0]), *args[1:])
             reals, real_kwargs = self._map(args), self._map(kwargs)
             real_kwargs = {k: v for k, v in real_kwargs.items() if k != "pin_memory"}
             if real_kwargs.get("device") is not None:
@@ -132,3 +133,19 @@ class Shadows:
             for argument, value in zip(func._schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                     self._real.pop(id(value.untyped_storage()), None)
+
+    def _known(self, tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or id(tensor.untyped_storage()) in self._real
+
+    def _runnable(self, func, inputs, fresh) -> bool:
+        if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        for out in fresh:
+            if out.untyped_storage().nbytes() > (LARGEST_FLOAT if out.is_floating_point() else LARGEST_WHOLE):
+                return False
+        return func in _LIKE or all(self._known(t) for t in inputs)
+
+    @staticmethod
+    def _blank(fake: Tensor) -> Tensor:
+        with _disable_current_modes():
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)

@@ -33,7 +33,8 @@ def prepare(model, implementation: str, **checkpointing):
 
         liger.apply(model, tiled=implementation == "liger-tiled-offload")
     if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if implementation == "hf-ckpt-chunked":
         from hfpatch.planner import liger
 
