@@ -1,0 +1,162 @@
+"""The Trainer callback: tokens per second, MFU and peak memory in each log line, and `apply` on init if asked for."""
+
+import resource
+import sys
+import time
+import weakref
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+from hfpatch.planner.shape import ModelShape
+
+GiB = 1 << 30
+
+
+class Callback(TrainerCallback):
+    """Adds `tokens_per_second`, `mfu`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
+
+    tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
+    (recomputation not counted, causal attention counted by half); on a device without a published peak the share of a
+    matmul measured at the start. peak_gpu_gib is allocated memory, peak_host_gib the process's largest resident set.
+
+    apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
+    attention_share: what packed documents leave of a full row's attention, for mfu.
+    """
+
+    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
+        self.apply, self.attention_share = apply, attention_share
+        self.report = None  # what apply said
+        self._applied = lambda: None
+        self._hook = None
+        self._tokens = self._squares = 0
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self._go_first()
+        if self.apply and model is not None:
+            if args.use_liger_kernel:
+                raise ValueError("hfpatch: expected one implementation, use_liger_kernel came too; drop it or apply.")
+            import hfpatch
+
+            self.report = hfpatch.apply(model, **(self.apply if isinstance(self.apply, dict) else {}))
+            self._applied = weakref.ref(model)
+            if args.process_index == 0:
+                print(self.report, file=sys.stderr)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._go_first()
+        # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere in it.
+        if self.apply and not any(module is self._applied() for module in model.modules()):
+            raise ValueError(
+                "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
+                "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
+            )
+        self._ranks = args.world_size // (getattr(getattr(args, "parallelism_config", None), "tp_size", None) or 1)
+        try:
+            self._shape = ModelShape.from_config(model.config)
+        except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
+            self._shape = None
+        self._trained = _trained_share(model)
+        self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._start()
+
+    def _count(self, model, positional, named):
+        if not model.training:
+            return
+        ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
+        if ids is not None:  # shapes alone: nothing waits for the device
+            B, T = ids.shape[:2]
+            self._tokens += B * T
+            self._squares += B * T * T
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        # Evaluation is no training time; its logs come first, so nothing is lost.
+        self._start()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None:
+            return
+        extra = memory_columns(args.device)
+        seconds = time.perf_counter() - self._since if self._hook is not None else 0.0
+        if "loss" in logs and self._tokens and seconds > 0:
+            extra["tokens_per_second"] = round(self._tokens * self._ranks / seconds, 1)
+            if self._peak:
+                flops = step_flops(self._shape, self._tokens, self._squares * self.attention_share, self._trained)
+                extra["mfu"] = round(flops / seconds / self._peak, 4)
+            self._start()
+        logs.update(extra)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(extra)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _start(self):
+        self._since, self._tokens, self._squares = time.perf_counter(), 0, 0
+
+    def _go_first(self):
+        """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
+
+        Trainer puts its reporters before a user's callbacks and hands no callback the list they stand in; the frame
+        that calls us is the one place to find it. Where it is not found, the columns reach the progress bar and the
+        log history alone.
+        """
+        frame = sys._getframe(1)
+        while frame is not None:
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler):
+                # A new list: the old one is being walked through.
+                handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
+                return
+            frame = frame.f_back
+
+
+def memory_columns(device) -> dict:
+    """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest resident set."""
+    scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    columns = {"peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)}
+    if torch.device(device).type == "cuda":
+        columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
+    return columns
+
+
+def step_flops(shape: ModelShape, tokens: int, squares: float, trained: float = 1.0) -> float:
+    """FLOPs of forward and backward: 2 a weight and token forward, 4 backward (2 where the weight is frozen), and
+    causal attention, 2 * T^2 * columns a layer forward and twice that backward.
+
+    squares: the sum of T^2 over sequences. trained: share of the matmul weights that get a gradient.
+    """
+    matmul = shape.num_layers * shape.layer_parameters + shape.embedding_parameters  # the head; looking up is free
+    attention = 2 * squares * shape.q_size * shape.num_layers
+    return (4 + 2 * trained) * matmul * tokens + 3 * attention
+
+
+def _trained_share(model) -> float:
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in counts if trained) / max(1, sum(n for n, _ in counts))
+
+
+def _compute_dtype(args, model) -> torch.dtype:
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else next(model.parameters()).dtype
+
+
+def peak_flops(device, dtype: torch.dtype) -> float:
+    """FLOP/s of the device: the best of four square matmuls."""
+    device = torch.device(device)
+    n = 8192 if device.type == "cuda" else 768
+    a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best

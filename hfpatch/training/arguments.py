@@ -1,0 +1,215 @@
+"""The flags of scripts/train.py, on top of transformers' TrainingArguments, and how they are read."""
+
+import difflib
+import importlib.util
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from hfpatch import configs
+from hfpatch.planner.presets import PRESETS
+
+
+def _flag(default, help, **more):
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Which model, from where, and what is done to it."""
+
+    model: str | None = _flag(None, "A folder with config.json and safetensors, or a hub id.")
+    preset: str | None = _flag(None, "Instead of --model: a Llama by name with random weights.", choices=list(PRESETS))
+    config_overrides: str | None = _flag(
+        None, "With --preset: changes to its config, as hidden_size=128,vocab_size=512."
+    )
+    tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
+    train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
+    impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])
+    checkpointing: str = _flag("auto", "hfpatch's tiled, offloaded checkpointing.", choices=["auto", "off"])
+    offload: str = _flag("auto", "Where layer inputs wait for backward: auto, gpu, host, or a folder on a fast disk.")
+    checkpoint_every: str = _flag("auto", "Keep the input of every k-th layer: auto or k.")
+    tile: str = _flag("auto", "Tokens a tile: auto or a number.")
+    placement: str | None = _flag(
+        None, "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, gpu8bit-fused, zero3-offload."
+    )
+    engine: str | None = _flag(None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload.")
+    nvme_path: str | None = _flag(None, "With --engine zero3_nvme_offload: a folder on a local disk.")
+    dtype: str = _flag("auto", "Type of the weights; auto is the checkpoint's, float32 for --preset.",
+                       choices=["auto", "float32", "bfloat16"])  # fmt: skip
+    attn_implementation: str = _flag(
+        "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]
+    )
+    lora_r: int = _flag(0, "Rank of LoRA adapters on every linear layer but the head; 0 trains all weights.")
+    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0 takes twice the rank.")
+    lora_dropout: float = _flag(0.0, "Dropout before the adapters.")
+    trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
+    allow_pickle: bool = _flag(False, "Load .bin weights, which can run code, where there is no safetensors file.")
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Which data, and how it becomes rows of tokens."""
+
+    data: list[str] = field(default_factory=list, metadata={"help": "Files, folders, or one hub data set."})
+    eval_data: list[str] = field(default_factory=list, metadata={"help": "The same, held out for evaluation."})
+    validation_split: float = _flag(0.0, "Share of the documents of --data held out for evaluation.")
+    data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
+    data_config: str | None = _flag(None, "Configuration of the hub data set.")
+    data_split: str = _flag("train", "Split of the hub data set.")
+    kind: str = _flag("auto", "What a row holds; auto asks its columns.", choices=["auto", "text", "prompt", "chat"])
+    text_field: str = _flag("text", "Column of plain text.")
+    text_unit: str = _flag("file", "A document of a text file.", choices=["file", "line", "paragraph"])
+    chat_template: str | None = _flag(None, "File with a jinja template, for a tokenizer that has none.")
+    seq_length: int = _flag(1024, "Tokens a row.")
+    packing: bool = _flag(False, "Fill rows with several documents; none attends to another.")
+    long_rows: str = _flag("truncate", "Documents longer than a row.", choices=["truncate", "split", "drop"])
+    truncation_side: str = _flag("right", "The side that truncation drops.", choices=["right", "left"])
+    pad_multiple: int = _flag(1, "Without --packing: pad batches to a multiple of this.")
+    streaming: bool = _flag(False, "Read rows while training, for data larger than the disk; needs --max_steps.")
+    shuffle_buffer: int = _flag(10_000, "With --streaming: rows among which the next is drawn.")
+    cache_dir: str = _flag("~/.cache/hfpatch/tokens", "Where tokenized data is kept, named by its content.")
+    strict: bool = _flag(False, "Stop at the first malformed row instead of counting it.")
+    show_batch: int = _flag(0, "Print this many rows of the first batch, coloured by label, and stop.")
+
+
+@dataclass
+class TrainArguments(TrainingArguments):
+    """transformers' TrainingArguments and what they lack: a floor and restarts, early stopping, a time limit."""
+
+    output_dir: str = _flag("runs/train", "Where checkpoints and the model go.")
+    logging_steps: float = _flag(10, "Steps between log lines.")
+    lr_scheduler_type: str = _flag("cosine", "transformers' schedules; cosine takes --lr_floor and --lr_restarts.")
+    lr_floor: float = _flag(0.0, "The cosine ends at this share of --learning_rate.")
+    lr_restarts: int = _flag(0, "How many times the cosine starts again.")
+    early_stopping_patience: int = _flag(0, "Stop after this many evaluations without improvement; 0 never stops.")
+    early_stopping_delta: float = _flag(0.0, "What counts as improvement of --metric_for_best_model.")
+    time_limit: float = _flag(0.0, "Stop after this many minutes of training; 0 never stops.")
+    report_to: str = _flag(
+        "tensorboard" if importlib.util.find_spec("tensorboard") else "none", "tensorboard, wandb, none, ..."
+    )
+
+    def __post_init__(self):
+        if self.early_stopping_patience:
+            self.metric_for_best_model = self.metric_for_best_model or "loss"
+            # Without this the patience would start anew at each resume.
+            self.restore_callback_states_from_checkpoint = True
+        super().__post_init__()
+
+
+CLASSES = (ModelArguments, DataArguments, TrainArguments)
+
+
+def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
+    """Reads `[config.yaml|config.json] [--flag value ...]`; a flag wins over the file.
+
+    Raises ValueError for an unknown flag or key, a file that cannot be read, or values that contradict each other.
+    """
+    argv, explicit = list(argv), set()
+    parser = HfArgumentParser(
+        CLASSES, prog="train.py", allow_abbrev=False, description="Train a causal language model."
+    )
+    parser.error = _refuse
+    known = {action.dest for action in parser._actions}
+    if argv and not argv[0].startswith("-"):
+        values = _read(argv.pop(0), known)
+        explicit |= values.keys()
+        for action in parser._actions:
+            if action.dest in values:
+                value = values[action.dest]
+                listed = action.nargs == "+" and not isinstance(value, list)
+                action.default, action.required = [value] if listed else value, False
+    namespace, rest = parser.parse_known_args(argv)
+    if rest:
+        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{_nearest(rest[0].lstrip('-'), known)}.")
+    explicit |= {arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
+    values, made = vars(namespace), []
+    _use_engine(values, explicit)
+    for cls in CLASSES:
+        names = {f.name for f in cls.__dataclass_fields__.values() if f.init}
+        made.append(cls(**{name: values[name] for name in names if name in values}))
+    return tuple(made)
+
+
+def _use_engine(values: dict, explicit: set[str]) -> None:
+    """--engine (or --deepspeed FILE) becomes what TrainingArguments take, checked against the flags; ValueError."""
+    name = values["engine"]
+    if isinstance(values["fsdp_config"], str) and values["fsdp_config"].endswith(".json"):
+        configs.load(values["fsdp_config"])
+    if isinstance(values["deepspeed"], str):
+        if name:
+            raise ValueError("hfpatch: expected one of --engine and --deepspeed, both came; keep --engine.")
+        name, values["deepspeed"] = values["deepspeed"], None
+    if not name:
+        if values["nvme_path"]:
+            raise ValueError("hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; add it.")
+        return
+    config = configs.load(name, nvme_path=values["nvme_path"])
+    package = {"deepspeed": "deepspeed", "fsdp": "torch"}[config.engine]
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"hfpatch: --engine {name} needs the package {package}, it is missing; pip install {package}.")
+    values.update(configs.training_arguments(config, flags={key: values[key] for key in explicit if key in values}))
+    if "RANK" not in os.environ:  # one process and no launcher: a group of one
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update(alone)
+
+
+def apply_options(model: ModelArguments) -> bool | dict:
+    """What `hfpatch.Callback(apply=...)` takes: False unless --impl hfpatch."""
+    if model.impl != "hfpatch":
+        return False
+    if model.checkpointing == "off":
+        return {"checkpointing": "off"}
+    if (model.offload, model.checkpoint_every, model.tile) == ("auto", "auto", "auto"):
+        return True
+    from hfpatch.checkpoint.policy import Checkpointing
+
+    every, tile = (value if value == "auto" else int(value) for value in (model.checkpoint_every, model.tile))
+    return {"checkpointing": Checkpointing(offload=model.offload, every=every, tile=tile)}
+
+
+def _refuse(message):
+    raise ValueError(f"hfpatch: {message}; see train.py --help.")
+
+
+def _nearest(name: str, known) -> str:
+    near = difflib.get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
+    return f"; did you mean --{near[0]}" if near else "; see train.py --help"
+
+
+def _read(name: str, known) -> dict:
+    file = Path(name)
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"hfpatch: expected flags or a config file (.yaml, .json) first, {name!r} came; begin flags with --."
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"hfpatch: cannot read the config file {file} ({error.strerror}); check the path.") from error
+    if file.suffix == ".json":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"hfpatch: {file}:{error.lineno}: not JSON: {error.msg}; mend the file.") from error
+    else:
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"hfpatch: {file} is not YAML: {' '.join(str(error).split())}; mend the file.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"hfpatch: expected keys and values in {file}, {type(values).__name__} came; mend the file.")
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"hfpatch: {file}: unknown key {key!r}{_nearest(key, known)}.")
+    return values

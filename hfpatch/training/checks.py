@@ -1,0 +1,188 @@
+"""What cannot work is refused here, in a sentence, before a model is loaded or a file is written."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+from hfpatch.checkpoint.memory import host_limit
+from hfpatch.planner.shape import LLAMA_LIKE, ModelShape
+from hfpatch.training.trainer import RUN_FILE
+
+_SIZES = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+_ROWS = ("seq_length", "packing", "long_rows", "truncation_side", "validation_split", "streaming")
+
+
+def flags(model, data, args) -> None:
+    """Flags that contradict each other. Raises ValueError."""
+    if (model.model is None) == (model.preset is None):
+        came = "both" if model.model else "none"
+        raise ValueError(f"hfpatch: expected one of --model and --preset, {came} came; name one model.")
+    if not data.data:
+        raise ValueError("hfpatch: expected --data with files, folders, or a hub data set, none came; name some.")
+    if model.config_overrides and not model.preset:
+        raise ValueError("hfpatch: --config_overrides changes a --preset, --model came; edit the model's config.json.")
+    if model.preset and not model.tokenizer and not model.train_tokenizer:
+        raise ValueError("hfpatch: a preset has no tokenizer; give --tokenizer NAME or --train_tokenizer SIZE.")
+    if model.tokenizer and model.train_tokenizer:
+        raise ValueError("hfpatch: expected one of --tokenizer and --train_tokenizer, both came; keep one.")
+    if model.model and model.train_tokenizer:
+        raise ValueError("hfpatch: --train_tokenizer makes tokens that --model never saw; use it with --preset.")
+    if model.impl == "liger":
+        if not torch.cuda.is_available() or args.use_cpu:
+            raise ValueError("hfpatch: --impl liger needs a GPU (Liger has no CPU path), none came; use hf or hfpatch.")
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ValueError(
+                "hfpatch: --impl liger needs the package liger-kernel, it is missing; pip install liger-kernel."
+            )
+    elif args.use_liger_kernel:
+        raise ValueError(f"hfpatch: --use_liger_kernel and --impl {model.impl} both patch the model; use --impl liger.")
+    if model.impl == "hfpatch" and model.checkpointing == "auto" and args.gradient_checkpointing:
+        raise ValueError(
+            "hfpatch: --gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop it, or use "
+            "--checkpointing off."
+        )
+    if model.impl != "hfpatch" and (model.offload, model.checkpoint_every, model.tile) != ("auto", "auto", "auto"):
+        raise ValueError(
+            f"hfpatch: --offload, --checkpoint_every and --tile belong to --impl hfpatch, {model.impl} came."
+        )
+    for name in ("checkpoint_every", "tile"):
+        value = getattr(model, name)
+        if value != "auto" and not (value.isdigit() and int(value) > 0):
+            raise ValueError(f"hfpatch: expected auto or a whole number above 0 for --{name}, {value!r} came.")
+    if data.seq_length < 2:
+        raise ValueError(f"hfpatch: expected --seq_length of 2 or more, {data.seq_length} came.")
+    if not 0 <= data.validation_split < 1:
+        raise ValueError(f"hfpatch: expected --validation_split from 0 up to 1, {data.validation_split} came.")
+    if data.validation_split and data.eval_data:
+        raise ValueError("hfpatch: expected one of --validation_split and --eval_data, both came; keep one.")
+    if data.streaming and data.validation_split:
+        raise ValueError("hfpatch: --validation_split needs all of the data, --streaming came; give --eval_data.")
+    if data.streaming and model.train_tokenizer:
+        raise ValueError("hfpatch: --train_tokenizer reads all of the data, --streaming came; give --tokenizer.")
+    if data.streaming and args.max_steps <= 0:
+        raise ValueError("hfpatch: --streaming needs --max_steps, for the length of the data is unknown; give it.")
+    evaluates = bool(data.eval_data or data.validation_split)
+    if (args.eval_strategy != "no" or args.early_stopping_patience) and not evaluates:
+        raise ValueError("hfpatch: evaluation needs --eval_data or --validation_split, none came; give one.")
+    if args.early_stopping_patience and args.eval_strategy == "no":
+        raise ValueError("hfpatch: --early_stopping_patience needs --eval_strategy steps or epoch, no came; set it.")
+    if (args.lr_floor or args.lr_restarts) and args.lr_scheduler_type != "cosine":
+        raise ValueError(
+            f"hfpatch: --lr_floor and --lr_restarts shape the cosine, {args.lr_scheduler_type} came; use cosine."
+        )
+    if not 0 <= args.lr_floor <= 1 or args.lr_restarts < 0:
+        raise ValueError("hfpatch: expected --lr_floor from 0 to 1 and --lr_restarts of 0 or more.")
+    if data.chat_template and not Path(data.chat_template).is_file():
+        raise ValueError(f"hfpatch: expected a template at --chat_template {data.chat_template}, there is no file.")
+
+
+def output_folder(folder: str, resume) -> None:
+    """A folder that holds another run is not written to. Raises ValueError."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"hfpatch: expected a folder for --output_dir, {folder} is a file; name another.")
+    if resume or not path.is_dir():
+        return
+    held = sorted(p.name for p in path.iterdir() if p.name.startswith("checkpoint-") or p.suffix == ".safetensors")
+    if held:
+        raise ValueError(
+            f"hfpatch: {folder} holds another run ({held[0]}); go on with --resume_from_checkpoint True, or name "
+            "another --output_dir."
+        )
+
+
+def checkpoint_of(folder: str, resume) -> str | None:
+    """The checkpoint folder that --resume_from_checkpoint names ("true": the last of the run). Raises ValueError."""
+    if resume in (None, "", False) or str(resume).lower() == "false":
+        return None
+    if str(resume).lower() == "true":
+        found = [p for p in Path(folder).glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
+        found = [p for p in found if (p / "trainer_state.json").is_file()]  # written last: the others broke off
+        if not found:
+            raise ValueError(
+                f"hfpatch: expected a checkpoint in {folder} to resume from, none came; check --output_dir."
+            )
+        return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+    if not (Path(resume) / "trainer_state.json").is_file():
+        raise ValueError(
+            f"hfpatch: expected a checkpoint folder at {resume}, it holds no trainer_state.json; check the path."
+        )
+    return str(resume)
+
+
+def checkpoint_matches(checkpoint: str, record: dict) -> None:
+    """The checkpoint is of this model, and of this data in this order. Raises ValueError naming what differs."""
+    file, config = Path(checkpoint) / RUN_FILE, Path(checkpoint) / "config.json"
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+    elif config.is_file():  # another script's checkpoint: only the model can be compared
+        values = json.loads(config.read_text(encoding="utf-8"))
+        before = {"model": {k: values[k] for k in record["model"] if k in values}}
+    else:
+        return
+    different = []
+    for key, value in record.items():
+        if isinstance(value, dict):
+            old = before.get(key, {})
+            different += [f"{k} {old[k]} there, {v} here" for k, v in value.items() if k in old and old[k] != v]
+        elif key in before and before[key] != value:
+            different.append(f"{key} {before[key]} there, {value} here")
+    if different:
+        raise ValueError(
+            f"hfpatch: {checkpoint} does not match this run: {'; '.join(different)}; use the same flags and data, or "
+            "start anew with --model set to the checkpoint."
+        )
+
+
+def length(seq_length: int, config) -> None:
+    """The rope table's limit. Raises ValueError."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and seq_length > limit:
+        raise ValueError(
+            f"hfpatch: --seq_length {seq_length} is over the model's {limit} positions (max_position_embeddings); "
+            "shorten it, or set rope scaling and the limit in the model's config.json."
+        )
+
+
+def memory_of(config, model, args) -> None:
+    """Weights, gradients and Adam's two moments against the memory of this machine. Raises ValueError.
+
+    An engine or a placement spreads or moves them, so there its own plan answers; so it does for families without a
+    closed form.
+    """
+    if args.deepspeed or args.fsdp or model.placement or config.model_type not in LLAMA_LIKE:
+        return
+    parameters = ModelShape.from_config(config).parameters
+    default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, default)
+    trained = 0 if model.lora_r else parameters
+    moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
+    need = (parameters + trained * (1 + moments)) * torch.finfo(dtype).bits // 8
+    if args.device.type == "cuda":
+        have, where = torch.cuda.mem_get_info()[1], "the GPU has"
+    else:
+        have, where = host_limit(), "this machine has"
+    if have is not None and need > have:
+        raise ValueError(
+            f"hfpatch: weights, gradients and optimizer states of {parameters / 1e9:.2f}B parameters need "
+            f"{need / 2**30:.1f} GiB before any activation, {where} {have / 2**30:.1f} GiB; see `hfpatch plan`, "
+            "--placement, --engine zero3_cpu_offload, or --lora_r."
+        )
+
+
+def run_record(config, model, data, args, fingerprint: str) -> dict:
+    """What a resumed run must share with the one before, for the same batches and the same weights."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return {
+        "model": {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None},
+        "lora_r": model.lora_r,
+        "data": fingerprint,
+        "rows": {name: getattr(data, name) for name in _ROWS},
+        "seed": args.seed,
+        "batch": batch,
+    }

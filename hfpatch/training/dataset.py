@@ -1,0 +1,234 @@
+"""Batches from tokenized documents: rows of pieces, their labels and positions, the collator, and a look at a batch.
+
+Documents that share a row stay apart by position_ids that restart at 0: the attention of a model (stock transformers
+and hfpatch alike) then sees only its own document, as long as no attention_mask is passed. None is: padding stands on
+the right, where causal attention never reaches it from a real token, and its labels are ignored.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hfpatch.training import packing, sources
+from hfpatch.training.tokens import Tokens, encoded
+
+IGNORE = -100
+
+
+class RowDataset(torch.utils.data.Dataset):
+    """Rows of pieces: item i is {"input_ids", "labels"} of [T] int64, and "position_ids" where rows are packed."""
+
+    def __init__(self, tokens: Tokens, rows, *, pad_to: int | None = None, pad_id: int = 0):
+        self.tokens, self.pad_to, self.pad_id = tokens, pad_to, pad_id
+        pieces = [(p.document, p.start, p.length) for row in rows for p in row]
+        # Arrays, not millions of objects: the workers of a data loader copy these for free.
+        self.pieces = np.asarray(pieces, dtype=np.int64).reshape(-1, 3)
+        self.bounds = np.cumsum([0, *map(len, rows)])
+
+    def __len__(self):
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int) -> dict:
+        documents = []
+        for document, start, length in self.pieces[self.bounds[index] : self.bounds[index + 1]]:
+            at = self.tokens.offsets[document] + start
+            documents.append((self.tokens.ids[at : at + length], self.tokens.learned[at : at + length]))
+        return make_row(documents, pad_to=self.pad_to, pad_id=self.pad_id)
+
+
+def make_row(documents, *, pad_to: int | None, pad_id: int) -> dict:
+    """One row from (ids, learned) pairs. The first token of a document is no target: nothing of it stands before.
+
+    pad_to: the length of the row, of several documents (position_ids restart at each); None: the one document as it is.
+    """
+    ids_T = np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in documents])
+    labels_T = np.concatenate([_labels(ids, learned) for ids, learned in documents])
+    if pad_to is None:
+        return {"input_ids": torch.from_numpy(ids_T), "labels": torch.from_numpy(labels_T)}
+    rest = pad_to - len(ids_T)
+    positions = [np.arange(len(ids)) for ids, _ in documents] + [np.arange(rest)]  # padding is a document of its own
+    return {
+        "input_ids": torch.from_numpy(np.pad(ids_T, (0, rest), constant_values=pad_id)),
+        "labels": torch.from_numpy(np.pad(labels_T, (0, rest), constant_values=IGNORE)),
+        "position_ids": torch.from_numpy(np.concatenate(positions)),
+    }
+
+
+def _labels(ids, learned) -> np.ndarray:
+    labels_T = np.where(np.asarray(learned, dtype=bool), np.asarray(ids, dtype=np.int64), IGNORE)
+    labels_T[:1] = IGNORE
+    return labels_T
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Stacks rows, the shorter ones padded on the right; a dict of [B, T] int64 tensors without attention_mask."""
+
+    pad_id: int = 0
+    multiple: int = 1
+
+    def __call__(self, rows: list[dict]) -> dict:
+        longest = max(len(row["input_ids"]) for row in rows)
+        T = -(-longest // self.multiple) * self.multiple
+        fill = {"input_ids": self.pad_id, "labels": IGNORE}
+        batch = {}
+        for name in rows[0]:
+            if name == "position_ids":
+                batch[name] = torch.stack([_continue(row[name], T) for row in rows])
+                continue
+            padded = [torch.nn.functional.pad(row[name], (0, T - len(row[name])), value=fill[name]) for row in rows]
+            batch[name] = torch.stack(padded)
+        return batch
+
+
+def _continue(position_ids_T: torch.Tensor, T: int) -> torch.Tensor:
+    # A new document rather than zeros: each zero would start one, and attention runs per document.
+    return torch.cat([position_ids_T, torch.arange(T - len(position_ids_T))])
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A dataset and what its log line says. bytes_per_token: UTF-8 bytes a token of plain text, 0.0 for other kinds."""
+
+    dataset: RowDataset
+    summary: str
+    bytes_per_token: float
+    attention_share: float
+    tokens: int
+
+
+def prepare(
+    tokens: Tokens,
+    documents,
+    *,
+    seq_length: int,
+    packed: bool,
+    long_rows: str = "truncate",
+    side: str = "right",
+    pad_id: int = 0,
+    name: str = "train",
+) -> Prepared:
+    """Rows of at most seq_length tokens from the chosen documents (indices). ValueError where no label is left."""
+    documents = np.asarray(documents, dtype=np.int64)
+    lengths = tokens.offsets[documents + 1] - tokens.offsets[documents]
+    done = packing.cut(lengths, seq_length, long_rows=long_rows, side=side)
+    before_N = np.concatenate([[0], np.cumsum(tokens.learned[: tokens.offsets[-1]], dtype=np.int64)])
+    kept, labels, total = [], 0, 0
+    for piece in done.pieces:
+        at = int(tokens.offsets[documents[piece.document]]) + piece.start
+        learned = int(before_N[at + piece.length] - before_N[min(at + 1, at + piece.length)])
+        if learned:
+            kept.append(packing.Piece(int(documents[piece.document]), piece.start, piece.length))
+            labels += learned
+            total += piece.length
+    if not kept:
+        raise ValueError(
+            f"hfpatch: expected tokens to learn in the {name} data, none of {len(documents)} documents has a label "
+            f"left after masking and cutting to {seq_length} tokens; check the roles, --truncation_side and --seq_length."
+        )
+    rows = packing.pack(kept, seq_length) if packed else [[piece] for piece in kept]
+    dataset = RowDataset(tokens, rows, pad_to=seq_length if packed else None, pad_id=pad_id)
+    fill = f", packing fill {total / (len(rows) * seq_length):.1%}" if packed else ""
+    cut_words = {"truncate": "truncated", "drop": "dropped as too long", "split": "truncated"}[long_rows]
+    summary = (
+        f"{name}: {len(documents):,} documents, {total:,} tokens, {labels / total:.1%} of them labels; {len(rows):,} "
+        f"rows of up to {seq_length:,} tokens{fill}; {done.truncated:,} {cut_words}, "
+        f"{len(done.pieces) - len(kept):,} without a label, {tokens.malformed:,} malformed"
+    )
+    per_token = tokens.text_bytes / max(1, int(tokens.offsets[-1]))
+    share = packing.attention_share(rows, seq_length) if packed else 1.0
+    return Prepared(dataset, summary, per_token, share, total)
+
+
+def split(documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(train, validation) document indices: `share` of them, at least one, chosen by the seed and sorted."""
+    order = np.random.default_rng(seed).permutation(documents)
+    held = min(documents - 1, max(1, round(documents * share)))
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+class StreamDataset(torch.utils.data.IterableDataset):
+    """Rows made while they are read, for data larger than the disk or memory; the same order in every run.
+
+    make_rows: a callable that starts reading again; shuffle: rows that wait in the shuffling buffer.
+    """
+
+    def __init__(self, make_rows, tokenizer, *, seq_length, packed, kind, text_field, long_rows, side, pad_id, shuffle,
+                 seed, strict, say=print):  # fmt: skip
+        self.make_rows, self.tokenizer, self.say, self.strict = make_rows, tokenizer, say, strict
+        self.seq_length, self.packed, self.kind, self.text_field = seq_length, packed, kind, text_field
+        self.long_rows, self.side, self.pad_id = long_rows, side, pad_id
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.malformed = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Trainer: each epoch shuffles in its own order."""
+        self.epoch = epoch
+
+    def __iter__(self):
+        rows, worker = self.make_rows(), torch.utils.data.get_worker_info()
+        if worker is not None:  # every worker reads all rows and keeps its share
+            rows = (row for i, row in enumerate(rows) if i % worker.num_workers == worker.id)
+        documents = self._shuffled(self._pieces(rows))
+        if not self.packed:
+            for document in documents:
+                yield make_row([document], pad_to=None, pad_id=self.pad_id)
+            return
+        held, used = [], 0
+        for ids, learned in documents:
+            if used + len(ids) > self.seq_length:
+                yield make_row(held, pad_to=self.seq_length, pad_id=self.pad_id)
+                held, used = [], 0
+            held.append((ids, learned))
+            used += len(ids)
+        if held:
+            yield make_row(held, pad_to=self.seq_length, pad_id=self.pad_id)
+
+    def _pieces(self, rows):
+        for item in encoded(rows, self.tokenizer, kind=self.kind, text_field=self.text_field):
+            if isinstance(item, sources.Malformed):
+                if self.strict:
+                    raise ValueError(
+                        f"hfpatch: --strict expects no malformed row, came {item}; mend it or drop --strict."
+                    )
+                self.malformed += 1
+                self.say(f"hfpatch: malformed row left out ({self.malformed} so far): {item}")
+                continue
+            ids, learned, _ = item
+            for piece in packing.cut([len(ids)], self.seq_length, long_rows=self.long_rows, side=self.side).pieces:
+                end = piece.start + piece.length
+                if any(learned[piece.start + 1 : end]):
+                    yield ids[piece.start : end], learned[piece.start : end]
+
+    def _shuffled(self, documents):
+        random = np.random.default_rng((self.seed, self.epoch))
+        held = []
+        for document in documents:
+            if len(held) < self.shuffle:
+                held.append(document)
+                continue
+            at = int(random.integers(len(held))) if held else None
+            if at is None:
+                yield document
+            else:
+                yield held[at]
+                held[at] = document
+        for at in random.permutation(len(held)):
+            yield held[at]
+
+
+def show(rows: list[dict], tokenizer) -> str:
+    """The tokens of the rows for a terminal: learned ones green, ignored ones grey, `|` where a document begins."""
+    lines = []
+    for number, row in enumerate(rows):
+        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        positions = row["position_ids"].tolist() if "position_ids" in row else range(len(ids))
+        learned = sum(label != IGNORE for label in labels)
+        lines.append(f"row {number}: {len(ids)} tokens, {learned} learned (green), {len(ids) - learned} ignored (grey)")
+        text = ""
+        for token, label, position in zip(ids, labels, positions):
+            text += "\n|" if position == 0 else ""
+            text += f"\x1b[{'32' if label != IGNORE else '90'}m{tokenizer.decode([token])}\x1b[0m"
+        lines.append(text.strip("\n"))
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""Which pieces of which documents go into which row of the batch. No torch here: lengths in, pieces out."""
+
+import bisect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, start + length) of document `document`."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What cutting to a length did: the pieces, and how many documents lost tokens."""
+
+    pieces: list[Piece]
+    truncated: int
+
+
+def cut(lengths, limit: int, *, long_rows: str = "truncate", side: str = "right") -> Cut:
+    """One piece a document, or several where it is longer than `limit` tokens.
+
+    long_rows: "truncate" keeps `limit` tokens and drops those at `side`; "split" keeps all, as pieces of their own;
+    "drop" leaves the document out.
+    """
+    pieces, truncated = [], 0
+    for document, length in enumerate(lengths):
+        length = int(length)
+        if length <= limit:
+            if length:
+                pieces.append(Piece(document, 0, length))
+        elif long_rows == "split":
+            starts = range(0, length, limit)
+            pieces += [Piece(document, start, min(limit, length - start)) for start in starts]
+        else:
+            truncated += 1
+            if long_rows == "truncate":
+                pieces.append(Piece(document, 0 if side == "right" else length - limit, limit))
+    return Cut(pieces, truncated)
+
+
+def pack(pieces, limit: int) -> list[list[Piece]]:
+    """Best-fit decreasing: rows of at most `limit` tokens, each a list of pieces. Deterministic.
+
+    Longest first, each into the fullest row that still has room; at most 22% more rows than the best packing
+    (Johnson 1974), in practice within a percent or two.
+    """
+    rooms: list[int] = []  # the room left of the rows that have any, ascending
+    rows_with: dict[int, list[int]] = {}  # room left -> those rows
+    rows: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda p: -p.length):  # stable: equal lengths keep their order
+        at = bisect.bisect_left(rooms, piece.length)
+        if at == len(rooms):
+            row, room = len(rows), limit
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rows_with[room]
+                rooms.pop(at)
+        rows[row].append(piece)
+        left = room - piece.length
+        if left:
+            if left not in rows_with:
+                rows_with[left] = []
+                bisect.insort(rooms, left)
+            rows_with[left].append(row)
+    return rows
+
+
+def attention_share(rows, limit: int) -> float:
+    """What causal attention costs over isolated documents, as a share of whole rows: sum of squares / limit^2."""
+    if not rows:
+        return 1.0
+    return sum(p.length**2 for row in rows for p in row) / (len(rows) * limit**2)

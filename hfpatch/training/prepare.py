@@ -1,0 +1,225 @@
+"""From flags to the tokenizer, the model and the datasets that Trainer takes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hfpatch.planner.presets import preset_config
+from hfpatch.training import chat, dataset, sources, tokenizer
+from hfpatch.training.tokens import fingerprint_of, tokenize
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be read again and again, and the digest of their content."""
+
+    rows: object  # () -> iterator of sources.Row and sources.Malformed
+    fingerprint: str
+
+
+def source(paths, data, *, digest: bool = True) -> Source:
+    """Where the rows of `paths` come from: local files and folders, or one hub data set. Raises ValueError.
+
+    digest: read the files for their fingerprint; without it the names alone make it (streaming).
+    """
+    if len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0]):
+        return _hub(paths[0], data)
+    files = sources.find(paths, pattern=data.data_glob)
+    print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
+
+    def rows():
+        return sources.rows(files, text_field=data.text_field, text_unit=data.text_unit)
+
+    return Source(rows, f"{print_of}-{data.text_unit}")
+
+
+def _hub_like(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not Path(name).suffix
+
+
+def _hub(name: str, data) -> Source:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, data.data_config, split=data.data_split, streaming=data.streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"hfpatch: {name!r} is no file or folder here, and as a hub data set it does not load ({reason}); "
+            "check --data."
+        ) from error
+
+    def rows():
+        for number, value in enumerate(table, 1):
+            yield sources.Row(name, number, value)
+
+    return Source(rows, getattr(table, "_fingerprint", None) or f"{name}-{data.data_config}-{data.data_split}")
+
+
+def load_config(model):
+    """The model's config: of a preset with its overrides, or of --model. Raises ValueError."""
+    if model.preset:
+        values = preset_config(model.preset) | _overrides(model.config_overrides)
+        return LlamaConfig(**values)
+    try:
+        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}") from error
+
+
+def _overrides(text: str | None) -> dict:
+    values = {}
+    for item in filter(None, (text or "").split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"hfpatch: expected name=value in --config_overrides, {item!r} came.")
+        try:
+            values[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name.strip()] = value
+    unknown = [name for name in values if not hasattr(LlamaConfig(), name)]
+    if unknown:
+        raise ValueError(f"hfpatch: LlamaConfig has no {unknown[0]!r} for --config_overrides to set; check its name.")
+    return values
+
+
+def load_tokenizer(model, data, train: Source):
+    """The tokenizer of the run, with its chat template. Raises ValueError."""
+    if model.train_tokenizer:
+        texts = (row.value[data.text_field] for row in train.rows() if _has_text(row, data.text_field))
+        made = tokenizer.train(texts, model.train_tokenizer)
+    else:
+        try:
+            made = AutoTokenizer.from_pretrained(
+                model.tokenizer or model.model, trust_remote_code=model.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"hfpatch: no tokenizer loads from {model.tokenizer or model.model!r}: {_first(error)}"
+            ) from error
+    if data.chat_template:
+        made.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+    return made
+
+
+def _has_text(row, field: str) -> bool:
+    return isinstance(row, sources.Row) and isinstance(row.value.get(field), str)
+
+
+def check_template(tokenizer, data, train: Source) -> None:
+    """Chat data needs a template. Raises ValueError before all rows turn out malformed one by one."""
+    first = next((row for row in train.rows() if isinstance(row, sources.Row)), None)
+    is_chat = data.kind == "chat" or (
+        data.kind == "auto" and first is not None and any(name in first.value for name in chat.CHAT_FIELDS)
+    )
+    if is_chat and not tokenizer.chat_template:
+        raise ValueError(
+            "hfpatch: the data are chat messages and the tokenizer has no template; give --chat_template FILE."
+        )
+
+
+def fit_vocabulary(config, tokenizer, *, fresh: bool) -> None:
+    """A fresh model takes the size of a tokenizer trained for it; any other must hold it. Raises ValueError."""
+    if fresh:
+        config.vocab_size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+    elif len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"hfpatch: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {config.vocab_size}; use its "
+            "own tokenizer, or resize the embeddings first."
+        )
+
+
+def load_model(model, config, seed: int):
+    """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, "auto")
+    options = {"attn_implementation": model.attn_implementation, "dtype": dtype}
+    if model.preset:
+        options["dtype"] = torch.float32 if dtype == "auto" else dtype
+        torch.manual_seed(seed)
+        made = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        try:
+            made = AutoModelForCausalLM.from_pretrained(
+                model.model,
+                config=config,
+                use_safetensors=None if model.allow_pickle else True,
+                trust_remote_code=model.trust_remote_code,
+                **options,
+            )
+        except (OSError, ValueError) as error:
+            hint = "" if model.allow_pickle else " (weights load from safetensors alone unless --allow_pickle)"
+            raise ValueError(f"hfpatch: no weights load from {model.model!r}: {_first(error)}{hint}") from error
+    made.config.use_cache = False  # a cache would join packed documents, and nothing reads it in training
+    return with_lora(made, model) if model.lora_r else made
+
+
+def with_lora(made, model):
+    """The model with adapters on every linear layer but the head (PEFT's "all-linear")."""
+    import peft
+
+    settings = peft.LoraConfig(
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha or 2 * model.lora_r,
+        lora_dropout=model.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(made, settings)
+
+
+def _first(error) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What Trainer gets, and what the log says of it."""
+
+    train: torch.utils.data.Dataset
+    evaluation: dataset.RowDataset | None
+    summaries: tuple[str, ...]
+    bytes_per_token: float
+    attention_share: float
+    fingerprint: str
+
+
+def load_datasets(data, train: Source, tokenizer, *, seed: int, say) -> Datasets:
+    """Tokenizes (or finds in the cache), splits, cuts and packs. Raises ValueError."""
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    cut = {"packed": data.packing, "long_rows": data.long_rows, "side": data.truncation_side, "pad_id": pad_id}
+    read = {"kind": data.kind, "text_field": data.text_field, "strict": data.strict, "say": say}
+    cache = Path(data.cache_dir).expanduser()
+    summaries, evaluation, held = [], None, None
+    check_template(tokenizer, data, train)
+    if data.eval_data:
+        apart = source(data.eval_data, data)
+        held = tokenize(apart.rows(), tokenizer, fingerprint=apart.fingerprint, cache_dir=cache, **read)
+        chosen = range(len(held))
+    if data.streaming:
+        stream = dataset.StreamDataset(
+            train.rows, tokenizer, seq_length=data.seq_length, shuffle=data.shuffle_buffer, seed=seed, **cut, **read
+        )
+        summaries.append("train: rows are read while training; what is truncated or malformed is counted as it comes")
+        made, share, digest = stream, 1.0, train.fingerprint
+    else:
+        tokens = tokenize(train.rows(), tokenizer, fingerprint=train.fingerprint, cache_dir=cache, **read)
+        kept = range(len(tokens))
+        if data.validation_split:
+            if len(tokens) < 2:
+                raise ValueError("hfpatch: --validation_split needs two documents or more, one came; give --eval_data.")
+            kept, chosen = dataset.split(len(tokens), data.validation_split, seed)
+            held = tokens
+        prepared = dataset.prepare(tokens, kept, seq_length=data.seq_length, **cut)
+        summaries.append(prepared.summary)
+        made, share, digest = prepared.dataset, prepared.attention_share, tokens.fingerprint
+    bytes_per_token = 0.0
+    if held is not None:
+        prepared = dataset.prepare(held, chosen, seq_length=data.seq_length, name="validation", **cut)
+        summaries.append(prepared.summary)
+        evaluation, bytes_per_token = prepared.dataset, prepared.bytes_per_token
+    return Datasets(made, evaluation, tuple(summaries), bytes_per_token, share, digest)

@@ -1,0 +1,133 @@
+"""Trains a causal language model: `python scripts/train.py --model M --data D`, or under `accelerate launch`.
+
+    python scripts/train.py --preset llama-tiny --train_tokenizer 512 --data docs/ --output_dir runs/docs
+    python scripts/train.py config.yaml --learning_rate 1e-5
+    accelerate launch --num_processes 8 scripts/train.py config.yaml --engine zero3
+
+Flags are those of transformers' TrainingArguments and of hfpatch/training/arguments.py (`--help`). Exit codes: 0 done
+(also after SIGTERM, with a checkpoint saved), 2 bad input, refused before long work.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone that was not installed
+
+
+def main(argv=None) -> int:
+    """One run. Returns the exit code; bad input is one sentence on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return train(argv)
+    except ValueError as error:
+        if not str(error).startswith("hfpatch:"):
+            raise  # not a sentence of ours: a bug, and its traceback says where
+        print(error, file=sys.stderr)
+        return 2
+
+
+def train(argv) -> int:
+    """Parse, refuse what cannot work, load, train, evaluate, save."""
+    from hfpatch.training import arguments, checks
+
+    model_args, data_args, args = arguments.parse(argv)
+    checks.flags(model_args, data_args, args)
+    checkpoint = checks.checkpoint_of(args.output_dir, args.resume_from_checkpoint)
+    checks.output_folder(args.output_dir, checkpoint)
+
+    from transformers import EarlyStoppingCallback
+
+    from hfpatch.callback import Callback
+    from hfpatch.training import prepare, trainer
+    from hfpatch.training.dataset import Collator, show
+
+    def say(line):
+        if args.process_index == 0:
+            print(line, flush=True)
+
+    config = prepare.load_config(model_args)
+    checks.length(data_args.seq_length, config)
+    source = prepare.source(data_args.data, data_args, digest=not data_args.streaming)
+    with args.main_process_first(desc="tokenizing"):
+        tokenizer = prepare.load_tokenizer(model_args, data_args, source)
+        prepare.fit_vocabulary(config, tokenizer, fresh=bool(model_args.train_tokenizer))
+        data = prepare.load_datasets(data_args, source, tokenizer, seed=args.data_seed or args.seed, say=say)
+    for line in data.summaries:
+        say(f"hfpatch: {line}")
+    collator = Collator(pad_id=tokenizer.pad_token_id or 0, multiple=data_args.pad_multiple)
+    if data_args.show_batch:
+        rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
+        say(show(rows, tokenizer))
+        return 0
+    checks.memory_of(config, model_args, args)
+    record = checks.run_record(config, model_args, data_args, args, data.fingerprint)
+    if checkpoint:
+        checks.checkpoint_matches(checkpoint, record)
+
+    model = prepare.load_model(model_args, config, args.seed)
+    stop = trainer.StopCleanly(args.time_limit)
+    columns = Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share)
+    callbacks = [columns, stop, trainer.KeepRunFile(record)]
+    if args.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta))
+    run = trainer.Trainer(
+        model=model,
+        args=args,
+        data_collator=collator,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        bytes_per_token=data.bytes_per_token,
+    )
+    begin = time.monotonic()
+    result = run.train(resume_from_checkpoint=checkpoint)
+    if stop.reason == "SIGTERM":
+        say(
+            f"hfpatch: SIGTERM at step {run.state.global_step}: a checkpoint is saved; go on with "
+            "--resume_from_checkpoint True."
+        )
+        return 0
+    if data.evaluation is not None:
+        say(f"hfpatch: {held_out(run)}")
+    run.save_model()
+    if args.push_to_hub:
+        run.push_to_hub()
+    say(f"hfpatch: {run.state.global_step} steps, total training time {clock(result.metrics['train_runtime'])} "
+        f"(with evaluation {clock(time.monotonic() - begin)}); the model is in {args.output_dir}")  # fmt: skip
+    return 0
+
+
+def held_out(run) -> str:
+    """The held-out loss before training (with --eval_on_start) and after, in nats a token and, of text, a byte."""
+    evaluated = [entry for entry in run.state.log_history if "eval_loss" in entry]
+    before = evaluated[0] if evaluated and evaluated[0]["step"] == 0 else None
+    current = evaluated and evaluated[-1]["step"] == run.state.global_step and not run.args.load_best_model_at_end
+    after = evaluated[-1] if current else run.evaluate()
+    words = []
+    for name, unit in (("eval_loss", "a token"), ("eval_nats_per_byte", "a byte")):
+        if name in after:
+            was = f"{before[name]:.3f} before, " if before else ""
+            words.append(f"{was}{after[name]:.3f} after, in nats {unit}")
+    return "held-out loss " + "; ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code == 0:
+        import torch
+
+        # gloo's own teardown aborts about one run in ten; everything is saved by now.
+        torch.distributed.barrier()
+        sys.stderr.flush()
+        os._exit(0)
+    sys.exit(code)
