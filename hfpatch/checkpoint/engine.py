@@ -24,10 +24,11 @@ def is_sharded(module: nn.Module) -> bool:
 class Engine:
     """One per patched model. A copy or a pickle of it starts with the same settings and nothing under way.
 
-    checkpointing: the user's settings; shape: the model's; n_layers: how many layers share this engine.
+    checkpointing: the user's settings; shape: the model's, None where its layers are not Llama's (their inputs are
+    kept whole); n_layers: how many layers share this engine.
     """
 
-    def __init__(self, checkpointing: Checkpointing, shape: ModelShape, n_layers: int):
+    def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
         self.checkpointing, self.shape, self.n_layers = checkpointing, shape, n_layers
         self.policies: dict[tuple, Policy] = {}
         self.transfers: Transfers | None = None
@@ -35,6 +36,7 @@ class Engine:
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
+        self.last_held = lambda: None  # checkpoint/whole.py: the input saved before
 
     def __deepcopy__(self, memo):
         return Engine(self.checkpointing, self.shape, self.n_layers)
@@ -43,7 +45,7 @@ class Engine:
         return Engine, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
-    def policy(self, layer: nn.Module, x_BTD: Tensor) -> Policy:
+    def policy(self, layer: nn.Module | None, x_BTD: Tensor) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 
         Raises ValueError where the host cannot hold what was asked for.
@@ -70,6 +72,9 @@ class Engine:
         if x.device.type != "cuda" and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
+        if self.shape is None:
+            tier = "disk" if settings.directory else "host" if settings.offload == "auto" else settings.offload
+            return Policy(offload=tier, every=1, save_attention=False, stream_attention=False, tile=T)
         return choose(
             settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
             gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
@@ -87,7 +92,7 @@ class Engine:
             self.queue = FetchQueue(self.transfers)
         else:
             self.transfers.pool.close()
-        if tier == "host" and self.transfers.pool.pinned:
+        if tier == "host" and self.transfers.pool.pinned and self.shape is not None:
             n = -(-self.n_layers // policy.every)
             s, rows = self.shape, B * T
             sizes = {rows * s.hidden_size * x.element_size(): n}

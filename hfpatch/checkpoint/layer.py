@@ -34,7 +34,9 @@ RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
 
 def _holders(grad: Tensor) -> tuple[int, int, int]:
     """How many hold this tensor: in Python, in C++, and its storage."""
-    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    # Where PyTorch does not tell, nothing counts as private: the gradient is copied, never overwritten.
+    users = grad._use_count() if hasattr(grad, "_use_count") else sys.maxsize
+    return sys.getrefcount(grad), users, torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
 
 
 class _Probe(torch.autograd.Function):
@@ -64,7 +66,7 @@ def private_holders(like: Tensor) -> tuple[int, int, int]:
 def is_private(grad: Tensor, holders: tuple, private: tuple) -> bool:
     """Whether nobody but this backward can see the gradient's memory."""
     whole = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-    return whole and all(have <= alone for have, alone in zip(holders, private))
+    return whole and sys.maxsize not in holders and all(have <= alone for have, alone in zip(holders, private))
 
 
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class LayerCall:
 
         def request(a, b):
             pieces = [(self.x, a, b, None)]
-            if with_out and self.outs:
+            if with_out and self.outs and not self.outs[0].resident:
                 if self.policy.stream_attention:
                     pieces += [(o, a, b, None) for o in self.outs]
                 else:

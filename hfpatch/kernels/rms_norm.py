@@ -18,7 +18,7 @@ def rms_norm_fwd_kernel(
     residual_ptr,  # (N, D)
     weight_ptr,  # (D,)
     y_ptr,  # (N, D)
-    total_ptr,  # (N, D), x + residual
+    total_ptr,  # (N, D), x + residual; x itself where there is none
     rstd_ptr,  # (N,)
     N,
     D,
@@ -37,10 +37,9 @@ def rms_norm_fwd_kernel(
     b_w = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
     o_out = o_n[:, None] * D + o_d[None, :]
-    x_type: tl.constexpr = x_ptr.dtype.element_ty
+    x_type: tl.constexpr = total_ptr.dtype.element_ty
     if HAS_RESIDUAL:
         b_r = tl.load(residual_ptr + o_n[:, None] * stride_residual + o_d[None, :], mask=mask, other=0.0)
-        x_type: tl.constexpr = total_ptr.dtype.element_ty
         # The norm sees the sum as it is stored, as HF's next module would.
         b_total = (b_x + b_r.to(tl.float32)).to(x_type)
         tl.store(total_ptr + o_out, b_total, mask=mask)
@@ -113,6 +112,14 @@ def _block(D: int) -> tuple[int, int, int]:
     return block_n, block_d, min(32, max(4, block_n * block_d // 512))
 
 
+def _stages(bytes_each: int) -> int:
+    """Loop stages of the backward by the bytes one step loads: a stage less than this waits in shared memory.
+
+    Two programs an SM must fit an A100's 164 KiB; one program alone may take 96 KiB, and wider rows do without.
+    """
+    return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
+
+
 def rms_norm_fwd(x, residual, weight, eps, offset, y_dtype):
     """x, residual (or None): [..., D]. Returns y of y_dtype, rstd float32 [...], and the sum (or None)."""
     x_ND, D = rows_view(x), x.shape[-1]
@@ -127,7 +134,7 @@ def rms_norm_fwd(x, residual, weight, eps, offset, y_dtype):
     launch(
         rms_norm_fwd_kernel,
         (cdiv(N, block_n),),
-        (x_ND, residual_ND, weight.contiguous(), y, y if total is None else total, rstd)
+        (x_ND, residual_ND, weight.contiguous(), y, x_ND if total is None else total, rstd)
         + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),
         dict(OFFSET=offset, HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=num_warps,
@@ -159,7 +166,7 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
             NEED_DW=need_dw,
             BLOCK_N=block_n,
             BLOCK_D=block_d,
-            STAGES=2,
+            STAGES=_stages(block_n * block_d * (x.element_size() + dy.element_size() * (1 if dsum is None else 2))),
         ),
         num_warps=num_warps,
     )

@@ -124,7 +124,9 @@ def _scale(x: Tensor, factor: Tensor) -> None:
 
         scale_(x, factor)
     else:
-        x.mul_(factor)
+        # In float32: a 16-bit x would otherwise round the factor first.
+        for part in x.view(-1).split(TILE):
+            part.copy_(part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor)
 
 
 def _no_output(*args) -> None:

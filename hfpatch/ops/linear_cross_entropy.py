@@ -253,7 +253,8 @@ def _logits_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if len(dtypes) > 1:
         raise ValueError(
-            f"hfpatch: linear_cross_entropy expected hidden, weight and bias of one dtype, {hidden.dtype}, {weight.dtype}"
+            f"hfpatch: linear_cross_entropy expected hidden, weight and bias of one dtype, "
+            f"{hidden.dtype}, {weight.dtype}"
             f"{'' if bias is None else f', {bias.dtype}'} came; cast them or use torch.autocast."
         )
     return hidden.dtype

@@ -40,7 +40,9 @@ def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> 
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
-        raise ImportError("hfpatch: the comparison needs liger-kernel, which is absent; pip install liger-kernel.") from error
+        raise ImportError(
+            "hfpatch: the comparison needs liger-kernel, which is absent; pip install liger-kernel."
+        ) from error
     rest = not loss_only
     apply_liger_kernel_to_llama(rope=rest, rms_norm=rest, swiglu=rest, fused_linear_cross_entropy=True, model=model)
     if tiled:
@@ -56,7 +58,7 @@ def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> 
 
 
 def _offload_inputs(model: nn.Module) -> None:
-    """Non-reentrant checkpointing of each layer under saved-tensor hooks that copy to host memory, as the ALST recipe."""
+    """Non-reentrant checkpointing under saved-tensor hooks that copy layer inputs to host memory: the ALST recipe."""
     checkpointing = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     checkpointing({"use_reentrant": False})
     body = model.model

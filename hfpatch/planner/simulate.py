@@ -65,7 +65,7 @@ def summarize(ledger: Ledger) -> Simulation:
     device, host, top, top_at, host_top = 0, 0, -1, 0, 0
     curve, phase_peaks = [], {}
     borders = iter([*ledger.phases, (len(ledger.events) + 1, "")])
-    next_at, phase, upcoming = 0, "setup", next(borders)
+    phase, top_phase, upcoming = "setup", "setup", next(borders)
     for at, (index, delta) in enumerate(ledger.events):
         while upcoming[0] <= at:
             phase, upcoming = upcoming[1], next(borders)
@@ -89,8 +89,12 @@ def summarize(ledger: Ledger) -> Simulation:
         attention_calls=dict(ledger.attention_calls), ledger=ledger,
     )  # fmt: skip
     categories, modules, operations = defaultdict(int), defaultdict(int), defaultdict(int)
+    turn = max((at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None)
     for block in result.alive(top_at):
-        categories[block.category] += block.nbytes
+        category = block.category
+        if category == "activations" and turn is not None and block.born < turn:
+            category = "checkpoints"  # made in the forward, kept for the backward
+        categories[category] += block.nbytes
         if block.category not in ("parameters", "gradients"):
             modules[block.module] += block.nbytes
             operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
@@ -126,6 +130,22 @@ def _host_buffers(follower: Follower):
             return real(*args, **kwargs)
 
     with mock.patch.object(offload, "host_empty", host_empty):
+        yield
+
+
+@contextlib.contextmanager
+def _as_on_cuda(policy):
+    """hfpatch takes its CUDA paths, as far as they differ in memory, and the policy where one is given."""
+    with contextlib.ExitStack() as stack:
+        loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
+        if loop is not None:
+            stack.enter_context(loop.as_on_cuda())
+        layer = sys.modules.get("hfpatch.checkpoint.layer")
+        if layer is not None:
+            stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
+        engine = sys.modules.get("hfpatch.checkpoint.engine")
+        if engine is not None and policy is not None:
+            stack.enter_context(mock.patch.object(engine.Engine, "_resolve", lambda self, B, T, x: policy))
         yield
 
 
@@ -225,6 +245,7 @@ def simulate(
     inputs: dict | None = None,
     rounding: int = ROUNDING,
     cuda: bool = True,
+    policy=None,
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
@@ -232,6 +253,7 @@ def simulate(
     steps run and put back afterwards. optimizer: a function from parameters to a torch optimizer, stepped each step.
     labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
     model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
+    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine.
     """
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", 32)
@@ -242,7 +264,7 @@ def simulate(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
-    with mode, _transformers_as_if_real():
+    with mode, _transformers_as_if_real(), _as_on_cuda(policy) if cuda else contextlib.nullcontext():
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from hfpatch.checkpoint.policy import auto_tile
+from hfpatch.planner.formula import Policy
 from hfpatch.planner.presets import preset_config
 from hfpatch.planner.simulate import simulate
 
@@ -22,12 +24,12 @@ def build(config: dict, dtype=torch.bfloat16):
         return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
 
 
-def prepare(model, implementation: str, **checkpointing):
+def prepare(model, implementation: str):
     """Turns the stock model into one of IMPLEMENTATIONS, in place."""
     if implementation == "hfpatch":
         import hfpatch
 
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(**checkpointing))
+        hfpatch.apply(model)
     elif implementation.startswith("liger"):
         from hfpatch.planner import liger
 
@@ -56,18 +58,20 @@ def main(argv=None) -> int:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--checkpointing", nargs="*", default=[], metavar="FIELD=VALUE",
-        help="fields of hfpatch.Checkpointing: offload=host tile=8192",
+        "--policy", nargs="*", default=[], metavar="FIELD=VALUE",
+        help="fields of the policy that hfpatch follows: offload=host every=1 save_attention=true "
+        "stream_attention=false tile=8192 (the default)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     config = preset_config(args.preset)
     if args.layers:
         config["num_hidden_layers"] = args.layers
-    fields = {name: _value(value) for name, value in (pair.split("=", 1) for pair in args.checkpointing)}
-    model = prepare(build(config, getattr(torch, args.dtype)), args.impl, **fields)
+    fields = {name: _value(value) for name, value in (pair.split("=", 1) for pair in args.policy)}
+    fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
+    model = prepare(build(config, getattr(torch, args.dtype)), args.impl)
     started = time.perf_counter()
-    found = simulate(model, args.batch, args.seq_len, steps=args.steps)
+    found = simulate(model, args.batch, args.seq_len, steps=args.steps, policy=Policy(**fields))
     result = found.to_dict() | {
         "beyond_gib": found.beyond_bytes / 2**30,
         "host_gib": found.host_peak_bytes / 2**30,
@@ -77,8 +81,8 @@ def main(argv=None) -> int:
         print(json.dumps(result, indent=1))
         return 0
     print(f"simulated {args.preset} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s")
-    print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB, "
-          f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")  # fmt: skip
+    print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB")
+    print(f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")
     for name, nbytes in found.operations[:16]:
         print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
     print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")

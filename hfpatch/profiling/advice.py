@@ -1,33 +1,24 @@
 """The three sentences a report opens with: the peak, who holds it, the change that would lower it most."""
 
-from hfpatch.profiling.timeline import Run, generic, size
+from hfpatch.profiling.timeline import LASTING, Run, generic, size
 
-LASTING = ("parameters", "gradients", "optimizer")
-
-# (category, which runs, the part of it that the change removes, the change). First fitting row of a category counts.
-# A part is what the change leaves out: states of 4 bytes in 1 leave a quarter; half a tile halves what lives per tile.
-APPLY = "hfpatch.apply(model)"
+APPLY = {
+    "loss": "the head and loss then run in tiles of tokens, and logits are never whole",
+    "working set": "each layer then runs tile by tile",
+    "activations": "a layer then keeps its input and attention output only, in host memory",
+    "checkpoints": "layer inputs then wait in host memory",
+}
+# (category, the part of it that the change removes, the change): 8-bit states leave a quarter of 4 bytes, half a tile
+# halves what lives per tile.
 CHANGES = (
-    ("loss", ("hf", "liger"), 1.0, f"`{APPLY}`: the head and loss then run in tiles of tokens, logits are never whole"),
-    ("working set", ("hf", "liger"), 1.0, f"`{APPLY}`: each layer then runs tile by tile"),
-    ("activations", ("hf", "liger"), 1.0, f"`{APPLY}`: a layer then keeps its input and attention output only"),
-    ("checkpoints", ("hf", "liger"), 1.0, f"`{APPLY}`: layer inputs then wait in host memory"),
-    ("checkpoints", ("hfpatch",), 1.0, '`Checkpointing(offload="host")`: layer inputs then wait in host memory'),
-    ("activations", ("hfpatch",), 1.0, '`Checkpointing(offload="host", save_attention=False)`: less is kept per layer'),
-    ("working set", ("hfpatch",), 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
-    ("loss", ("hfpatch",), 0.5, "a smaller `workspace_bytes` for the loss"),
-    (
-        "optimizer",
-        ("hf", "liger", "hfpatch"),
-        0.75,
-        "8-bit optimizer states (`--placement gpu8bit`)",
-    ),
-    (
-        "gradients",
-        ("hf", "liger", "hfpatch"),
-        1.0,
-        "gradients in host memory (`--placement zero3-offload`)",
-    ),
+    ("checkpoints", 1.0, '`Checkpointing(offload="host")`, which lets layer inputs wait in host memory'),
+    ("activations", 1.0, '`Checkpointing(offload="host", save_attention=False)`, which keeps less of each layer'),
+    ("working set", 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
+    ("loss", 0.5, "a smaller `workspace_bytes` for the loss"),
+)
+LASTING_CHANGES = (
+    ("optimizer", 0.75, "8-bit optimizer states (`--placement gpu8bit`)"),
+    ("gradients", 1.0, "gradients in host memory (`--placement zero3-offload`)"),
 )
 
 
@@ -38,21 +29,31 @@ def focus(runs: list[Run]) -> Run:
 
 
 def best_change(run: Run) -> tuple[str, int]:
-    """(the change that lowers the peak most, by how many bytes at most); ("", 0) where none would."""
-    best, seen = ("", 0), set()
-    for category, impls, part, text in CHANGES:
-        if run.impl not in impls or category in seen:
-            continue
-        seen.add(category)
-        # relief is the peak with the whole category gone, elsewhere in the step: a lower peak may hide behind this one.
-        saved = int(min(part * run.peak_split[category], run.peak_bytes - run.relief.get(category, run.peak_bytes)))
-        if saved > best[1]:
-            best = (text, saved)
-    return best
+    """(the change that lowers the peak most, by how many bytes at most); ("", 0) where none would.
+
+    relief is the peak with a category gone all through the step: another moment's peak may hide behind this one.
+    """
+    split, changes = run.peak_split, []
+
+    def add(category, part, text, relief):
+        saved = min(part * split[category], run.peak_bytes - run.relief.get(relief, run.peak_bytes))
+        changes.append((int(saved), text))
+
+    if run.impl == "hfpatch":
+        for category, part, text in CHANGES:
+            add(category, part, text, category)
+    else:
+        most = max(APPLY, key=lambda name: split[name])
+        saved = min(sum(split[name] for name in APPLY), run.peak_bytes - run.relief.get("step", run.peak_bytes))
+        changes.append((int(saved), f"`hfpatch.apply(model)`: {APPLY[most]}"))
+    for category, part, text in LASTING_CHANGES:
+        add(category, part, text, category)
+    saved, text = max(changes)
+    return (text, saved) if saved > 0 else ("", 0)
 
 
 def holder(run: Run) -> tuple[str, str, int]:
-    """(module, phase, bytes) that holds most of the peak beyond parameters, gradients and optimizer states."""
+    """(module, phase, bytes): who holds most of the peak beyond what lasts, and in which phase it was born."""
     held: dict = {}
     for row in run.rows:
         if row["category"] not in LASTING and row["phase"]:

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for hf and liger; hfpatch brings its own (default: on)",
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument(
+        "--simulate", action="store_true", help="follow the step on fake tensors: any size, any machine"
+    )
     parser.add_argument("--no-stacks", action="store_true", help="no Python lines in the report; a lighter recording")
     parser.add_argument("--out", default="runs/profile", help="the report's folder (default runs/profile)")
     parser.add_argument("--json", action="store_true", help="results on stdout as JSON, nothing else")
@@ -54,6 +57,7 @@ def main(args) -> int:
         "gradient_checkpointing": args.gradient_checkpointing,
         "device": args.device,
         "stacks": not args.no_stacks,
+        "simulate": args.simulate,
         "out": args.out,
         "command": command_line(sys.argv[1:]) if sys.argv[1:2] == ["profile"] else "hfpatch profile",
     }

@@ -47,7 +47,12 @@ def draw(runs: list[Run], path: str) -> bool:
             axis.set_ylabel(name if i == 0 else "")
     order = [c for c in CATEGORIES if c in shown]
     figure.legend(
-        [shown[c] for c in order], order, loc="outside lower center", ncols=len(order), frameon=False, fontsize=9
+        [shown[c] for c in order],
+        order,
+        loc="outside lower center",
+        ncols=min(len(order), 3 * wide),
+        frameon=False,
+        fontsize=9,
     )
     figure.savefig(path)
     return True

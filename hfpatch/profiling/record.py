@@ -7,15 +7,17 @@ no module is called, the autograd node's sequence number leads back to the opera
 
 import bisect
 import contextlib
+import sys
 import threading
 from collections import defaultdict
+from unittest import mock
 
 import torch
 from torch.profiler import record_function
 
 from hfpatch.profiling.timeline import Allocation
 
-MODULE, PHASE = "hfpatch.module ", "hfpatch.phase "
+MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
 # Frames that say nothing about who asked for the memory.
 SKIPPED = ("torch/", "contextlib.py", "threading.py", "<", "functools.py", "accelerate/", "transformers/utils/")
 
@@ -27,30 +29,68 @@ def phase(name: str):
 
 @contextlib.contextmanager
 def module_markers(model: torch.nn.Module):
-    """While open, every module's call is marked with its name; always_call closes the mark when a call raises,
-    as a checkpoint's recomputation does on purpose to stop early and an out-of-memory error does by accident."""
+    """While open, every module's call is marked with its name, and the addresses of the decoder layers' inputs are
+    noted: yields {data_ptr: ("checkpoints", layer's name)}.
+
+    always_call closes a mark when the call raises, as a checkpoint's recomputation does on purpose to stop early and
+    an out-of-memory error does by accident. The hooks are global: hooks on a module would change that module.
+    """
     opened = threading.local()
-    handles = []
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = {id(module) for name, module in model.named_modules() if is_layer(name, module)}
+    inputs: dict = {}
 
-    def before(name):
-        def hook(module, args):
-            mark = record_function(MODULE + name)
-            mark.__enter__()
-            opened.__dict__.setdefault("marks", []).append(mark)
-
-        return hook
+    def before(module, args):
+        if id(module) not in names:
+            return
+        if id(module) in layers and args and isinstance(args[0], torch.Tensor):
+            inputs[args[0].untyped_storage().data_ptr()] = ("checkpoints", names[id(module)])
+        mark = record_function(MODULE + names[id(module)])
+        mark.__enter__()
+        opened.__dict__.setdefault("marks", []).append(mark)
 
     def after(module, args, output):
-        opened.marks.pop().__exit__(None, None, None)
+        if id(module) in names:
+            opened.marks.pop().__exit__(None, None, None)
 
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name)))
-        handles.append(module.register_forward_hook(after, always_call=True))
+    hooks = torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(before),
+        hooks.register_module_forward_hook(after, always_call=True),
+    ]
     try:
-        yield
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_layer(name: str, module) -> bool:
+    """A decoder layer in any family, wrapped or patched: a numbered module that holds an attention and an MLP."""
+    return name.rpartition(".")[2].isdigit() and hasattr(module, "self_attn") and hasattr(module, "mlp")
+
+
+@contextlib.contextmanager
+def host_buffers():
+    """While open, notes what the offload engine takes as host memory: yields {data_ptr: bytes}.
+
+    On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if it were the device's.
+    """
+    held: dict = {}
+    offload = sys.modules.get("hfpatch.checkpoint.offload")
+    if offload is None:
+        yield held
+        return
+    real = offload.host_empty
+
+    def host_empty(nbytes, *args, **kwargs):
+        with record_function(HOST):
+            buffer, owner = real(nbytes, *args, **kwargs)
+        held[buffer.data_ptr()] = nbytes
+        return buffer, owner
+
+    with mock.patch.object(offload, "host_empty", host_empty):
+        yield held
 
 
 class Spans:
@@ -82,8 +122,7 @@ class Events:
 
     def __init__(self, profiler: torch.profiler.profile):
         self.allocations, self.ops, self.marks = [], defaultdict(list), defaultdict(list)
-        self.phases = []
-        self.nodes = []
+        self.phases, self.host = [], []
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())
         while stack:
             node = stack.pop()
@@ -97,6 +136,8 @@ class Events:
                     self.marks[node.start_tid].append((start, start + node.duration_time_ns, node.name[len(MODULE) :]))
                 elif node.name.startswith(PHASE):
                     self.phases.append((node.name[len(PHASE) :], start, start + node.duration_time_ns, node.start_tid))
+                elif node.name == HOST:
+                    self.host.append((start, start + node.duration_time_ns))
                 elif node.name.startswith("Optimizer.step#"):
                     self.phases.append(("torch optimizer", start, start + node.duration_time_ns, node.start_tid))
                 elif fields.sequence_number >= 0 and not _is_backward(node):
@@ -143,6 +184,9 @@ class Events:
                 name = what
         return name
 
+    def on_host(self, t) -> bool:
+        return any(start <= t <= end for start, end in self.host)
+
     def module_at(self, node) -> str | None:
         """The module whose call, or whose backward, this event belongs to; None where no module was called."""
         called = self.spans[node.start_tid].at(node.start_time_ns) if node.start_tid in self.spans else None
@@ -184,14 +228,20 @@ def _maker(node) -> str:
     return node.name
 
 
-def line(node) -> str:
-    """'modeling_llama.py:64' of the innermost frame that is not torch's own plumbing, or ''."""
+def line(events: Events, node) -> str:
+    """'transformers/models/llama/modeling_llama.py:64': the innermost frame that is not plumbing, or ''.
+
+    In a backward, where the only frame around is the training loop's, the line of the forward.
+    """
     parent = node.parent
     while parent is not None:
         if parent.typed[0].name in ("PyCall", "PyCCall"):
             frame = parent.typed[1].caller
             if not frame.file_name.startswith(SKIPPED) and "hfpatch/profiling" not in frame.file_name:
                 return f"{frame.file_name}:{frame.line_number}"
+        elif parent.typed[0].name == "TorchOp" and _is_backward(parent):
+            forward = events.forward_of(node)
+            return line(events, forward) if forward is not None else ""
         parent = parent.parent
     return ""
 
@@ -258,26 +308,20 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
     module, phase_name = events.module_at(node), events.phase_at(born)
     if category is None:
         forward_long = phase_name == "forward" and forward_end is not None and (died is None or died > forward_end)
-        if phase_name == "optimizer":
+        if events.on_host(born):
+            category = "host"
+        elif phase_name == "optimizer":
             category = "working set"
-        elif module is not None and _holds(head, module):
+        elif module is not None and holds(head, module):
             category = "loss"
         elif forward_long:
             category = "activations"
         else:
             category = "working set" if phase_name else "other"
-    forward = events.forward_of(node)
-    where = line(node)
-    if forward is not None and (not where or _outside(where)):
-        where = line(forward)
+    where = line(events, node)
     return Allocation(count, (born - zero) / 1e9, died_s, category, module or "", phase_name, operator(node), where)
 
 
-def _holds(head: str, module: str) -> bool:
+def holds(head: str, module: str) -> bool:
     """The head itself, a part of it (an adapter), or what holds it: the causal LM, whose forward calls the loss."""
     return module == "" or (head + ".").startswith(module + ".") or module.startswith(head + ".")
-
-
-def _outside(where: str) -> bool:
-    """The step's own loop called backward(): the line worth naming is the forward's."""
-    return "profiling/step.py" in where or "scripts/profile.py" in where

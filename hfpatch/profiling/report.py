@@ -1,7 +1,7 @@
 """report.md from a list of Runs: three sentences, then tables, whose rows the page takes too."""
 
-from hfpatch.profiling.advice import LASTING, sentences
-from hfpatch.profiling.timeline import CATEGORIES, MEANING, Run, generic, size
+from hfpatch.profiling.advice import sentences
+from hfpatch.profiling.timeline import CATEGORIES, LASTING, MEANING, Run, generic, size
 
 
 def columns(runs: list[Run]) -> list[str]:

@@ -49,6 +49,7 @@ def profile(
     gradient_checkpointing: bool = True,
     device: str = "auto",
     stacks: bool = True,
+    simulate: bool = False,
     out: str | Path = "runs/profile",
     command: str | None = None,
     progress: Callable[[str, int, str], None] = lambda impl, seq_len, text: None,
@@ -58,7 +59,8 @@ def profile(
     model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one or several.
     steps: one is recorded, the rest timed without the profiler; warmup: steps before the recorded one (0: record the
     first step, with the birth of the optimizer states in it). dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a
-    name. An implementation that cannot run here is named in the notes; one that runs out of memory is in the report.
+    name. simulate: follow the step on fake tensors, for what this machine could not hold; the report says so everywhere.
+    An implementation that cannot run here is named in the notes; one that runs out of memory is in the report.
     Raises ValueError for a bad option, and where no implementation could run at all.
     """
     folder = Path(out)
@@ -80,6 +82,7 @@ def profile(
                 "gradient_checkpointing": gradient_checkpointing,
                 "device": device,
                 "stacks": stacks,
+                "simulate": simulate,
                 "folder": str(folder),
             }
             run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))

@@ -3,6 +3,7 @@
 Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on every rank).
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import resource
@@ -38,6 +39,7 @@ class Options:
     device: str = "auto"
     stacks: bool = True
     folder: str = "."
+    simulate: bool = False
 
     def __post_init__(self):
         if self.impl not in IMPLEMENTATIONS:
@@ -105,12 +107,12 @@ def become(model: torch.nn.Module, impl: str, gradient_checkpointing: bool = Tru
     return []
 
 
-def make_optimizer(model, name: str):
+def make_optimizer(parameters, name: str):
     """adamw | sgd | none (gradients only)."""
     if name == "none":
         return None
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    return make(model.parameters(), lr=1e-5)
+    return make(parameters, lr=1e-5)
 
 
 def make_batch(vocab_size: int, options: Options, device) -> dict:
@@ -151,7 +153,7 @@ def record_run(
         with record.phase("forward"):
             loss = model(**batch).loss  # the output object is not kept: it would hold the logits through the backward
         if marked:
-            marks.append(("forward", dict(inputs)))
+            marks.append(("forward", inputs))
         with record.phase("backward"):
             backward(loss)
         del loss
@@ -168,14 +170,16 @@ def record_run(
 
     inputs: dict = {}
     profiler = None
+    stack = contextlib.ExitStack()
+    held = stack.enter_context(record.host_buffers())
     try:
         for i in range(options.warmup):
             progress(f"warm-up step {i + 1} of {options.warmup}")
             step()
         progress("recorded step")
-        before = _preexisting(model, optimizer, batch, device)
+        before = _preexisting(model, optimizer, batch, device, held)
         _start_history(device)
-        with record.module_markers(model), _layer_inputs(model, inputs):
+        with record.module_markers(model) as inputs:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -204,9 +208,13 @@ def record_run(
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
+    finally:
+        stack.close()
+    if device.type == "cuda":
+        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(held.values())
     if profiler is not None:
         progress("reading the events")
-        _read(profiler, run, device, before, marks, _head_name(model))
+        _read(profiler, run, device, before, marks, head_name(model))
         if main:
             _write_trace(profiler, options, run)
     run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -307,7 +315,7 @@ def _states(optimizer) -> list:
     return found + [p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
 
 
-def _preexisting(model, optimizer, batch, device) -> list:
+def _preexisting(model, optimizer, batch, device, held) -> list:
     """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
     gc.collect()
     kinds: dict = {}
@@ -329,41 +337,17 @@ def _preexisting(model, optimizer, batch, device) -> list:
                 sizes[storage.data_ptr()] = storage.nbytes()
     for tensor in map(_local, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+    kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
     return [(pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer]
 
 
-def _head_name(model) -> str:
+def head_name(model) -> str:
     found = {id(m): name for name, m in model.named_modules()}
     inner = model
     while not hasattr(inner, "get_output_embeddings") and hasattr(inner, "module"):
         inner = inner.module
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     return found.get(id(head), "lm_head")
-
-
-class _layer_inputs:
-    """While open, notes the address of each decoder layer's input: {data_ptr: ("checkpoints", layer's name)}."""
-
-    def __init__(self, model, into: dict):
-        self.model, self.into, self.handles = model, into, []
-
-    def __enter__(self):
-        for name, module in self.model.named_modules():
-            # A decoder layer in any family, wrapped or patched: a numbered module that holds an attention and an MLP.
-            if name.rpartition(".")[2].isdigit() and hasattr(module, "self_attn") and hasattr(module, "mlp"):
-                self.handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
-
-    def _hook(self, name):
-        def hook(module, args, kwargs):
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor):
-                self.into[hidden.untyped_storage().data_ptr()] = ("checkpoints", name)
-
-        return hook
-
-    def __exit__(self, *error):
-        for handle in self.handles:
-            handle.remove()
 
 
 def versions() -> dict:

@@ -16,6 +16,7 @@ CATEGORIES = (
     "working set",
     "other",
 )
+LASTING = ("parameters", "gradients", "optimizer")  # what a model needs at any length
 MEANING = {
     "parameters": "weights and buffers",
     "gradients": "the .grad of every parameter",
@@ -60,7 +61,9 @@ class Run:
     peak_at: float = 0.0
     peak_phase: str = ""
     rows: list = field(default_factory=list)  # alive at the peak: {bytes, count, category, module, phase, op, line}
-    relief: dict = field(default_factory=dict)  # category -> the peak were that category empty
+    relief: dict = field(
+        default_factory=dict
+    )  # category -> the peak were it empty; "step" -> were all but LASTING empty
     families: dict = field(default_factory=dict)  # kernel family -> seconds of the recorded step
     step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
@@ -98,6 +101,10 @@ def generic(module: str) -> str:
 def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
     """Fills the curve, the peak, what was alive at it, and each category's relief. end: when the recording stopped."""
     index = {name: i for i, name in enumerate(CATEGORIES)}
+    host = [a for a in allocations if a.category == "host"]
+    if host:
+        run.memory["host_peak_bytes"] = _highest(host)
+    allocations = [a for a in allocations if a.category != "host"]
     changes = []
     for a in allocations:
         changes.append((a.born, 1, a.bytes, index[a.category]))
@@ -107,7 +114,8 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
     changes.sort(key=lambda c: (c[0], c[1]))
     level = [0] * len(CATEGORIES)
     total, points = 0, []
-    without_max = [0] * len(CATEGORIES)
+    without_max, lasting_max = [0] * len(CATEGORIES), 0
+    lasting = [index[name] for name in LASTING]
     for at, _, size, i in changes:
         level[i] += size
         total += size
@@ -116,12 +124,24 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
             run.peak_bytes, run.peak_at = total, at
         for j, mine in enumerate(level):
             without_max[j] = max(without_max[j], total - mine)
+        lasting_max = max(lasting_max, sum(level[j] for j in lasting))
     run.relief = {name: without_max[i] for name, i in index.items()}
+    run.relief["step"] = lasting_max
     run.curve = thin(points, end)
     run.peak_phase = next((name for name, start, stop in run.phases if start <= run.peak_at <= stop), "")
     alive = [a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)]
     run.rows = grouped(alive)
     return run
+
+
+def _highest(allocations) -> int:
+    changes = [(a.born, 1, a.bytes) for a in allocations]
+    changes += [(a.died, 0, -a.bytes) for a in allocations if a.died is not None]
+    level = highest = 0
+    for _, _, count in sorted(changes):
+        level += count
+        highest = max(highest, level)
+    return highest
 
 
 def thin(points: list, end: float, limit: int = POINTS) -> list:

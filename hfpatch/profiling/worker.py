@@ -32,10 +32,15 @@ def main(argv) -> int:
 def _run(step, options, progress):
     from hfpatch.profiling.timeline import Run
 
+    if options.simulate:
+        from hfpatch.profiling.simulated import simulated_run
+
+        progress("simulating")
+        return simulated_run(options)
     try:
         model = step.build_model(options)
         notes = step.become(model, options.impl, options.gradient_checkpointing)
-        optimizer = step.make_optimizer(model, options.optimizer)
+        optimizer = step.make_optimizer(model.parameters(), options.optimizer)
         batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
     except RuntimeError as error:
         if not step.is_out_of_memory(error):

@@ -59,6 +59,7 @@ class DataArguments:
     eval_data: list[str] = field(default_factory=list, metadata={"help": "The same, held out for evaluation."})
     validation_split: float = _flag(0.0, "Share of the documents of --data held out for evaluation.")
     data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
+    data_exclude: list[str] = field(default_factory=list, metadata={"help": "Names of folders inside it to leave out."})
     data_config: str | None = _flag(None, "Configuration of the hub data set.")
     data_split: str = _flag("train", "Split of the hub data set.")
     kind: str = _flag("auto", "What a row holds; auto asks its columns.", choices=["auto", "text", "prompt", "chat"])

@@ -109,7 +109,7 @@ def prepare(
     pad_id: int = 0,
     name: str = "train",
 ) -> Prepared:
-    """Rows of at most seq_length tokens from the chosen documents (indices). ValueError where no label is left."""
+    """Rows of at most seq_length tokens from the chosen documents. Raises ValueError where no label is left."""
     documents = np.asarray(documents, dtype=np.int64)
     lengths = tokens.offsets[documents + 1] - tokens.offsets[documents]
     done = packing.cut(lengths, seq_length, long_rows=long_rows, side=side)

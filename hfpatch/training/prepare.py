@@ -27,7 +27,7 @@ def source(paths, data, *, digest: bool = True) -> Source:
     """
     if len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0]):
         return _hub(paths[0], data)
-    files = sources.find(paths, pattern=data.data_glob)
+    files = sources.find(paths, pattern=data.data_glob, exclude=data.data_exclude)
     print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
 
     def rows():

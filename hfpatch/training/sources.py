@@ -36,11 +36,11 @@ class Malformed:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
 
 
-def find(paths, *, pattern: str | None = None) -> list[Path]:
+def find(paths, *, pattern: str | None = None, exclude=()) -> list[Path]:
     """The data files that `paths` (files and folders) name, sorted within a folder.
 
-    pattern: which files of a folder to take, such as "**/*.py"; all known kinds otherwise.
-    Raises ValueError for a path that is missing, empty, or holds no data.
+    pattern: which files of a folder to take, such as "**/*.py"; all known kinds otherwise. exclude: names
+    of folders to leave out. Raises ValueError for a path that is missing, empty, or holds no data.
     """
     files = []
     for path in map(Path, paths):
@@ -49,6 +49,8 @@ def find(paths, *, pattern: str | None = None) -> list[Path]:
                 inside = [path / name for name in glob.glob(pattern, root_dir=path, recursive=True)]
             else:
                 inside = [p for p in path.rglob("*") if p.suffix in TABLES + TEXTS]
+            left_out = set(exclude)
+            inside = [p for p in inside if not left_out.intersection(p.relative_to(path).parts[:-1])]
             inside = sorted(p for p in inside if p.is_file() and p.stat().st_size)
             if not inside:
                 wanted = pattern or ", ".join(TEXTS + TABLES)

@@ -1,0 +1,274 @@
+"""Cross-compilation of every kernel without a GPU: `python -m hfpatch.kernels.targets`.
+
+A row calls a launcher with tensors on the meta device at a real shape; the start of the kernel is caught and what would
+have been run is compiled for each architecture, so the table is about the very arguments, tiles and warps that a GPU
+is given. Registers, stack (spilled registers live there; 0 is none) and shared memory are read from the cubin.
+A new kernel adds its rows to ROWS.
+"""
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from hfpatch.kernels import cross_entropy, rms_norm, rope, swiglu
+
+ARCHITECTURES = (80, 90, 100)
+TABLE = Path(__file__).parents[2] / "profiles" / "kernels" / "table.csv"
+COLUMNS = ("kernel", "variant", "dtype", "shape", "sm", "num_warps", "registers", "stack", "shared", "triton")
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64"}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Row(NamedTuple):
+    """One compilation: `call` is a launcher with its arguments; variant and shape say which, for the reader."""
+
+    variant: str
+    dtype: str
+    shape: str
+    call: Callable[[], object]
+    short: bool = False  # also in the quick test
+
+
+class Launch(NamedTuple):
+    """A caught start of a kernel, as triton.compile wants it."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    attrs: dict[tuple[int], list]
+    options: dict[str, int]
+
+
+def meta(*shape: int, dtype=BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _rms_norm_rows():
+    # Hidden sizes of Llama 3.2 1B and 3B, 8B, Llama 2 13B, 70B, 405B; 128 is a norm over one head (Qwen3).
+    for D in (128, 2048, 3072, 4096, 5120, 8192, 16384):
+        for x_dtype, w_dtype in ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)):
+            if D != 4096 and x_dtype != BF16:
+                continue
+            x, w, rstd = meta(8192, D, dtype=x_dtype), meta(D, dtype=w_dtype), meta(8192, dtype=FP32)
+            y_dtype = torch.promote_types(x_dtype, w_dtype)
+            dy, label, short = meta(8192, D, dtype=y_dtype), NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
+            if x_dtype != w_dtype:
+                label += "+" + NAMES[w_dtype]
+            for offset in (0.0, 1.0) if D == 4096 else (0.0,):
+                order = " gemma" if offset else ""
+                for residual in (None, x):
+                    name = ("rms_norm" if residual is None else "add_rms_norm") + order
+                    yield Row(
+                        f"{name} fwd",
+                        label,
+                        f"[*,{D}]",
+                        lambda x=x, r=residual, w=w, o=offset, d=y_dtype: rms_norm.rms_norm_fwd(x, r, w, 1e-6, o, d),
+                        short,
+                    )
+                    yield Row(
+                        f"{name} bwd",
+                        label,
+                        f"[*,{D}]",
+                        lambda dy=dy, s=residual, x=x, w=w, r=rstd, o=offset: rms_norm.rms_norm_bwd(
+                            dy, s, x, w, r, o, True, True
+                        ),
+                        short,
+                    )
+
+
+def _swiglu_rows():
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        for dtype in (BF16, FP16, FP32):
+            whole, both = meta(8192, 14336, dtype=dtype), meta(8192, 28672, dtype=dtype)
+            for layout, gate, up in (("", whole, whole), (" halves", *both.chunk(2, -1))):
+                shape, short = f"[*,14336]{layout}", dtype == BF16 and activation == "silu"
+                yield Row(
+                    f"{activation} fwd",
+                    NAMES[dtype],
+                    shape,
+                    lambda g=gate, u=up, a=activation, d=dtype: swiglu.swiglu_fwd(g, u, a, d),
+                    short,
+                )
+                yield Row(
+                    f"{activation} bwd",
+                    NAMES[dtype],
+                    shape,
+                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(y, g, u, a, True, True),
+                    short,
+                )
+
+
+def _rope_rows():
+    # Heads of 8B, 70B, 405B (128) and of Llama 3.2 1B (64); a projection's view [B, T, H, E] and a contiguous q.
+    for heads, kv_heads, width in ((32, 8, 128), (64, 8, 128), (128, 8, 128), (32, 8, 64)):
+        for dtype in (BF16, FP16, FP32) if heads == 32 and width == 128 else (BF16,):
+            cos = meta(1, 8192, width, dtype=dtype)
+            for layout in ("BTHE", "BHTE"):
+                if layout == "BTHE":
+                    qk = [meta(1, 8192, h, width, dtype=dtype).transpose(1, 2) for h in (heads, kv_heads)]
+                else:
+                    qk = [meta(1, h, 8192, width, dtype=dtype) for h in (heads, kv_heads)]
+                for transpose in (False, True):
+                    yield Row(
+                        "rope bwd" if transpose else "rope fwd",
+                        NAMES[dtype],
+                        f"{heads}+{kv_heads} x {width} {layout}",
+                        lambda qk=qk, c=cos, t=transpose: rope.rope(qk, qk, c, c, t),
+                        dtype == BF16 and heads == 32 and width == 128,
+                    )
+
+
+def _cross_entropy_rows():
+    # Vocabularies of Llama 3 and Llama 2; the second column set is every option at once.
+    for V in (128256, 32000):
+        for dtype in (BF16, FP16, FP32):
+            logits, labels, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
+            row, flags = meta(4096, dtype=FP32), meta(4096, dtype=torch.bool)
+            for variant, extras in (("", (0.0, 0.0, 0.0)), (" smoothing softcap z", (0.1, 30.0, 1e-4))):
+                for grad in (True, False):
+                    yield Row(
+                        f"{'loss+grad' if grad else 'loss'}{variant}",
+                        NAMES[dtype],
+                        f"V={V}",
+                        lambda x=logits, y=labels, s=scalar, r=row, f=flags, e=extras, g=grad: (
+                            cross_entropy.cross_entropy_fwd(x, y, s, r, r, f if e[0] else None, -100, *e, g)
+                        ),
+                        dtype == BF16 and V == 128256 and grad,
+                    )
+                yield Row(
+                    f"loss bwd{variant}",
+                    NAMES[dtype],
+                    f"V={V}",
+                    lambda x=logits, y=labels, r=row, e=extras: cross_entropy.cross_entropy_bwd(
+                        x, y, r, r, r, -100, *e[:2]
+                    ),
+                    dtype == BF16 and V == 128256,
+                )
+    for dtype in (BF16, FP16, FP32):
+        yield Row(
+            "scale",
+            NAMES[dtype],
+            "[128256,4096]",
+            lambda d=dtype: cross_entropy.scale_(meta(128256, 4096, dtype=d), meta(dtype=FP32)),
+        )
+
+
+ROWS = (_rms_norm_rows, _swiglu_rows, _rope_rows, _cross_entropy_rows)
+
+
+@contextmanager
+def caught():
+    """Yields the list of Launches that would have run inside."""
+    launches, run = [], JITFunction.run
+
+    def catch(self, *args, grid, warmup, **kwargs):
+        launches.append(_specialize(self, args, kwargs))
+
+    JITFunction.run = catch
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _specialize(kernel, args, kwargs) -> Launch:
+    """The argument types and facts Triton's own launcher would find: multiples of 16, integers that are 1."""
+    values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
+    signature, constexprs, attrs = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + NAMES[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, bool):
+            signature[name] = "i1"
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return Launch(kernel, signature, constexprs, attrs, options)
+
+
+def compile_launch(launch: Launch, sm: int) -> dict[str, int]:
+    """registers, stack and shared bytes a thread (a block for shared) of one kernel on one architecture."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", sm, 32), options=launch.options | {"enable_fp_fusion": True}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    found = {key: int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+    stack = found["STACK"] + found["LOCAL"]
+    return {"registers": found["REG"], "stack": stack, "shared": compiled.metadata.shared}
+
+
+def table(architectures=ARCHITECTURES, *, short: bool = False) -> list[dict[str, str]]:
+    """Compiles every row (short: those of the quick test) and returns the table's lines, all values as text."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("hfpatch: compiling needs a process without TRITON_INTERPRET, came 1; unset it.")
+    lines = []
+    for row in (row for rows in ROWS for row in rows() if row.short or not short):
+        with caught() as launches:
+            row.call()
+        assert launches, row
+        for launch in launches:
+            for sm in architectures:
+                figures = compile_launch(launch, sm) | {"num_warps": launch.options["num_warps"]}
+                line = dict(kernel=launch.kernel.__name__, variant=row.variant, dtype=row.dtype, shape=row.shape)
+                line |= {"sm": sm, "triton": triton.__version__} | figures
+                lines.append({column: str(line[column]) for column in COLUMNS})
+    return lines
+
+
+def read_table(path: Path = TABLE) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
+    parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="architectures to compile for")
+    parser.add_argument("--short", action="store_true", help="only the rows of the quick test")
+    args = parser.parse_args()
+    lines = table(args.sm, short=args.short)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.out, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    spilled = [line for line in lines if line["stack"] != "0"]
+    print(f"{len(lines)} kernels for sm {', '.join(map(str, args.sm))}, {len(spilled)} with spills -> {args.out}")
+    for line in spilled:
+        print("spills:", *(line[column] for column in COLUMNS), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""Which tokens may see each other, decided once a step from what the caller passed, never as a [T, T] mask.
+
+Packed documents (position_ids that restart, or cu_seq_lens) and padding (a 2D attention mask) both become ranges of the
+flattened tokens. A padded stretch is a range of its own: what it computes is seen by nobody.
+"""
+
+import torch
+from torch import Tensor
+
+from hfpatch.ops.attention import Documents
+
+
+class ToHost:
+    """A small device tensor on its way to the host, on a side stream: waiting for it does not wait for the layers."""
+
+    _streams: dict = {}
+
+    def __init__(self, x: Tensor):
+        self.event = None
+        if x.device.type != "cuda":
+            self.host = x
+            return
+        stream = self._streams.setdefault(x.device, torch.cuda.Stream(x.device))
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            self.source = x  # alive until the copy has been waited for
+            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.host.copy_(x, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(stream)
+
+    def get(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = self.source = None
+        return self.host
+
+
+def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
+    if bounds == list(range(0, B * T + 1, T)):
+        return None
+    return Documents(tuple(bounds), torch.tensor(bounds, dtype=torch.int32, device=device))
+
+
+def find_documents(
+    B: int, T: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seq_lens=None
+) -> Documents | None:
+    """The ranges of tokens that attend within themselves, or None where every row is one causal sequence.
+
+    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T], a new document wherever one is not its predecessor
+    plus 1; cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), which wins.
+    ValueError where offsets do not cover the tokens.
+    """
+    if cu_seq_lens is not None:
+        bounds = ToHost(cu_seq_lens).get().tolist()
+        if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
+            raise ValueError(
+                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), {bounds[:3]}...{bounds[-1]} came; "
+                "count every token of the batch once."
+            )
+        rows = set(bounds) | set(range(0, B * T + 1, T))
+        return _from_bounds(sorted(rows), B, T, device)
+    if attention_mask is None and position_ids is None:
+        return None
+    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+    starts_BT[:, 0] = True
+    if position_ids is not None:
+        starts_BT[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if attention_mask is not None:
+        mask_BT = attention_mask[:, -T:].bool()
+        starts_BT[:, 1:] |= mask_BT[:, 1:] != mask_BT[:, :-1]
+    starts = ToHost(starts_BT).get().flatten().nonzero().flatten().tolist()
+    return _from_bounds([*starts, B * T], B, T, device)

@@ -1,0 +1,348 @@
+"""What the fused classes of every family share: norm, MLP, head, embedding, attention call, layer, model, loss.
+
+A family's file (llama.py) mixes these into thin subclasses of transformers' own classes, of the same names. A module gets its
+fused class by `module.__class__ = ...`, so parameters, hooks and state_dict keys stay as they were. Projections, norms and the MLP are
+called as modules, never read by `.weight`: LoRA layers, quantised ones and the engines' gathering hooks live there.
+"""
+
+import inspect
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfpatch import ops
+from hfpatch.checkpoint.layer import tiled_layer
+from hfpatch.checkpoint.whole import offloaded_checkpoint
+from hfpatch.models.documents import ToHost, find_documents
+from hfpatch.ops.attention import supported
+from hfpatch.ops.embedding import embedding
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
+# Up to 5.3 a cache took keyword extras in a dict; later versions take none.
+_CACHE_EXTRAS = "cache_kwargs" in inspect.signature(Cache.update).parameters
+
+# Compiled graphs break here on purpose: the layer is one autograd function that runs nested graphs.
+_tiled_layer = torch._dynamo.disable(tiled_layer)
+_find_documents = torch._dynamo.disable(find_documents)
+
+
+class FusedRMSNorm:
+    """Adds the one-pass residual form to a norm of transformers."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+        if residual is None:
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return ops.add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)
+
+
+class FusedMLP:
+    def forward(self, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.config.hidden_act]
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), activation=activation))
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with the sliced backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
+            return embedding(input, self.weight, self.padding_idx)
+        return super().forward(input)
+
+
+class Linear(nn.Linear):
+    """The head. Called with labels it returns the loss: the engines' hooks around the call gather its weight."""
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options):
+        if labels is None:
+            return F.linear(input, self.weight, self.bias)
+        return ops.linear_cross_entropy(input, self.weight, labels, bias=self.bias, **options)
+
+
+# The class name is what wrap policies, quantisers and PEFT read.
+HEAD, EMBEDDING = Linear, Embedding
+
+
+class FusedAttention:
+    """RoPE through the fused op; everything else as transformers does it."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = ops.rope(q, k, *position_embeddings)
+        if past_key_values is not None:
+            extras = ()
+            if _CACHE_EXTRAS:
+                cos, sin = position_embeddings
+                extras = ({"sin": sin, "cos": cos, "cache_position": kwargs.get("cache_position")},)
+            k, v = past_key_values.update(k, v, self.layer_idx, *extras)
+        name = self.config._attn_implementation
+        attend = self.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(out.reshape(*shape[:-2], -1).contiguous()), weights
+
+
+class TiledLayer:
+    """A decoder layer that runs tile by tile where a gradient is to come, and as transformers' own elsewhere."""
+
+    @property
+    def _gradient_checkpointing_func(self):
+        # transformers sets one whenever checkpointing is turned on; the layer's own engine takes its place.
+        return _run_directly
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function):
+        pass
+
+    @property
+    def attention_scale(self) -> float:
+        return self.self_attn.scaling
+
+    def pre(self, x_BtD: Tensor, cos: Tensor, sin: Tensor):
+        """q [B, t, H, E], k and v [B, t, K, E] of a tile, rotated."""
+        attn = self.self_attn
+        h = self.input_layernorm(x_BtD)
+        shape = (*h.shape[:-1], -1, attn.head_dim)
+        q, k, v = (p(h).view(shape) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v
+
+    def post(self, x_BtD: Tensor, out_BtD: Tensor) -> Tensor:
+        """The layer's output for a tile of its input and of the attention output."""
+        h, norm = self.self_attn.o_proj(out_BtD), self.post_attention_layernorm
+        if isinstance(norm, FusedRMSNorm):
+            normed, total = norm(h, residual=x_BtD)
+        else:
+            total = x_BtD + h
+            normed = norm(total)
+        return total + self.mlp(normed)
+
+    def why_not_tiled(self, x: Tensor, documents: bool = False) -> str | None:
+        """None where this layer can run tile by tile now, else the reason."""
+        attn = self.self_attn
+        if self.training and attn.attention_dropout:
+            return "attention dropout"
+        if attn._forward_hooks or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
+            return "hooks on self_attn"
+        if x.dim() != 3:
+            return "input that is not [batch, tokens, hidden]"
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return supported(attn.head_dim, dtype, x.device, documents)
+
+    def forward(
+        self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+        position_embeddings=None, hfpatch_documents=None, **kwargs,
+    ):  # fmt: skip
+        engine, x = self._hfpatch_engine, hidden_states
+        alone = past_key_values is None and not kwargs.get("output_attentions")
+        masked = attention_mask is not None and hfpatch_documents is None
+        reason = "an attention mask" if masked else self.why_not_tiled(x, hfpatch_documents is not None)
+        if alone and reason is None:
+            return _tiled_layer(engine, self, x, *position_embeddings, hfpatch_documents)
+        if hfpatch_documents is not None:
+            raise ValueError(
+                f"hfpatch: expected a layer that isolates packed documents, found {reason or 'a KV cache'}; "
+                "turn that off, or pass one document a row."
+            )
+        run = lambda h: super(TiledLayer, self).forward(  # noqa: E731
+            h, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+        )  # fmt: skip
+        if alone and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return offloaded_checkpoint(engine, run, x)
+        return run(x)
+
+
+def _run_directly(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+class FusedModel:
+    """The decoder stack: decides once a step who sees whom, and holds no layer's input longer than the layer needs it."""
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        use_cache=None, **kwargs,
+    ):  # fmt: skip
+        stock = lambda mask=attention_mask, **more: super(FusedModel, self).forward(  # noqa: E731
+            input_ids=input_ids, attention_mask=mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs, **more,
+        )  # fmt: skip
+        if use_cache is None and not (self.training and torch.is_grad_enabled()):
+            use_cache = self.config.use_cache
+        wants = any(
+            kwargs.get(n) or (kwargs.get(n) is None and getattr(self.config, n, False))
+            for n in ("output_attentions", "output_hidden_states")
+        )
+        given = inputs_embeds if input_ids is None else input_ids
+        if past_key_values is not None or use_cache or (input_ids is None) == (inputs_embeds is None):
+            self._refuse_packed_cache(given, attention_mask, position_ids)
+            return stock()
+        if attention_mask is not None and attention_mask.dim() != 2:
+            return stock()
+        B, T = given.shape[:2]
+        documents = None
+        if attention_mask is not None or position_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
+            documents = _find_documents(
+                B, T, given.device, attention_mask, position_ids, kwargs.get("cu_seq_lens_q")
+            )
+        engine = getattr(self, "_hfpatch_engine", None)
+        if documents is None:
+            attention_mask = None
+        if wants:
+            extra = {"hfpatch_documents": documents} if engine is not None and documents is not None else {}
+            return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None, **extra)
+        tiled = engine is not None and self.layers[0].why_not_tiled(
+            self._probe(inputs_embeds), documents is not None
+        ) is None
+        if not tiled and (documents is not None or self.config._attn_implementation != "sdpa"):
+            return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None)
+
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        del inputs_embeds, given
+        if position_ids is None:
+            position_ids = torch.arange(T, device=x.device).unsqueeze(0)
+        kwargs = {n: v for n, v in kwargs.items() if n not in ("return_dict", "output_attentions", "output_hidden_states")}
+        positions = self.rotary_emb(x, position_ids=position_ids)
+        if tiled:
+            kwargs["hfpatch_documents"] = documents
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            x = layer(
+                x, attention_mask=None, position_ids=position_ids, past_key_values=None, use_cache=False,
+                position_embeddings=positions, **kwargs,
+            )  # fmt: skip
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=None)
+
+    def _probe(self, inputs_embeds):
+        """Something with the dtype and device that the hidden states will have."""
+        if inputs_embeds is not None:
+            return inputs_embeds
+        weight = self.embed_tokens.weight
+        return weight.new_empty(0, 0, 0) if weight.dim() != 3 else weight
+
+    @staticmethod
+    def _padded(attention_mask) -> bool:
+        return not bool(ToHost(attention_mask.bool().all()).get())
+
+    @staticmethod
+    def _refuse_packed_cache(given, attention_mask, position_ids):
+        """transformers lets packed documents see each other where a cache or an all-ones mask comes with them."""
+        if position_ids is None or given is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+            return
+        if attention_mask is not None and (attention_mask.dim() != 2 or FusedModel._padded(attention_mask)):
+            return
+        if find_documents(*given.shape[:2], given.device, None, position_ids) is not None:
+            raise ValueError(
+                "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
+                "pass use_cache=False, which isolates the documents."
+            )
+
+
+def is_fused_head(head: nn.Module) -> bool:
+    """Whether calling `head` with labels gives the fused loss (also through PEFT's modules_to_save wrapper)."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        active = getattr(head, "active_adapter", None)
+        active = active[0] if isinstance(active, (list, tuple)) and active else active
+        disabled = getattr(head, "disable_adapters", False) or active not in copies
+        return isinstance(head.original_module if disabled else copies[active], Linear)
+    return isinstance(head, Linear)
+
+
+class FusedCausalLM:
+    """The loss from hidden states, without logits. `_hfpatch_eval_logits`: "auto", True or False."""
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
+        def stock():
+            return super(FusedCausalLM, self).forward(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
+                logits_to_keep=logits_to_keep, **kwargs,
+            )  # fmt: skip
+
+        if type(self.lm_head) is nn.Linear:
+            self.lm_head.__class__ = HEAD  # resize_token_embeddings made a new one
+        if labels is not None and use_cache is None and past_key_values is None:
+            use_cache = False
+        if labels is None or not self._fused_loss_serves(logits_to_keep) or self._wants_logits(labels, kwargs):
+            return stock()
+        return_dict = kwargs.pop("return_dict", None)
+        kwargs.pop("skip_logits", None)
+        loss_options = {n: kwargs.pop(n) for n in ("num_items_in_batch", "ignore_index", "shift_labels") if n in kwargs}
+        ignore = loss_options.get("ignore_index", -100)
+        shifted = loss_options.get("shift_labels")
+        target = labels if shifted is None else shifted
+        count = None
+        if target.device.type == "cuda" and not torch.compiler.is_compiling():
+            seen = target[..., 1:] if shifted is None else target
+            count = ToHost((seen != ignore).sum())
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        loss = self.lm_head(
+            outputs.last_hidden_state,
+            labels=target.to(outputs.last_hidden_state.device),
+            shift=shifted is None,
+            ignore_index=ignore,
+            num_items=loss_options.get("num_items_in_batch"),
+            num_valid=None if count is None else int(count.get()),
+        )
+        out = CausalLMOutputWithPast(
+            loss=loss,
+            logits=None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return out if return_dict else out.to_tuple()
+
+    def _fused_loss_serves(self, logits_to_keep) -> bool:
+        if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
+            return False
+        if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
+            return False
+        if is_fused_head(self.lm_head):
+            return True
+        head = type(self.lm_head)
+        if not getattr(self, "_hfpatch_head_told", False):
+            self._hfpatch_head_told = True
+            warnings.warn(
+                f"hfpatch: the loss runs through whole logits, as lm_head is a {head.__module__}.{head.__name__}; "
+                "leave lm_head a plain Linear to have the fused loss.",
+                stacklevel=3,
+            )
+        return False
+
+    def _wants_logits(self, labels, kwargs) -> bool:
+        """In evaluation, beside a loss: as asked, else where they are small."""
+        if self.training or kwargs.get("skip_logits"):
+            return False
+        setting = self._hfpatch_eval_logits
+        if setting != "auto":
+            return bool(setting)
+        return labels.numel() * self.config.vocab_size * 4 <= EVAL_LOGITS_BYTES
+
+

@@ -1,0 +1,42 @@
+"""Token embedding whose backward needs no second copy of the gradient in float32.
+
+`embedding_dense_backward` sums repeated tokens through float32 partials as large as the gradient of the output (2.2 GiB for
+131,072 tokens of 4096); done in column slices it takes one slice's. N tokens, V vocabulary, D hidden.
+"""
+
+import torch
+from torch import Tensor
+
+SLICE_BYTES = 128 << 20  # float32 partials of one slice
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight_VD, padding_idx):
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding_idx = weight_VD.shape[0], padding_idx
+        return torch.nn.functional.embedding(ids, weight_VD)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "hfpatch: expected a first-order backward through the embedding, create_graph=True came; "
+                "use apply(model, checkpointing='off') for second derivatives."
+            )
+        (ids,) = ctx.saved_tensors
+        D = dy.shape[-1]
+        columns = max(1, SLICE_BYTES // (4 * max(1, ids.numel())))
+        backward = torch.ops.aten.embedding_dense_backward
+        if columns >= D:
+            return None, backward(dy, ids, ctx.rows, ctx.padding_idx, False), None
+        dw_VD = dy.new_empty(ctx.rows, D)
+        for start in range(0, D, columns):
+            part = slice(start, start + columns)
+            dw_VD[:, part] = backward(dy[..., part].contiguous(), ids, ctx.rows, ctx.padding_idx, False)
+        return None, dw_VD, None
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """weight[ids]: ids [...] int, weight [V, D] -> [..., D]. The gradient of row padding_idx is zero. One derivative."""
+    return _Embedding.apply(ids, weight, -1 if padding_idx is None else padding_idx)

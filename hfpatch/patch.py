@@ -1,0 +1,227 @@
+"""`apply(model)` gives this model's modules their fused classes; `undo(model)` hands the old ones back.
+
+Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names and checkpoints stay.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hfpatch.checkpoint.engine import Engine
+from hfpatch.checkpoint.policy import Checkpointing
+from hfpatch.models.generic import WholeLayer, whole_layer_class
+from hfpatch.planner.formula import ModelShape
+from hfpatch.spec import EMBEDDING, HEAD, SPECS, Swap
+
+OPTIONS = ("rope", "rms_norm", "mlp", "loss", "checkpointing")
+_TOO_LATE = {
+    "DeepSpeedEngine": "deepspeed.initialize()",
+    "FullyShardedDataParallel": "FSDP wraps the model",
+    "DistributedDataParallel": "DistributedDataParallel wraps the model",
+    "FSDPModule": "fully_shard()",
+    "OptimizedModule": "torch.compile()",
+}
+_MARKS = ("_hfpatch_engine", "_hfpatch_eval_logits", "_hfpatch_head_told", "_hfpatch_report")
+
+
+@dataclass
+class Report:
+    """What apply() did: `swaps` are (option, class name, how many), `skipped` (option, reason), `notes` sentences."""
+
+    model: str
+    swaps: list[tuple[str, str, int]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, option: str) -> int:
+        """How many modules an option swapped."""
+        return sum(n for o, _, n in self.swaps if o == option)
+
+    def __str__(self):
+        lines = [f"hfpatch on {self.model}:"]
+        lines += [f"  {option:<13} {n} x {name}" for option, name, n in self.swaps]
+        lines += [f"  {option:<13} left as it is: {reason}" for option, reason in self.skipped]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _TOO_LATE and kind.__module__.split(".")[0] in ("torch", "deepspeed", "accelerate"):
+                raise ValueError(
+                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found {type(module).__name__}; "
+                    f"call apply() before {_TOO_LATE[kind.__name__]}."
+                )
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of an unknown decoder: the longest ModuleList of modules that transformers can checkpoint."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    able = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
+    return list(max(able, key=len)) if able else []
+
+
+def _base_config(model: nn.Module):
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "model_type"):
+        raise ValueError(
+            f"hfpatch: expected a transformers model (with a config), {type(model).__name__} came; "
+            "pass the model that from_pretrained() or from_config() returned."
+        )
+    return config
+
+
+def _settings(checkpointing) -> Checkpointing | None:
+    if isinstance(checkpointing, Checkpointing):
+        return checkpointing
+    if checkpointing in ("auto", True):
+        return Checkpointing()
+    if checkpointing in ("off", False, None):
+        return None
+    raise ValueError(
+        f'hfpatch: checkpointing must be "auto", "off" or a hfpatch.Checkpointing, {checkpointing!r} came; '
+        'for example apply(model, checkpointing=hfpatch.Checkpointing(offload="host")).'
+    )
+
+
+def apply(
+    model: nn.Module,
+    *,
+    rope: bool = True,
+    rms_norm: bool = True,
+    mlp: bool = True,
+    loss: bool = True,
+    checkpointing: "str | Checkpointing" = "auto",
+    eval_logits: "str | bool" = "auto",
+) -> Report:
+    """Fused RoPE, RMSNorm, MLP and loss, and tiled, offloaded checkpointing, on this model instance alone.
+
+    model: a transformers model, plain or wrapped by PEFT; before FSDP, DDP, DeepSpeed or torch.compile wrap it.
+    checkpointing: "auto", "off" (transformers' own then works as usual) or a Checkpointing.
+    eval_logits: whether evaluation with labels also returns logits: "auto" builds them up to 2 GiB.
+    Calling it again replaces the settings. Raises ValueError on a wrapped model, on one without decoder layers, and on
+    settings out of range.
+    """
+    settings = _settings(checkpointing)
+    if eval_logits not in ("auto", True, False):
+        raise ValueError(f'hfpatch: eval_logits must be "auto", True or False, {eval_logits!r} came; leave it "auto".')
+    _refuse_wrapped(model)
+    config = _base_config(model)
+    undo(model)
+    report = Report(type(model).__name__)
+    wanted = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp, "loss": loss, "checkpointing": settings is not None}
+    rows = SPECS.get(config.model_type)
+    if rows is None:
+        _apply_whole(model, config, settings, wanted, report)
+    else:
+        _apply_rows(model, config, rows, settings, wanted, eval_logits, report)
+    model._hfpatch_report = report
+    return report
+
+
+def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_logits, report: Report) -> None:
+    found = {row: [m for m in model.modules() if type(m) is row.theirs] for row in rows}
+    layers = [m for row, modules in found.items() if row.option == "checkpointing" for m in modules]
+    if not layers:
+        expected = next(row.theirs.__name__ for row in rows if row.option == "checkpointing")
+        raise ValueError(
+            f"hfpatch: expected decoder layers of class {expected}, found none in {type(model).__name__}; "
+            "call apply() on the model as transformers made it."
+        )
+    engine = Engine(settings, ModelShape.from_config(config), len(layers)) if settings is not None else None
+    for row, modules in found.items():
+        if row.option != "model" and not wanted[row.option]:
+            report.skipped.append((row.option, "not asked for"))
+            continue
+        if not modules:
+            report.skipped.append((row.option, f"no {row.theirs.__name__} in this model"))
+            continue
+        reason = next((r for r in map(row.refuses, modules) if r), None)
+        if reason:
+            report.skipped.append((row.option, reason))
+            continue
+        for module in modules:
+            _swap(module, row, engine, eval_logits, report)
+        if row.option != "model":
+            report.swaps.append((row.option, row.theirs.__name__, len(modules)))
+    if engine is not None:
+        report.notes.append(_checkpointing_note(settings, len(layers)))
+        dropout = getattr(config, "attention_dropout", 0.0)
+        if dropout:
+            report.notes.append(
+                f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead of tile by tile."
+            )
+
+
+def _swap(module: nn.Module, row: Swap, engine, eval_logits, report: Report) -> None:
+    module.__class__ = row.ours
+    if row.option == "checkpointing":
+        module._hfpatch_engine = engine
+        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
+        module._z3_leaf = True
+    elif row.option == "model":
+        if engine is not None:
+            module._hfpatch_engine = engine
+            if type(module.embed_tokens) is EMBEDDING.theirs:
+                module.embed_tokens.__class__ = EMBEDDING.ours
+    elif row.option == "loss":
+        module._hfpatch_eval_logits = eval_logits
+        if type(module.lm_head) is HEAD.theirs:
+            module.lm_head.__class__ = HEAD.ours
+        else:
+            report.notes.append(
+                f"lm_head is a {type(module.lm_head).__module__}.{type(module.lm_head).__name__}: "
+                "the loss runs through whole logits."
+            )
+
+
+def _apply_whole(model, config, settings, wanted, report: Report) -> None:
+    layers = _decoder_layers(model)
+    if not layers:
+        raise ValueError(
+            f"hfpatch: expected a decoder with a list of layers, found none in {type(model).__name__} "
+            f"({config.model_type}); families with fused parts are: {', '.join(SPECS)}."
+        )
+    for option in OPTIONS[:-1]:
+        if wanted[option]:
+            report.skipped.append((option, f"no fused parts for model_type {config.model_type!r}"))
+    if settings is None:
+        report.skipped.append(("checkpointing", "not asked for"))
+        return
+    engine = Engine(settings, None, len(layers))
+    for layer in layers:
+        layer.__class__ = whole_layer_class(type(layer))
+        layer._hfpatch_engine = engine
+    report.swaps.append(("checkpointing", type(layers[0]).__name__, len(layers)))
+    report.notes.append("layers are checkpointed whole, their inputs offloaded: no tiled form of this architecture.")
+
+
+def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
+    where = "chosen at the first step" if settings.offload == "auto" else str(settings.offload)
+    return f"checkpoints of {n_layers} layers: {where}; transformers' own gradient checkpointing is replaced."
+
+
+def undo(model: nn.Module) -> None:
+    """Hands every module its own class back and frees the engine's host memory. A model never patched stays as it is."""
+    back = {row.ours: row.theirs for rows in SPECS.values() for row in rows} | {
+        row.ours: row.theirs for row in (HEAD, EMBEDDING)
+    }
+    engines = set()
+    for module in model.modules():
+        if type(module) in back:
+            module.__class__ = back[type(module)]
+        elif isinstance(module, WholeLayer):
+            module.__class__ = module._hfpatch_base
+        engine = vars(module).get("_hfpatch_engine")
+        if engine is not None:
+            engines.add(engine)
+            if "_z3_leaf" in vars(module):
+                del module._z3_leaf
+        for mark in _MARKS:
+            vars(module).pop(mark, None)
+    for engine in engines:
+        engine.close()
+
+
+__all__ = ["OPTIONS", "Report", "apply", "undo"]

@@ -1,0 +1,93 @@
+"""A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
+
+import contextlib
+
+import torch
+
+from hfpatch.planner.follow import current
+from hfpatch.planner.simulate import simulate
+from hfpatch.planner.simulate_command import prepare
+from hfpatch.profiling.record import holds, is_layer
+from hfpatch.profiling.step import DTYPES, Options, head_name, load_config, make_optimizer, versions
+from hfpatch.profiling.timeline import Allocation, Run, measure
+
+
+def simulated_run(options: Options) -> Run:
+    """One simulated step, bfloat16 unless told otherwise, as on a CUDA device; the time axis counts allocator events."""
+    dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
+    model = _meta_model(options, dtype)
+    # The planner's names for the same things.
+    kinds = {"hf": "hf-ckpt" if options.gradient_checkpointing else "hf", "liger": "liger", "hfpatch": "hfpatch"}
+    if options.impl == "liger" and not options.gradient_checkpointing:
+        raise ValueError("hfpatch: Liger is simulated with checkpointing only; drop --no-gradient-checkpointing.")
+    prepare(model, kinds[options.impl])
+    optimizer = None
+    if options.optimizer != "none":
+
+        def optimizer(parameters):
+            return make_optimizer(parameters, options.optimizer)
+
+    inputs: set = set()
+    with _layer_inputs(model, inputs):
+        found = simulate(model, options.batch, options.seq_len, optimizer=optimizer)
+    run = Run(
+        impl=options.impl,
+        seq_len=options.seq_len,
+        batch=options.batch,
+        source="simulated",
+        device="fake tensors, as on CUDA",
+        time_unit="allocator events",
+    )
+    run.setup = {"model": options.model, "dtype": str(dtype).removeprefix("torch."), "optimizer": options.optimizer}
+    run.setup["gradient_checkpointing"] = options.gradient_checkpointing
+    run.versions = versions()
+    run.memory["simulated_flops"] = found.flops["total"]
+    run.memory["host_peak_bytes"] = found.host_peak_bytes
+    end = len(found.ledger.events)
+    borders = [*found.phases, (end, "")]
+    run.phases = [[name, start, borders[i + 1][0]] for i, (start, name) in enumerate(found.phases)]
+    forward_end = next((stop for name, _, stop in run.phases if name == "forward"), end)
+    head = head_name(model)
+    return measure(run, [_owned(b, inputs, forward_end, head) for b in found.ledger.blocks], end)
+
+
+def _meta_model(options, dtype):
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(options.model)
+    config.use_cache = False
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+@contextlib.contextmanager
+def _layer_inputs(model, into: set):
+    """While open, notes the blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
+    layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
+
+    def note(module, args):
+        if id(module) in layers and args and isinstance(args[0], torch.Tensor) and current() is not None:
+            into.add(id(current().track(args[0])))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _owned(block, inputs, forward_end, head) -> Allocation:
+    category = block.category if block.category in ("parameters", "gradients", "optimizer") else None
+    if block.host:
+        category = "host"
+    elif category is None and block.phase == "setup":
+        category = "other"
+    elif category is None and block.op != "workspace" and id(block) in inputs:
+        category = "checkpoints"
+    elif category is None and block.phase != "optimizer" and holds(head, block.module or "-"):
+        category = "loss"
+    elif category is None:
+        kept = block.phase == "forward" and (block.died is None or block.died > forward_end)
+        category = "activations" if kept else "working set"
+    phase = "before the step" if block.phase == "setup" else block.phase
+    return Allocation(block.nbytes, block.born, block.died, category, block.module, phase, block.op)
