@@ -59,7 +59,7 @@ def profile(
     model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one or several.
     steps: one is recorded, the rest timed without the profiler; warmup: steps before the recorded one (0: record the
     first step, with the birth of the optimizer states in it). dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a
-    name. simulate: follow the step on fake tensors, for what this machine could not hold; the report says so everywhere.
+    name. simulate: follow the step on fake tensors, for what this machine cannot hold; the report says so.
     An implementation that cannot run here is named in the notes; one that runs out of memory is in the report.
     Raises ValueError for a bad option, and where no implementation could run at all.
     """

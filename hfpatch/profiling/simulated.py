@@ -13,7 +13,7 @@ from hfpatch.profiling.timeline import Allocation, Run, measure
 
 
 def simulated_run(options: Options) -> Run:
-    """One simulated step, bfloat16 unless told otherwise, as on a CUDA device; the time axis counts allocator events."""
+    """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
     dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
     model = _meta_model(options, dtype)
     # The planner's names for the same things.
