@@ -1,0 +1,192 @@
+"""Full fine-tuning with the optimizer on the GPU: resume, equality of the fused form, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hfpatch import placement
+
+# torchao's extension libraries and pytree registration complain at import on a CPU machine
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::UserWarning:torch.utils._pytree")
+
+
+@pytest.fixture(autouse=True)
+def eager_optimizer():
+    """torchao compiles its update, a C++ build of seconds per weight shape here; eagerly it is the same function."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def make_model(tied=False, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=None,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def make_data(rows=16):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 128, (rows, 17), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def train(folder, name, *, steps=6, resume=None, tied=False, save_at=3, **overrides):
+    """Trains steps steps under a placement. Returns the weights and the losses."""
+    model = make_model(tied)
+    flags = placement.training_arguments(name) | overrides
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=steps, save_steps=save_at, logging_steps=1, use_cpu=True,
+        learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True, seed=3,
+        **{"max_grad_norm": 0.0, **flags},
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=make_data(), **placement.trainer_arguments(model, args, name))
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, losses, trainer
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.equal(got[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("name", ["gpu8bit", "gpu8bit-fused"])
+def test_resume_is_bit_equal_with_stochastic_rounding(tmp_path, name):
+    whole, losses, trainer = train(tmp_path / "a", name)
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.bf16_stochastic_round
+    assert "OptimState8bit" in {type(v).__name__ for state in optimizer.state.values() for v in state.values()}
+    checkpoint = tmp_path / "a" / "checkpoint-3"
+    resumed, later, _ = train(tmp_path / "b", name, resume=str(checkpoint))
+    assert_same(resumed, whole)
+    assert later == losses
+    # The random state is what carries it: without it the rounding draws, and so the weights, differ.
+    (checkpoint / "rng_state.pth").unlink()
+    other, _, _ = train(tmp_path / "c", name, resume=str(checkpoint))
+    assert any(not torch.equal(other[n], whole[n]) for n in whole)
+
+
+def test_stochastic_rounding_keeps_updates_too_small_for_bf16():
+    """A thousand updates of a hundredth of a bf16 step: lost when rounded to nearest, kept on average at random."""
+    from torchao.optim import AdamW8bit
+
+    moved = {}
+    for random in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        step = 2.0**-8  # the spacing of bf16 just below one
+        optimizer = AdamW8bit([weight], lr=step / 100, weight_decay=0.0, bf16_stochastic_round=random)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[random] = (1 - weight.detach().float()).mean().item() / step
+    assert moved[False] == 0
+    # 100 draws of probability 1/100 to move one step: mean 1, deviation of the mean over 4096 weights 1/64
+    assert abs(moved[True] - 1) < 5 / 64
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fused_is_the_same_optimizer(tmp_path, tied):
+    """Without the random rounding, whose draws come in another order, both give the same bits."""
+    plain = {"optim_args": "bf16_stochastic_round=False"}
+    wanted, losses, _ = train(tmp_path / "a", "gpu8bit", tied=tied, save_at=100, **plain)
+    model = make_model(tied)
+    args = TrainingArguments(
+        str(tmp_path / "b"), per_device_train_batch_size=2, max_steps=6, save_strategy="no", logging_steps=1,
+        use_cpu=True, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True,
+        seed=3, **placement.training_arguments("gpu8bit-fused"),
+    )  # fmt: skip
+    found = placement.trainer_arguments(model, args, "gpu8bit-fused")
+    cls, settings = found["optimizer_cls_and_kwargs"]
+    trainer = Trainer(
+        model, args, train_dataset=make_data(),
+        optimizer_cls_and_kwargs=(cls, {**settings, "bf16_stochastic_round": False}),
+    )  # fmt: skip
+    trainer.train()
+    assert_same({n: p.detach() for n, p in model.named_parameters()}, wanted)
+    assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == losses
+
+
+def test_gradients_never_exist_together():
+    from hfpatch.step_in_backward import AdamW8bitInBackward
+
+    model = make_model()
+    alive = []
+    optimizer = AdamW8bitInBackward(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():  # after the optimizer's hook: what is left standing
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    before = [p.detach().clone() for p in model.parameters()]
+    row = make_data(1)[0]["input_ids"][None]
+    model(input_ids=row, labels=row).loss.backward()
+    optimizer.step()
+    assert len(alive) == len(before) and max(alive) == 0
+    assert all(p.grad is None for p in model.parameters())
+    assert sum(not torch.equal(p, b) for p, b in zip(model.parameters(), before)) == len(before)
+
+    model(input_ids=row, labels=row).loss.backward()
+    with pytest.raises(RuntimeError, match="a second came before optimizer.step"):
+        model(input_ids=row, labels=row).loss.backward()
+    optimizer.step()
+    optimizer.release()
+    model(input_ids=row, labels=row).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name,flags,message",
+    [
+        ("gpu16bit", {}, "expected auto, zero3-offload"),
+        ("gpu8bit-fused", {"max_grad_norm": 1.0}, "no global norm"),
+        ("gpu8bit-fused", {"gradient_accumulation_steps": 4}, "updates in every backward"),
+        ("gpu8bit", {"deepspeed": "zero3"}, "keep one"),
+        ("zero3-offload", {"fsdp": True}, "keep one"),
+        ("gpu8bit", {"optim": "adafactor"}, "brings its optimizer"),
+    ],
+)
+def test_contradictions_are_one_sentence(name, flags, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        placement.training_arguments(name, flags=flags)
+    assert str(caught.value).startswith("hfpatch: ") and "\n" not in str(caught.value)
+
+
+def test_what_only_the_built_arguments_show_is_refused():
+    args = SimpleNamespace(
+        max_grad_norm=0.0, gradient_accumulation_steps=1, world_size=2, learning_rate=1e-3, adam_beta1=0.9,
+        adam_beta2=0.99, adam_epsilon=1e-8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="runs in one process"):
+        placement.trainer_arguments(make_model(), args, "gpu8bit-fused")
+    args.world_size, args.max_grad_norm = 1, 1.0
+    with pytest.raises(ValueError, match="no global norm"):
+        placement.trainer_arguments(make_model(), args, "gpu8bit-fused")
+    with pytest.raises(ValueError, match="load the model in bfloat16"):
+        placement.trainer_arguments(make_model(dtype=torch.float32), args, "gpu8bit")
+    assert placement.trainer_arguments(make_model(), args, "gpu8bit") == {}
+
+
+def test_zero3_offload_is_the_shipped_config(monkeypatch):
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(key, "0")
+    found = placement.training_arguments("zero3-offload")
+    zero = found["deepspeed"]["zero_optimization"]
+    assert found["bf16"] and zero["stage"] == 3
+    assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+
+
+def test_choose_takes_the_most_faithful_that_fits():
+    parameters, gib = 8_030_261_248, 1 << 30
+    sizes = dict(gpu_free=78 * gib, gpu_activations=8 * gib, host_activations=70 * gib, largest_gradients=gib)
+    assert placement.choose(parameters, host_free=256 * gib, **sizes) == "zero3-offload"
+    assert placement.choose(parameters, host_free=100 * gib, **sizes) == "gpu8bit"
+    assert placement.choose(parameters, host_free=100 * gib, **{**sizes, "gpu_free": 44 * gib}) == "gpu8bit-fused"
+    with pytest.raises(ValueError, match="gpu8bit needs 53.1 GiB on the GPU"):
+        placement.choose(parameters, host_free=100 * gib, fused=False, **{**sizes, "gpu_free": 44 * gib})
