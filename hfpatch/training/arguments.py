@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from hfpatch import configs
@@ -99,6 +100,8 @@ class TrainArguments(TrainingArguments):
             self.metric_for_best_model = self.metric_for_best_model or "loss"
             # Without this the patience would start anew at each resume.
             self.restore_callback_states_from_checkpoint = True
+        # torch warns where there is nothing to pin memory for.
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available() and not self.use_cpu
         super().__post_init__()
 
 
