@@ -59,7 +59,7 @@ def training_arguments(name: str, *, flags: dict | None = None) -> dict:
         if flags.get(engine):
             raise ValueError(f"hfpatch: --placement {name} is for one GPU, --{engine} came with it; keep one.")
     if placement.name == "zero3-offload":
-        _single_process_environment()
+        single_process_environment()
         engine = configs.training_arguments(configs.load("zero3_cpu_offload"), flags=flags)
         return {"bf16": True, **engine}
     if flags.get("optim") not in (None, "adamw_torch_8bit"):
@@ -143,7 +143,7 @@ def _refuse_what_fused_cannot(max_grad_norm, accumulation, world_size) -> None:
         raise ValueError(f"hfpatch: gpu8bit-fused runs in one process, {world_size} came; use an --engine for several.")
 
 
-def _single_process_environment() -> None:
+def single_process_environment() -> None:
     """What torch.distributed asks for when no launcher set it: DeepSpeed starts a group of one otherwise by MPI."""
     if "RANK" in os.environ:
         return
