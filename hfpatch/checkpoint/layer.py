@@ -486,7 +486,8 @@ class _TiledLayer(torch.autograd.Function):
         call = ctx.call
         if dy is None:
             return (None,) * (2 + len(call.places))
-        private = is_private(dy, _holders(dy), call.private)
+        holders = _holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
+        private = is_private(dy, holders, call.private)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
         return None, dx, *grads
