@@ -39,6 +39,7 @@ def train(argv) -> int:
 
     from transformers import EarlyStoppingCallback
 
+    from hfpatch import placement
     from hfpatch.callback import Callback
     from hfpatch.training import prepare, trainer
     from hfpatch.training.dataset import Collator, show
@@ -69,6 +70,7 @@ def train(argv) -> int:
     model = prepare.load_model(model_args, config, args.seed)
     stop = trainer.StopCleanly(args.time_limit)
     columns = Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share)
+    placed = placement.trainer_arguments(model, args, model_args.placement) if model_args.placement else {}
     callbacks = [columns, stop, trainer.KeepRunFile(record)]
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta))
@@ -81,6 +83,7 @@ def train(argv) -> int:
         processing_class=tokenizer,
         callbacks=callbacks,
         bytes_per_token=data.bytes_per_token,
+        **placed,
     )
     begin = time.monotonic()
     result = run.train(resume_from_checkpoint=checkpoint)

@@ -3,16 +3,16 @@
 import difflib
 import importlib.util
 import json
-import os
-import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from hfpatch import configs
+from hfpatch.placement import single_process_environment
 from hfpatch.planner.presets import PRESETS
+from hfpatch.planner.shape import ModelShape
 
 
 def _flag(default, help, **more):
@@ -131,12 +131,46 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     if rest:
         raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{_nearest(rest[0].lstrip('-'), known)}.")
     explicit |= {arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
-    values, made = vars(namespace), []
+    values = vars(namespace)
+    model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
+    model = _place(model, values, explicit)
     _use_engine(values, explicit)
-    for cls in CLASSES:
-        names = {f.name for f in cls.__dataclass_fields__.values() if f.init}
-        made.append(cls(**{name: values[name] for name in names if name in values}))
-    return tuple(made)
+    return model, data, _make(TrainArguments, values)
+
+
+def _make(cls, values: dict):
+    return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
+
+
+def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArguments:
+    """--placement becomes what TrainingArguments take, "auto" the one that fits. Raises ValueError."""
+    if not model.placement:
+        return model
+    if model.engine:
+        raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
+    from hfpatch import placement
+
+    name = model.placement if model.placement != "auto" else _fitting(model, values, explicit)
+    values.update(placement.training_arguments(name, flags={key: values[key] for key in explicit if key in values}))
+    bf16 = placement.get(name).bf16_weights and model.dtype == "auto"
+    return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype)
+
+
+def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
+    from hfpatch import placement
+    from hfpatch.checkpoint.memory import gpu_free, host_free
+    from hfpatch.training.prepare import load_config
+
+    gpu = gpu_free()
+    if gpu is None:
+        raise ValueError("hfpatch: --placement auto looks at a GPU's memory, no GPU came; name a placement.")
+    shape = ModelShape.from_config(load_config(model))
+    # Fused steps in backward know neither accumulation nor a global norm; who asked for one of them does without.
+    fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & explicit)
+    largest = 2 * max(shape.layer_parameters, shape.embedding_parameters)
+    return placement.choose(
+        shape.parameters, gpu_free=gpu, host_free=host_free(), largest_gradients=largest, fused=fused
+    )
 
 
 def _use_engine(values: dict, explicit: set[str]) -> None:
@@ -157,12 +191,7 @@ def _use_engine(values: dict, explicit: set[str]) -> None:
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"hfpatch: --engine {name} needs the package {package}, it is missing; pip install {package}.")
     values.update(configs.training_arguments(config, flags={key: values[key] for key in explicit if key in values}))
-    if "RANK" not in os.environ:  # one process and no launcher: a group of one
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update(alone)
+    single_process_environment()
 
 
 def apply_options(model: ModelArguments) -> bool | dict:

@@ -125,7 +125,7 @@ def prepare(
     if not kept:
         raise ValueError(
             f"hfpatch: expected tokens to learn in the {name} data, none of {len(documents)} documents has a label "
-            f"left after masking and cutting to {seq_length} tokens; check the roles, --truncation_side and --seq_length."
+            f"left after masking and cutting to {seq_length}; check the roles, --truncation_side and --seq_length."
         )
     rows = packing.pack(kept, seq_length) if packed else [[piece] for piece in kept]
     dataset = RowDataset(tokens, rows, pad_to=seq_length if packed else None, pad_id=pad_id)
