@@ -23,6 +23,13 @@ def _tanh(x):
 
 
 @triton.jit
+def _tanh_slope(x):
+    # 1 - tanh(x)^2 without the cancellation where tanh is near 1.
+    e = tl.exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
@@ -100,14 +107,14 @@ def cross_entropy_fwd_kernel(
                 m_v = start + o_v < V
                 b_z = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
                 if SOFTCAP:
-                    b_t = _tanh(tl.where(m_v, b_z, 0.0) / softcap)
-                    b_d = p_scale * tl.exp(softcap * b_t - lse)
+                    b_x = tl.where(m_v, b_z, 0.0) / softcap
+                    b_d = p_scale * tl.exp(softcap * _tanh(b_x) - lse)
                 else:
                     b_d = p_scale * tl.exp(b_z - lse)
                 b_d -= scale * (smoothing / V)
                 b_d -= tl.where(start + o_v == label, scale * (1.0 - smoothing), 0.0)
                 if SOFTCAP:
-                    b_d *= 1.0 - b_t * b_t
+                    b_d *= _tanh_slope(b_x)
                 tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
 
 
@@ -138,14 +145,14 @@ def cross_entropy_bwd_kernel(
         m_v = start + o_v < V
         b_z = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
         if SOFTCAP:
-            b_t = _tanh(b_z / softcap)
-            b_d = p_scale * tl.exp(softcap * b_t - lse)
+            b_x = b_z / softcap
+            b_d = p_scale * tl.exp(softcap * _tanh(b_x) - lse)
         else:
             b_d = p_scale * tl.exp(b_z - lse)
         b_d -= y_scale * (smoothing / V)
         b_d -= tl.where(start + o_v == label, y_scale * (1.0 - smoothing), 0.0)
         if SOFTCAP:
-            b_d *= 1.0 - b_t * b_t
+            b_d *= _tanh_slope(b_x)
         b_d = tl.where(keep, b_d, 0.0)
         tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
 

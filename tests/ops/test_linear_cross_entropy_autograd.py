@@ -1,0 +1,245 @@
+"""How linear_cross_entropy behaves under autograd, torch.compile, opcheck and wrong arguments."""
+
+import itertools
+
+import pytest
+import torch
+
+from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from tests.numerics import assert_close
+from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, OPTIONS, exact, make
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, 3_000], ids=["one chunk", "many chunks"])
+def test_gradcheck(name, workspace):
+    *inputs, labels = make((2, 6, 4), 7, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, workspace_bytes=workspace, **OPTIONS[name]), inputs
+    )
+
+
+def test_gradcheck_of_per_token_outputs():
+    *inputs, labels = make((2, 5, 4), 7, torch.float64)
+
+    def outputs(h, w, b):
+        return linear_cross_entropy(
+            h, w, labels, bias=b, softcap=2.0, z_loss=0.1, return_token_loss=True, return_lse=True
+        )[:3]
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+
+
+# Frozen hidden with a training head (Liger gives no dW there), frozen head, frozen everything: each of the eight.
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("which", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_any_subset_requires_grad(which, reduction):
+    *inputs, labels = make((2, 20, 8), 11, torch.float32)
+    for tensor, wanted in zip(inputs, which):
+        tensor.requires_grad_(wanted)
+    ours = linear_cross_entropy(
+        *inputs[:2], labels, bias=inputs[2], reduction=reduction, workspace_bytes=MANY_CHUNKS
+    ).sum()
+    assert ours.requires_grad == any(which)
+    if any(which):
+        full = exact(inputs)
+        best = linear_cross_entropy_ref(*full[:2], labels, bias=full[2], reduction=reduction).loss.sum()
+        usual = linear_cross_entropy_ref(*inputs[:2], labels, bias=inputs[2], reduction=reduction).loss.sum()
+        ours.backward()
+        got = [None if t.grad is None else t.grad.clone() for t in inputs]
+        for t in inputs:
+            t.grad = None
+        usual.backward()
+        best.backward()
+        for g, tensor, truth, wanted in zip(got, inputs, full, which):
+            assert (g is not None) == wanted
+            if wanted:
+                assert_close(g, tensor.grad, truth.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_second_backward_under_retain_graph(options, overwrite):
+    """The gradients kept from the forward are not scaled twice, whatever the upstream, whichever the last backward."""
+    *leaves, labels = make((2, 20, 8), 11, torch.float32)
+    inputs = [leaves[0] * 1.0, *leaves[1:]]
+    out = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], inplace_hidden=overwrite, **options)
+    loss = (out if isinstance(out, torch.Tensor) else out.loss + out.lse.sum()).sum()
+    first = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    last = torch.autograd.grad(loss, leaves)
+    for a, b, c, was in zip(first, second, last, kept):
+        assert torch.equal(a, b) and torch.equal(a, was)
+        torch.testing.assert_close(c * 3.0, a)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_double_backward_is_refused_with_a_sentence(dtype):
+    *inputs, labels = make((1, 6, 4), 7, dtype)
+    loss = linear_cross_entropy(*inputs[:2], labels)
+    with pytest.raises(RuntimeError, match="hfpatch: linear_cross_entropy has one derivative"):
+        torch.autograd.grad(loss, inputs[0], create_graph=True)
+
+
+def test_two_losses_of_one_head_accumulate():
+    *inputs, labels = make((2, 20, 8), 11, torch.float32)
+    for half in (slice(0, 10), slice(10, 20)):
+        (linear_cross_entropy(inputs[0][:, half], inputs[1], labels[:, half], num_items=30) * 0.5).backward()
+    whole = torch.autograd.grad(linear_cross_entropy(*inputs[:2], labels, num_items=60), inputs[:2])
+    torch.testing.assert_close([t.grad for t in inputs[:2]], list(whole))
+
+
+class TestInplaceHidden:
+    def test_same_gradients_and_hidden_holds_dx(self):
+        *leaves, labels = make((2, 40, 16), 33, torch.float32)
+        hidden = leaves[0] * 1.0
+        usual = torch.autograd.grad(linear_cross_entropy(leaves[0] * 1.0, leaves[1], labels), leaves[:2])
+        loss = linear_cross_entropy(hidden, leaves[1], labels, inplace_hidden=True)
+        for got, expected in zip(torch.autograd.grad(loss, leaves[:2]), usual):
+            assert torch.equal(got, expected)
+        assert torch.equal(hidden, usual[0])
+
+    def test_a_producer_that_needs_its_output_makes_autograd_raise(self):
+        *leaves, labels = make((1, 8, 4), 7, torch.float32)
+        loss = linear_cross_entropy(leaves[0].exp(), leaves[1], labels, inplace_hidden=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_leaves_and_per_token_outputs_are_left_alone(self):
+        hidden, weight, _, labels = make((1, 8, 4), 7, torch.float32)
+        before = hidden.detach().clone()
+        linear_cross_entropy(hidden, weight, labels, inplace_hidden=True).backward()
+        private = hidden * 1.0
+        linear_cross_entropy(private, weight, labels, inplace_hidden=True, return_lse=True)
+        view = (hidden * 1.0).expand(3, 8, 4)
+        linear_cross_entropy(view, weight, labels.expand(3, 8), inplace_hidden=True)
+        assert torch.equal(hidden, before) and torch.equal(private, before) and torch.equal(view[2], before[0])
+
+
+def test_non_contiguous_inputs():
+    hidden, weight, _, labels = make((2, 9, 8), 11, torch.float32)
+    loss = linear_cross_entropy(
+        hidden.transpose(0, 1), weight.t().contiguous().t(), labels.t(), workspace_bytes=MANY_CHUNKS
+    )
+    got = torch.autograd.grad(loss, (hidden, weight))
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        linear_cross_entropy(hidden[:, ::2], weight, labels[:, ::2], reduction="none"),
+        linear_cross_entropy(hidden, weight, labels, reduction="none")[:, ::2],
+    )
+
+
+def test_int32_labels_and_expanded_upstream():
+    hidden, weight, _, labels = make((2, 9, 8), 11, torch.float32)
+    got = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels.int(), reduction="none").sum(), hidden)
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, reduction="sum"), hidden)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype,reduction,needs",
+    [
+        (torch.float32, "mean", (True, True, True)),
+        (torch.float32, "none", (True, True, True)),
+        (torch.float16, "sum", (True, False, True)),
+        (torch.float32, "mean", (False, False, False)),
+    ],
+    ids=str,
+)
+def test_opcheck(dtype, reduction, needs):
+    *inputs, labels = make((6, 4), 7, dtype)
+    for tensor, wanted in zip(inputs, needs):
+        tensor.requires_grad_(wanted)
+    args = (labels, None, *needs, True, -100, reduction, None, 0.0, 0.0, 0.0, 1 << 20, dtype)
+    torch.library.opcheck(torch.ops.hfpatch.linear_cross_entropy.default, (*inputs, *args))
+
+
+def test_opcheck_of_the_small_ops():
+    def float32(*shape):
+        return torch.rand(shape, device=DEVICE)
+
+    labels = torch.tensor([1, -100], device=DEVICE)
+    chunk = (float32(2, 5), labels, float32(), float32(2), float32(2), labels > 0, -100, 0.0, 0.0, 0.0, True)
+    torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_.default, chunk)
+    again = (float32(2, 5), labels, float32(2), float32(2), float32(2), -100, 0.0, 0.0)
+    torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_bwd_.default, again)
+    torch.library.opcheck(torch.ops.hfpatch.scale_.default, (float32(3), float32()))
+    torch.library.opcheck(torch.ops.hfpatch.scaled.default, (float32(3), float32()))
+
+
+def _stages(graphs):
+    """A compiler backend that keeps the forward and the backward graph it is given."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+@pytest.mark.parametrize("case", ["mean", "all", "tokens", "autocast", "fp16"])
+def test_compiles_without_a_break(case):
+    dtype = torch.float16 if case == "fp16" else torch.float32
+    *inputs, labels = make((2, 20, 8), 11, dtype)
+
+    def step(hidden, weight, bias, labels):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=case == "autocast"):
+            options = OPTIONS["all"] if case == "all" else {}
+            if case != "tokens":
+                return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+            out = linear_cross_entropy(hidden, weight, labels, bias=bias, return_token_loss=True, return_accuracy=True)
+            return out.loss + (out.token_loss * out.accuracy).sum()
+
+    graphs = []
+    compiled = torch.compile(step, fullgraph=True, backend=_stages(graphs))(*inputs, labels)
+    eager = step(*inputs, labels)
+    assert compiled.dtype == eager.dtype
+    torch.testing.assert_close(compiled, eager)
+    got, expected = (torch.autograd.grad(loss * 2.0, inputs) for loss in (compiled, eager))
+    torch.testing.assert_close(got, expected)
+    computed_again = any("linear_cross_entropy_bwd" in target for graph in graphs for target in graph)
+    assert computed_again == (case in ("tokens", "fp16"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"labels": [[3, 11, 0]]}, "must lie in \\[0, 11\\) or be ignore_index=-100, 11 came"),
+        ({"labels": [[3, -1, 0]]}, "-1 came"),
+        ({"labels": [3, 1]}, "labels of shape"),
+        ({"labels": [[0.5, 0.5, 0.0]]}, "int64 or int32"),
+        ({"weight": torch.zeros(11, 5)}, "hidden \\[..., D\\] and weight \\[V, D\\]"),
+        ({"weight": torch.zeros(11, 4).bfloat16()}, "one dtype"),
+        ({"bias": torch.zeros(3)}, "a bias of shape"),
+        ({"reduction": "median"}, "reduction"),
+        ({"reduction": "none", "num_items": 3}, "num_items"),
+        ({"num_valid": -1}, "num_valid"),
+        ({"label_smoothing": 1.5}, "label_smoothing"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"workspace_bytes": 100}, "workspace_bytes"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(change, message):
+    call = {"hidden": torch.zeros(1, 3, 4), "weight": torch.zeros(11, 4), "labels": [[1, 2, 3]], **change}
+    call["labels"] = torch.tensor(call["labels"])
+    with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
+        linear_cross_entropy(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
+    with pytest.raises(ValueError, match="scalar"):
+        linear_cross_entropy(torch.zeros(4), torch.zeros(11, 4), torch.tensor(1), shift=True)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_ignore_index_may_be_a_word(ignore_index):
+    hidden, weight, _, labels = make((1, 30, 8), 11, torch.float32, ignored=0.0)
+    labels[0, ::3] = ignore_index
+    ours = linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index)
+    torch.testing.assert_close(ours, linear_cross_entropy_ref(hidden, weight, labels, ignore_index=ignore_index).loss)
