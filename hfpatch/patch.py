@@ -55,6 +55,29 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
+def _refuse_liger(model: nn.Module) -> None:
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        places = (type(module).__module__, getattr(getattr(forward, "__func__", forward), "__module__", None))
+        if any((place or "").split(".")[0] == "liger_kernel" for place in places):
+            raise ValueError(
+                f"hfpatch: expected transformers' own modules, found Liger's in {type(module).__name__}; "
+                "drop use_liger_kernel (apply_liger_kernel_to_...), or do not call apply()."
+            )
+
+
+def _unpin(module: nn.Module) -> None:
+    """Drops a `forward` on the instance that is no more than its class's own, or a wrapper around ours.
+
+    transformers 4.57 leaves the first after output_hidden_states=True, accelerate's mixed precision the second.
+    """
+    forward, inner = vars(module).get("forward"), vars(module).get("_original_forward")
+    if getattr(forward, "__func__", None) is type(module).forward:
+        del module.forward
+    elif getattr(inner, "__func__", None) is type(module).forward and type(module).__module__.startswith("hfpatch."):
+        del module.forward, module._original_forward
+
+
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of an unknown decoder: the longest ModuleList of modules that transformers can checkpoint."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
@@ -107,6 +130,7 @@ def apply(
     if eval_logits not in ("auto", True, False):
         raise ValueError(f'hfpatch: eval_logits must be "auto", True or False, {eval_logits!r} came; leave it "auto".')
     _refuse_wrapped(model)
+    _refuse_liger(model)
     config = _base_config(model)
     undo(model)
     report = Report(type(model).__name__)
@@ -129,17 +153,19 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
             f"hfpatch: expected decoder layers of class {expected}, found none in {type(model).__name__}; "
             "call apply() on the model as transformers made it."
         )
-    engine = Engine(settings, ModelShape.from_config(config), len(layers)) if settings is not None else None
+    reasons = {row: next((r for r in map(row.refuses, modules) if r), None) for row, modules in found.items()}
+    tiled = settings is not None and not any(reasons[row] for row in found if row.option == "checkpointing")
+    engine = Engine(settings, ModelShape.from_config(config), len(layers)) if tiled else None
     for row, modules in found.items():
         if row.option != "model" and not wanted[row.option]:
             report.skipped.append((row.option, "not asked for"))
             continue
         if not modules:
-            report.skipped.append((row.option, f"no {row.theirs.__name__} in this model"))
+            if row.option != "model":
+                report.skipped.append((row.option, f"no {row.theirs.__name__} in this model"))
             continue
-        reason = next((r for r in map(row.refuses, modules) if r), None)
-        if reason:
-            report.skipped.append((row.option, reason))
+        if reasons[row]:
+            report.skipped.append((row.option, reasons[row]))
             continue
         for module in modules:
             _swap(module, row, engine, eval_logits, report)
@@ -209,6 +235,7 @@ def undo(model: nn.Module) -> None:
     }
     engines = set()
     for module in model.modules():
+        _unpin(module)
         if type(module) in back:
             module.__class__ = back[type(module)]
         elif isinstance(module, WholeLayer):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import _CAN_RECORD_REGISTRY, ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import ops
 from hfpatch.checkpoint.layer import tiled_layer
@@ -32,6 +32,8 @@ ACTIVATIONS = {
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
 # Up to 5.3 a cache took keyword extras in a dict; later versions take none.
 _CACHE_EXTRAS = "cache_kwargs" in inspect.signature(Cache.update).parameters
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 # Compiled graphs break here on purpose: the layer is one autograd function that runs nested graphs.
 _tiled_layer = torch._dynamo.disable(tiled_layer)
@@ -108,7 +110,7 @@ class TiledLayer:
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function):
-        pass
+        vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
 
     @property
     def attention_scale(self) -> float:
@@ -138,7 +140,9 @@ class TiledLayer:
         attn = self.self_attn
         if self.training and attn.attention_dropout:
             return "attention dropout"
-        if attn._forward_hooks or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
+        # transformers leaves its recording hooks behind once attentions were asked for; a tiled call records nothing.
+        hooks = (h for h in attn._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
+        if any(hooks) or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
             return "hooks on self_attn"
         if x.dim() != 3:
             return "input that is not [batch, tokens, hidden]"
@@ -176,6 +180,10 @@ def _run_directly(function, *args, **kwargs):
 
 class FusedModel:
     """The decoder stack: decides once a step who sees whom, and holds no layer's input longer than the layer needs it."""
+
+    def __init_subclass__(cls):
+        # What output_hidden_states and output_attentions record is looked up by the class's full name.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -219,6 +227,9 @@ class FusedModel:
         del inputs_embeds, given
         if position_ids is None:
             position_ids = torch.arange(T, device=x.device).unsqueeze(0)
+        return_dict = kwargs.get("return_dict")
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
         kwargs = {n: v for n, v in kwargs.items() if n not in ("return_dict", "output_attentions", "output_hidden_states")}
         positions = self.rotary_emb(x, position_ids=position_ids)
         if tiled:
@@ -228,7 +239,8 @@ class FusedModel:
                 x, attention_mask=None, position_ids=position_ids, past_key_values=None, use_cache=False,
                 position_embeddings=positions, **kwargs,
             )  # fmt: skip
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=None)
+        out = BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=None)
+        return out if return_dict else out.to_tuple()
 
     def _probe(self, inputs_embeds):
         """Something with the dtype and device that the hidden states will have."""
@@ -298,7 +310,7 @@ class FusedCausalLM:
             count = ToHost((seen != ignore).sum())
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs,
         )  # fmt: skip
         loss = self.lm_head(
             outputs.last_hidden_state,

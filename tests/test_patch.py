@@ -1,0 +1,273 @@
+"""apply, undo and the report: what changes, what comes back, what is refused."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaModel
+from transformers.models.llama import modeling_llama as hf
+
+import hfpatch
+
+
+def counts(report):
+    return {option: report.count(option) for option in ("rope", "rms_norm", "mlp", "loss", "checkpointing")}
+
+
+def test_report_counts_every_swap():
+    report = hfpatch.apply(tiny.llama())
+    assert counts(report) == {"rope": 2, "rms_norm": 5, "mlp": 2, "loss": 1, "checkpointing": 2}
+    assert not report.skipped
+    text = str(report)
+    for line in ("LlamaForCausalLM", "2 x LlamaAttention", "5 x LlamaRMSNorm", "2 x LlamaMLP", "2 x LlamaDecoderLayer"):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    "option, name",
+    [("rope", "LlamaAttention"), ("rms_norm", "LlamaRMSNorm"), ("mlp", "LlamaMLP"), ("loss", "LlamaForCausalLM")],
+)
+def test_option_turned_off_leaves_its_class_and_is_reported(option, name):
+    model = tiny.llama()
+    report = hfpatch.apply(model, checkpointing=tiny.TILED, **{option: False})
+    kind = getattr(hf, name)
+    assert all(type(m) is kind for m in model.modules() if isinstance(m, kind))
+    assert (option, "not asked for") in report.skipped and report.count(option) == 0
+    tiny.assert_as_good(model, tiny.llama(), tiny.labelled())
+
+
+def test_checkpointing_off_leaves_layers_and_transformers_own_checkpointing():
+    model = tiny.llama()
+    report = hfpatch.apply(model, checkpointing="off")
+    assert all(type(layer) is hf.LlamaDecoderLayer for layer in model.model.layers)
+    assert ("checkpointing", "not asked for") in report.skipped
+    tiny.checkpoint(model)
+    runs = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
+    tiny.assert_as_good(model, tiny.llama(), tiny.labelled())
+    assert len(runs) == 2, "transformers runs a checkpointed layer twice"
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_exact_in_float64(way):
+    """The whole model, every gradient: algebra without rounding (transformers' own norm and loss round to float32)."""
+    stock = tiny.llama(dtype=torch.float64, num_hidden_layers=3)
+    tiny.assert_equal_in_double(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_as_good_as_stock_in_float32(way):
+    stock = tiny.llama(num_hidden_layers=3)
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("way", ["off", "tiled"])
+def test_gradcheck_of_the_whole_model(way):
+    """Finite differences along random directions of the embeddings and of every parameter."""
+    small = {"vocab_size": 7, "hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny.llama(dtype=torch.float64, pad_token_id=None, bos_token_id=1, eos_token_id=2, **small)
+    hfpatch.apply(model, checkpointing="off" if way == "off" else hfpatch.Checkpointing(tile=2))
+    names, values = zip(*((n, p.detach().clone()) for n, p in model.named_parameters() if "embed" not in n))
+    labels = torch.tensor([[1, 2, 6, -100, 0]])
+    embeds = 0.5 * torch.randn(1, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def loss(embeds, *values):
+        # Parameters proper, not functional_call: the layer's stand-ins take the parameters' places.
+        for name, value in zip(names, values):
+            model.get_parameter(name).data = value.detach()
+        return _Whole.apply(model, labels, names, embeds, *values)
+
+    inputs = [t.requires_grad_() for t in (embeds, *values)]
+    assert torch.autograd.gradcheck(loss, inputs, eps=1e-6, atol=1e-7, rtol=1e-5, fast_mode=True)
+
+
+class _Whole(torch.autograd.Function):
+    """The model as a function of its parameters, so that gradcheck may perturb each."""
+
+    @staticmethod
+    def forward(ctx, model, labels, names, embeds, *values):
+        with torch.enable_grad():
+            x = embeds.detach().requires_grad_()
+            loss = model(inputs_embeds=x, labels=labels).loss
+            wanted = [x, *(model.get_parameter(n) for n in names)]
+            ctx.grads = torch.autograd.grad(loss, wanted) if any(ctx.needs_input_grad) else None
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return None, None, None, *(g * dloss for g in ctx.grads)
+
+
+def snapshot(model):
+    return [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_undo_is_bit_identical(trained):
+    """Outputs, gradients, classes and __dict__ keys; also after steps, when engines and caches have been in use."""
+    stock = tiny.llama()
+    ours, batch = copy.deepcopy(stock), tiny.labelled()
+    keys = list(ours.state_dict())
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert list(ours.state_dict()) == keys
+    if trained:
+        tiny.step(ours, batch)
+        ours.zero_grad()
+        ours.eval()
+        ours(**batch)
+        ours.train()
+    hfpatch.undo(ours)
+    assert snapshot(ours) == snapshot(stock)
+    got, expected = tiny.step(ours, batch), tiny.step(stock, batch)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[n], expected[n]) for n in got)
+    assert torch.equal(ours(batch["input_ids"]).logits, stock(batch["input_ids"]).logits)
+
+
+def test_undo_leaves_a_stock_model_as_it_is():
+    model = tiny.llama()
+    before = snapshot(model)
+    hfpatch.undo(model)
+    assert snapshot(model) == before
+
+
+def test_apply_twice_is_apply_once_and_the_second_settings_count():
+    stock = tiny.llama()
+    once, twice = copy.deepcopy(stock), copy.deepcopy(stock)
+    first = hfpatch.apply(once, checkpointing=tiny.TILED)
+    hfpatch.apply(twice, loss=False, checkpointing="off")
+    second = hfpatch.apply(twice, checkpointing=tiny.TILED)
+    assert (second.swaps, second.skipped, second.notes) == (first.swaps, first.skipped, first.notes)
+    assert snapshot(once) == snapshot(twice)
+    a, b = tiny.step(once, tiny.labelled()), tiny.step(twice, tiny.labelled())
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    hfpatch.undo(twice)
+    assert snapshot(twice) == snapshot(stock)
+
+
+def test_only_this_instance_changes():
+    """Naive: rebinding module-level names or class methods (Liger's `model=` does) changes every model in the process."""
+    functions = {n: v for n, v in vars(hf).items() if callable(v)}
+    methods = {(k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()}
+    before, ours = tiny.llama(), tiny.llama()
+    expected = tiny.step(before, tiny.labelled())
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    tiny.step(ours, tiny.labelled())
+    after = tiny.llama()
+    for other in (before, after):
+        assert not any(kind.__module__.startswith("hfpatch") for kind in tiny.classes(other))
+        got = tiny.step(other, tiny.labelled())
+        assert all(torch.equal(got[n], expected[n]) for n in expected)
+    assert {n: v for n, v in vars(hf).items() if callable(v)} == functions
+    assert {(k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()} == methods
+
+
+# --- refused, with the fix named -------------------------------------------------------------------------------------------
+
+
+def refused(model, *words, **options):
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="^hfpatch: ") as error:
+        hfpatch.apply(model, **options)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    assert snapshot(model) == before, "a refused apply leaves the model alone"
+
+
+@pytest.mark.parametrize("value", ["on", 3, {"tile": 8}])
+def test_unknown_checkpointing_refused(value):
+    refused(tiny.llama(), "checkpointing must be", repr(value), "Checkpointing(", checkpointing=value)
+
+
+def test_unknown_eval_logits_refused():
+    refused(tiny.llama(), "eval_logits must be", "'maybe'", eval_logits="maybe")
+
+
+def test_plain_torch_module_refused():
+    refused(nn.Sequential(nn.Linear(2, 2)), "Sequential", "from_pretrained")
+
+
+def test_model_without_decoder_layers_refused():
+    from transformers import ResNetConfig, ResNetModel
+
+    refused(ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), "ResNetModel", "llama")
+
+
+def test_compiled_model_refused():
+    refused(torch.compile(tiny.llama(), backend="eager"), "call apply() before torch.compile()")
+
+
+def test_layer_compiled_on_its_own_refused():
+    model = tiny.llama()
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    refused(model, "call apply() before torch.compile()")
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A gloo group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_refused(one_process):
+    refused(nn.parallel.DistributedDataParallel(tiny.llama()), "DistributedDataParallel", "call apply() before")
+
+
+@pytest.mark.parametrize("where", ["root", "layer"])
+def test_fully_sharded_refused(one_process, where):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny.llama()
+    fully_shard(model if where == "root" else model.model.layers[0], mesh=init_device_mesh("cpu", (1,)))
+    refused(model, "FSDPLlama", "call apply() before fully_shard()")
+
+
+def test_liger_refused(monkeypatch):
+    """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is not done."""
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    model = tiny.llama()
+    kept = {n: getattr(hf, n) for n in dir(hf)}
+    try:
+        liger.apply_liger_kernel_to_llama(model=model)
+        refused(model, "Liger", "use_liger_kernel")
+    finally:
+        for name, value in kept.items():
+            setattr(hf, name, value)
+
+
+# --- models other than LlamaForCausalLM --------------------------------------------------------------------------------------
+
+
+def test_base_model_gets_the_parts_it_has():
+    model = AutoModel.from_config(tiny.config())
+    assert type(model) is LlamaModel
+    report = hfpatch.apply(model)
+    assert counts(report) == {"rope": 2, "rms_norm": 5, "mlp": 2, "loss": 0, "checkpointing": 2}
+    assert report.skipped == [("loss", "no LlamaForCausalLM in this model")]
+
+
+def test_base_model_trains_exactly():
+    stock = tiny.llama(LlamaModel)
+    tiny.assert_as_good(
+        tiny.patched(stock), stock, {"input_ids": tiny.ids()}, loss=lambda out: out.last_hidden_state.pow(2).mean()
+    )
+
+
+@pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_classification_trains_exactly(head):
+    stock = tiny.llama(getattr(hf, head), num_labels=3, classifier_dropout=0.0)
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert ("loss", "no LlamaForCausalLM in this model") in report.skipped and report.count("rms_norm") == 5
+    rows = head == "LlamaForSequenceClassification"
+    labels = torch.tensor([0, 2]) if rows else tiny.ids() % 3
+    batch = {"input_ids": tiny.ids(), "attention_mask": tiny.ids().ge(0).long(), "labels": labels}
+    ours.zero_grad(), stock.zero_grad()
+    tiny.assert_as_good(ours, stock, batch)
+
+

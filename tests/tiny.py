@@ -1,0 +1,132 @@
+"""Tiny Llamas for the trap tests, and one comparison: ours against stock in float32, both against an exact float64 twin."""
+
+import copy
+
+import numerics
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hfpatch
+
+VOCAB, TOKENS = 97, 24
+TILED = hfpatch.Checkpointing(tile=8)  # three tiles of TOKENS
+WAYS = {"off": "off", "tiled": TILED, "segments": hfpatch.Checkpointing(tile=8, every=2)}
+
+
+def config(**changes) -> LlamaConfig:
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "initializer_range": 0.1, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    return LlamaConfig(**{**settings, **changes})
+
+
+def llama(cls=LlamaForCausalLM, dtype=torch.float32, **changes) -> nn.Module:
+    """A stock model in training mode; the same weights for the same arguments, biases and norms not trivial."""
+    torch.manual_seed(0)
+    model = cls(config(**changes)).to(dtype).train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.add_(0.2 * torch.randn(p.shape).to(dtype))
+    return model
+
+
+def patched(model: nn.Module, **options) -> nn.Module:
+    """A patched copy; checkpointing is tiled unless said otherwise."""
+    ours = copy.deepcopy(model)
+    hfpatch.apply(ours, **{"checkpointing": TILED, **options})
+    return ours
+
+
+def checkpoint(model: nn.Module, **kwargs) -> None:
+    """transformers' own checkpointing, by the name it has in this version."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(kwargs or {"use_reentrant": False})
+
+
+def ids(batch: int = 2, tokens: int = TOKENS, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def labelled(batch: int = 2, tokens: int = TOKENS) -> dict:
+    """A batch with some labels ignored, unevenly over the rows."""
+    input_ids = ids(batch, tokens)
+    labels = input_ids.clone()
+    labels[0, :7] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _exact_norm(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def _exact_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits, target = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
+    return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """A float64 twin of a stock model: transformers' norm and loss go through float32 whatever comes in, here they do not."""
+    twin = copy.deepcopy(model).double()
+    for module in twin.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = _exact_norm.__get__(module)
+        if hasattr(module, "lm_head") and hasattr(module, "loss_function"):
+            module.loss_function = _exact_loss
+    return twin
+
+
+def as_double(batch: dict) -> dict:
+    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
+
+
+def step(model: nn.Module, batch: dict, loss=lambda out: out.loss) -> dict[str, torch.Tensor]:
+    """loss and every gradient, by name (of the inputs' embeddings too, where those were passed)."""
+    model.zero_grad()
+    batch = dict(batch)
+    if "inputs_embeds" in batch:
+        batch["inputs_embeds"] = batch["inputs_embeds"].detach().clone().requires_grad_()
+    value = loss(model(**batch))
+    value.backward()
+    found = {"loss": value.detach()}
+    found |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    if "inputs_embeds" in batch:
+        found["inputs_embeds"] = batch["inputs_embeds"].grad
+    return found
+
+
+def assert_as_good(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss, against=None) -> None:
+    """Loss and gradients of `ours` err at most as numerics.budget allows; the same parameters have gradients.
+
+    against: batch of the float64 twin where it is not the same (documents one by one, say).
+    """
+    got, plain = step(ours, batch, loss), step(stock, against or batch, loss)
+    true = step(exact(stock), as_double(against or batch), loss)
+    assert got.keys() == plain.keys() == true.keys()
+    for name, value in got.items():
+        numerics.assert_close(value, plain[name], true[name], name)
+
+
+def assert_equal_in_double(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss) -> None:
+    """The same in float64, to a thousand rounding steps of the largest value: algebra, with nothing left to rounding."""
+    got, true = step(ours, as_double(batch), loss), step(exact(stock), as_double(batch), loss)
+    assert got.keys() == true.keys()
+    for name, value in got.items():
+        assert value.dtype == torch.float64, name
+        allowed = 1000 * torch.finfo(torch.float64).eps * true[name].abs().max().item()
+        error = (value - true[name]).abs().max().item()
+        assert error <= allowed, f"{name}: error {error:.2e} exceeds {allowed:.2e}"
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(m) for m in model.modules()]
