@@ -78,7 +78,7 @@ class Engine:
         return choose(
             settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
             gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
-            host_free=memory.host_free() if x.device.type == "cuda" else None,
+            host_free=memory.host_free(),
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )  # fmt: skip
 
