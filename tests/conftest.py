@@ -10,12 +10,13 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--all"):
-        chosen = [i for i in items if "long" not in i.keywords]
-        config.hook.pytest_deselected(items=[i for i in items if "long" in i.keywords])
+        long = [i for i in items if i.get_closest_marker("long")]
+        chosen = [i for i in items if not i.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
         items[:] = chosen
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -1,0 +1,123 @@
+"""The two directions of attention against the plain version, and the GPU backends' calls against their schemas."""
+
+import pytest
+import torch
+from tests.numerics import assert_close
+
+from hfpatch.ops import attention as A
+
+
+def inputs(B, T, H, K, E, dtype, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, T, heads, E, generator=g, dtype=torch.float64).to(dtype) for heads in (H, K, K, H)]
+
+
+def reference(q, k, v, dout, scale, documents, dtype):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    out, lse = A.attention_ref(*leaves, scale=scale, documents=documents)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def check(got, plain, exact, name, dtype, T):
+    if dtype != torch.float64:
+        return assert_close(got, plain, exact, name, dtype=dtype)
+    # float64 has no wider reference: a rounding for each of the T terms of a sum.
+    assert (got - exact).abs().max() <= max(T, 16) * 2.0**-52 * max(1.0, exact.abs().max().item()), name
+
+
+# Grouped heads 1:1, 2:1 and 4:1; T odd, one, and past one block of the CPU kernel.
+@pytest.mark.parametrize("B,T,H,K,E", [(2, 37, 4, 2, 16), (1, 1, 4, 4, 8), (1, 601, 4, 1, 32), (3, 64, 6, 3, 24)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_both_directions(B, T, H, K, E, dtype):
+    q, k, v, dout = inputs(B, T, H, K, E, dtype)
+    scale = E**-0.5
+    exact = reference(q, k, v, dout, scale, None, torch.float64)
+    plain = reference(q, k, v, dout, scale, None, dtype)
+    out, lse, state = A.attention_forward(q, k, v, scale=scale, backend="cpu")
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend="cpu")
+    for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
+        check(got, p, e, name, dtype, T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_documents(dtype):
+    q, k, v, dout = inputs(2, 20, 4, 2, 16, dtype)
+    documents = A.Documents((0, 3, 4, 20, 33, 40), torch.tensor([0, 3, 4, 20, 33, 40], dtype=torch.int32))
+    assert documents.longest == 16
+    exact = reference(q, k, v, dout, 0.25, documents, torch.float64)
+    plain = reference(q, k, v, dout, 0.25, documents, dtype)
+    out, lse, state = A.attention_forward(q, k, v, scale=0.25, documents=documents, backend="cpu")
+    grads = A.attention_backward(
+        dout, q, k, v, out, lse, state, scale=0.25, documents=documents, backend="cpu"
+    )
+    lse = lse.view(4, 2, 20).transpose(0, 1)
+    for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
+        check(got, p, e, name, dtype, 20)
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_gpu_backends_call_their_ops_by_schema(backend):
+    """On meta tensors: the arguments fit, and the gradients have the shapes of their inputs."""
+    dtype = torch.float32 if backend == "efficient" else torch.bfloat16
+    q, k, v, dout = (x.to("meta") for x in inputs(2, 37, 4, 4 if backend == "cudnn" else 2, 16, dtype))
+    out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
+    assert out.shape == q.shape
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, backend=backend)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+# The argument lists of torch 2.11 and 2.13; ours must bind to both.
+SCHEMAS = {
+    "2.11": "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None) "
+    "-> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    "2.13": "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, Tensor? block_table=None, "
+    "int? num_splits=None) "
+    "-> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+}
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_varlen_call_binds_to_each_version(version, monkeypatch):
+    library = torch.library.Library(f"stub{version.replace('.', '_')}", "FRAGMENT")
+    library.define(f"forward{SCHEMAS[version]}")
+    seen = {}
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, *rest, **options):
+        seen.update(options, cu_q=cu_q, max_q=max_q)
+        seed = torch.zeros(2, dtype=torch.uint64)
+        return q.clone(), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32), seed, seed.clone(), q.new_zeros(0)
+
+    library.impl("forward", forward, "CompositeExplicitAutograd")
+    namespace = getattr(torch.ops, f"stub{version.replace('.', '_')}")
+
+    class Aten:
+        _flash_attention_forward = namespace.forward
+
+    monkeypatch.setattr(A, "aten", Aten)
+    documents = A.Documents((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32))
+    q = torch.randn(12, 4, 16)
+    out, lse, state = A._varlen_forward(q, q, q, documents, 0.25)
+    assert out.shape == (12, 4, 16) and lse.shape == (4, 12) and len(state) == 2
+    assert seen["max_q"] == 7 and seen["scale"] == 0.25 and torch.equal(seen["cu_q"], documents.cu_seqlens)
+
+
+def test_groups_keep_a_gpu_full_and_memory_small():
+    # 128k tokens: one KV head's four query heads are 4,096 blocks; 1k tokens: 32, so all heads go together.
+    assert A.heads_per_group(1, 131072, 32, 8) == 1
+    assert A.heads_per_group(1, 16384, 32, 8) == 1
+    assert A.heads_per_group(1, 8192, 32, 8) == 2
+    assert A.heads_per_group(1, 1024, 32, 8) == 8
+    assert A.heads_per_group(8, 8192, 32, 8) == 1
+    assert A.heads_per_group(1, 128, 6, 3) == 3
+
+
+def test_backend_of_each_device():
+    assert A.choose_backend("cpu", torch.bfloat16, 4, 2, 16, 128) == "cpu"
+    assert A.choose_backend("cuda", torch.float32, 4, 2, 16, 128) == "efficient"
+    assert A.supported(128, torch.bfloat16, torch.device("cuda")) is None
+    assert "head_dim" in A.supported(260, torch.bfloat16, torch.device("cuda"))
+    assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), documents=True)
