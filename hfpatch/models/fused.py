@@ -135,8 +135,8 @@ class TiledLayer:
             normed = norm(total)
         return total + self.mlp(normed)
 
-    def why_not_tiled(self, x: Tensor, documents: bool = False) -> str | None:
-        """None where this layer can run tile by tile now, else the reason."""
+    def why_not_tiled(self, like: Tensor, documents: bool = False) -> str | None:
+        """None where this layer can run tile by tile now, else the reason. like: of the hidden states' dtype and device."""
         attn = self.self_attn
         if self.training and attn.attention_dropout:
             return "attention dropout"
@@ -144,11 +144,20 @@ class TiledLayer:
         hooks = (h for h in attn._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
         if any(hooks) or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
             return "hooks on self_attn"
-        if x.dim() != 3:
-            return "input that is not [batch, tokens, hidden]"
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return supported(attn.head_dim, dtype, x.device, documents)
+        device = like.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+        return supported(attn.head_dim, dtype, like.device, documents)
+
+    def __call__(self, hidden_states, *args, **kwargs):
+        if torch.is_grad_enabled() and not hidden_states.requires_grad and self._under_zero3:
+            # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs before the module's
+            # backward where no input wants a gradient (the first layer under LoRA).
+            hidden_states = hidden_states.detach().requires_grad_(True)
+        return super().__call__(hidden_states, *args, **kwargs)
+
+    @property
+    def _under_zero3(self) -> bool:
+        return any(hasattr(p, "ds_id") for p in self.input_layernorm.parameters())
 
     def forward(
         self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
@@ -217,14 +226,12 @@ class FusedModel:
         if wants:
             extra = {"hfpatch_documents": documents} if engine is not None and documents is not None else {}
             return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None, **extra)
-        tiled = engine is not None and self.layers[0].why_not_tiled(
-            self._probe(inputs_embeds), documents is not None
-        ) is None
+        like = self.embed_tokens.weight if inputs_embeds is None else inputs_embeds
+        tiled = engine is not None and self.layers[0].why_not_tiled(like, documents is not None) is None
         if not tiled and (documents is not None or self.config._attn_implementation != "sdpa"):
             return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None)
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        del inputs_embeds, given
         if position_ids is None:
             position_ids = torch.arange(T, device=x.device).unsqueeze(0)
         return_dict = kwargs.get("return_dict")
@@ -241,13 +248,6 @@ class FusedModel:
             )  # fmt: skip
         out = BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=None)
         return out if return_dict else out.to_tuple()
-
-    def _probe(self, inputs_embeds):
-        """Something with the dtype and device that the hidden states will have."""
-        if inputs_embeds is not None:
-            return inputs_embeds
-        weight = self.embed_tokens.weight
-        return weight.new_empty(0, 0, 0) if weight.dim() != 3 else weight
 
     @staticmethod
     def _padded(attention_mask) -> bool:

@@ -1,0 +1,135 @@
+"""What each engine's worker shares: one tiny model, one set of rows, one way to train, and the way out."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numerics
+
+import hfpatch
+
+ROWS, TOKENS, VOCAB = 32, 24, 96
+SETTINGS = dict(
+    max_steps=4, save_steps=2, logging_steps=1, gradient_accumulation_steps=2, learning_rate=1e-2, weight_decay=0.1,
+    warmup_steps=1, max_grad_norm=1.0, report_to="none", disable_tqdm=True, use_cpu=True, seed=5,
+)  # fmt: skip
+
+
+def make_config(tied: bool = False, **overrides) -> LlamaConfig:
+    settings = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=None,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaConfig(**{**settings, **overrides})
+
+
+def make_model(tied: bool = False, dtype=torch.float32, **overrides) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(make_config(tied, **overrides)).to(dtype)
+
+
+def make_rows(positions: bool = False) -> list[dict]:
+    """Rows with a different number of ignored labels each, so that a mean of means would differ from the mean."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(ROWS):
+        ids = torch.randint(2, VOCAB, (TOKENS,), generator=generator)
+        labels = ids.clone()
+        labels[: i % 11] = -100
+        row = {"input_ids": ids, "labels": labels}
+        if positions:
+            row["position_ids"] = torch.arange(TOKENS)
+        rows.append(row)
+    return rows
+
+
+def train(model, folder, *, batch: int, resume=None, rows=None, **overrides) -> Trainer:
+    """Four optimizer steps of two micro-batches of `batch` rows each; a checkpoint after two."""
+    args = TrainingArguments(str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
+    trainer = Trainer(model, args, train_dataset=rows or make_rows())
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def report(folder, **found) -> None:
+    """Writes what this rank found, then leaves without gloo's teardown, which aborts about one run in ten."""
+    rank = int(os.environ.get("RANK", 0))
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+KINDS = ("plain", "tied", "lora", "lora-first")
+
+
+def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Module:
+    """plain, tied, lora (apply, then adapters on every projection) or lora-first (adapters, then apply)."""
+    model = make_model(tied=kind == "tied")
+
+    def patch():
+        if patched:
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))  # does not divide the tokens
+
+    if kind != "lora-first":
+        patch()
+    if kind.startswith("lora"):
+        torch.manual_seed(7)
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, which gives A no gradient
+                torch.nn.init.normal_(parameter, std=0.1)
+    if kind == "lora-first":
+        patch()
+    return model.to(dtype).train()
+
+
+def micro_batches() -> list[dict]:
+    """Four micro-batches of two rows: a rank takes every other one, so two ranks accumulate two each."""
+    rows = make_rows()[8:16]
+    pairs = [rows[i : i + 2] for i in range(0, 8, 2)]
+    return [{key: torch.stack([row[key] for row in pair]) for key in pair[0]} for pair in pairs]
+
+
+def label_count() -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches())
+
+
+def reference_gradients(kind: str, dtype) -> dict[str, torch.Tensor]:
+    """Of the stock model in this process, over all micro-batches."""
+    model = variant(kind, dtype, patched=False)
+    for batch in micro_batches():
+        model(**batch, num_items_in_batch=torch.tensor(label_count())).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def worst(kind: str, got: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Each gradient's error over its budget (tests/numerics.py); above one is a failure. Missing ones are infinite."""
+    plain, exact = reference_gradients(kind, torch.float32), reference_gradients(kind, torch.float64)
+    found = {}
+    for name in exact:
+        if name not in got or got[name] is None:
+            found[name] = float("inf")
+            continue
+        error = (got[name].double() - exact[name]).abs().max().item()
+        found[name] = error / numerics.budget(plain[name], exact[name])
+    return found
+
+
+def quiet() -> None:
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)

@@ -1,0 +1,146 @@
+"""Two gloo processes under each engine: it is really on, training and resuming give the single process's losses, one
+file comes out, and hfpatch's gradients are those of the stock model in one process.
+
+One launch an engine, since a launch takes most of the time; the workers check as much as they can in it.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numerics
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_spec = importlib.util.spec_from_file_location("consolidate", ROOT / "scripts" / "consolidate.py")
+consolidate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(consolidate)
+
+
+def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
+    """Runs a worker in its own process group and returns what each rank reported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
+           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=HERE, env=env, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = f"none after {seconds} s"
+    reports = sorted(folder.glob("rank*.json"))
+    assert code == 0 and reports, f"exit code {code}\n{log.read_text()[-6000:]}"
+    return [json.loads(path.read_text()) for path in reports]
+
+
+def torchrun(worker: str, *args, folder: Path) -> list[dict]:
+    reports = launch(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, worker, *args, folder, folder=folder
+    )
+    assert len(reports) == 2
+    return reports
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The stock model in one process: losses and weights in float32 and float64."""
+    folder = tmp_path_factory.mktemp("single")
+    (losses,) = launch("single_worker.py", folder, folder=folder)
+    weights = {dtype: load_file(folder / f"{dtype}-final" / "model.safetensors") for dtype in ("float32", "float64")}
+    return losses, weights
+
+
+def assert_trains_alike(reports: list[dict], single) -> None:
+    """Losses within twice what the single process loses to float32; resumed from the middle, the same to the bit."""
+    losses, _ = single
+    plain, exact = torch.tensor(losses["float32"]), torch.tensor(losses["float64"], dtype=torch.float64)
+    for report in reports:
+        numerics.assert_close(torch.tensor(report["losses"]), plain, exact, "losses")
+        assert report["resumed"] == report["losses"]
+
+
+def assert_weights(path: Path, single) -> None:
+    _, weights = single
+    got = load_file(path)
+    assert got.keys() == weights["float64"].keys()
+    for name, exact in weights["float64"].items():
+        numerics.assert_close(got[name], weights["float32"][name], exact, name)
+
+
+def assert_gradients(reports: list[dict], *more) -> None:
+    for report in reports:
+        assert set(report["worst"]) == {"plain", "tied", "lora", "lora-first", *more}
+        for kind, found in report["worst"].items():
+            assert len(found) >= 20
+            late = {name: ratio for name, ratio in found.items() if not ratio <= 1}
+            assert not late, (kind, late)
+
+
+def half_of(single) -> int:
+    return sum(w.numel() for w in single[1]["float32"].values()) // 2
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1_full_shard"])
+def test_fsdp(name, single, tmp_path):
+    reports = torchrun("fsdp_worker.py", name, folder=tmp_path)
+    wrapper = "FSDPLlamaDecoderLayer" if name == "fsdp2" else "FullyShardedDataParallel"
+    for report in reports:
+        assert wrapper in report["classes"]
+        assert report["dtensors"] is (name == "fsdp2")
+        assert report["local"] == half_of(single)
+    assert_trains_alike(reports, single)
+    assert_gradients(reports)
+    out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
+    assert_weights(out, single)
+
+
+def test_zero3_offload_through_accelerate_launch(single, tmp_path):
+    config = json.loads((ROOT / "ds_configs" / "zero3_cpu_offload.json").read_text())
+    # Else DeepSpeed builds its CPU Adam in C++, a minute and a half.
+    config["zero_force_ds_cpu_optimizer"] = False
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    reports = launch(
+        "-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, "--use_deepspeed",
+        "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "--zero3_init_flag", "false", "zero_worker.py", tmp_path, folder=tmp_path,
+    )  # fmt: skip
+    assert len(reports) == 2
+    for report in reports:
+        assert report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"]
+        assert report["offloaded"] == ["cpu", "cpu"]
+        assert report["local"] == half_of(single)
+    assert_trains_alike(reports, single)
+    assert_gradients(reports, "plain without offload")
+    assert_weights(tmp_path / "final" / "model.safetensors", single)
+    out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
+    assert_weights(out, single)
+
+
+def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "model.safetensors").write_text("mine")
+    for source, target, message in [
+        ("none", "new", "expected a checkpoint folder"),
+        ("empty", "new", "neither ZeRO nor sharded FSDP"),
+        ("empty", "taken", "already holds weights"),
+    ]:
+        assert consolidate.main([str(tmp_path / source), str(tmp_path / target)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("hfpatch: ") and message in said
+    assert not (tmp_path / "new").exists()
