@@ -1,8 +1,9 @@
 """Any other decoder: its layers stay transformers' own, each checkpointed whole with its input offloaded."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
+from transformers.cache_utils import Cache
 
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 
@@ -26,17 +27,24 @@ class WholeLayer:
         vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
 
     def forward(self, hidden_states, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        caches = [a for a in (*args, *kwargs.values()) if isinstance(a, Cache)]
+        if any(c.get_seq_length() for c in caches):
+            return super().forward(hidden_states, *args, **kwargs)
+        # Models make an empty cache in training too; running a layer again would write its keys twice.
+        args = [None if isinstance(a, Cache) else a for a in args]
+        kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
         run = lambda h: super(WholeLayer, self).forward(h, *args, **kwargs)  # noqa: E731
-        cached = any(kwargs.get(n) is not None for n in ("past_key_values", "past_key_value", "layer_past"))
-        if not (self.training and torch.is_grad_enabled()) or cached or torch.compiler.is_compiling():
-            return run(hidden_states)
         return offloaded_checkpoint(self._hfpatch_engine, run, hidden_states)
 
     def __reduce_ex__(self, protocol):
         return _rebuild, (self._hfpatch_base,), self.__dict__
 
 
-@lru_cache(maxsize=None)
+@cache
 def whole_layer_class(base: type) -> type:
     """The class that modules of class `base` get; it has the same name."""
     return type(base.__name__, (WholeLayer, base), {"_hfpatch_base": base, "__module__": __name__})

@@ -1,0 +1,460 @@
+"""Traps of patching transformers: names, copies, checkpoints, configurations, outputs, generation, compilation."""
+
+import copy
+import io
+import os
+import warnings
+import weakref
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaModel
+from transformers.models.llama import modeling_llama as hf
+
+import hfpatch
+from hfpatch.models import fused
+
+
+def count_tiled(monkeypatch) -> list:
+    """Appended to at each call of the tiled layer."""
+    calls, tiled = [], fused._tiled_layer
+    monkeypatch.setattr(fused, "_tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
+    return calls
+
+
+# --- names and copies --------------------------------------------------------------------------------------------------------
+
+
+def test_class_names_stay():
+    """FSDP's wrap policies, accelerate's _find_final_norm, PEFT and quantisers read them."""
+    stock = tiny.llama()
+    assert [k.__name__ for k in tiny.classes(tiny.patched(stock))] == [k.__name__ for k in tiny.classes(stock)]
+    assert all(isinstance(m, k) for m, k in zip(tiny.patched(stock).modules(), tiny.classes(stock)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_pretrained_is_byte_equal_to_stock(tmp_path, tied):
+    """A renamed class leaks into config.json's "architectures"; a wrapper module into the keys."""
+    stock = tiny.llama(tie_word_embeddings=tied)
+    ours = tiny.patched(stock)
+    tiny.step(ours, tiny.labelled())
+    stock.save_pretrained(tmp_path / "stock")
+    ours.save_pretrained(tmp_path / "ours")
+    names = sorted(os.listdir(tmp_path / "stock"))
+    assert sorted(os.listdir(tmp_path / "ours")) == names and "model.safetensors" in names
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(loaded) is hf.LlamaForCausalLM
+    assert torch.equal(loaded(tiny.ids()).logits, stock.eval()(tiny.ids()).logits)
+
+
+def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):
+    """type(model).from_pretrained, as TRL and PEFT call it, must not give a class whose settings were never made."""
+    stock = tiny.llama()
+    stock.save_pretrained(tmp_path)
+    again = type(tiny.patched(stock)).from_pretrained(tmp_path).train()
+    tiny.assert_as_good(again, stock, tiny.labelled())
+
+
+def test_state_dict_round_trip():
+    stock = tiny.llama()
+    ours = tiny.patched(tiny.llama(initializer_range=0.02))
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+def test_deepcopy_is_patched_and_apart():
+    """A closure or a bound method would keep the copy computing with the original's weights."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    tiny.step(ours, tiny.labelled())
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.fill_(float("nan"))
+    tiny.assert_as_good(twin, stock, tiny.labelled())
+    assert tiny.classes(twin) == tiny.classes(ours)
+    assert twin.model.layers[0]._hfpatch_engine is not ours.model.layers[0]._hfpatch_engine
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_torch_save_of_the_whole_model(used):
+    """Liger's bound methods fail here. Also once the engine has run."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    if used:
+        tiny.step(ours, tiny.labelled())
+        ours.zero_grad()
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert tiny.classes(loaded) == tiny.classes(ours)
+    tiny.assert_as_good(loaded, stock, tiny.labelled())
+    hfpatch.undo(loaded)
+    assert tiny.classes(loaded) == tiny.classes(stock)
+
+
+def test_patched_model_is_freed():
+    model = tiny.patched(tiny.llama())
+    tiny.step(model, tiny.labelled())
+    gone = weakref.ref(model.model.layers[0].mlp.gate_proj.weight)
+    del model
+    import gc
+
+    gc.collect()
+    assert gone() is None
+
+
+# --- configurations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["off", "tiled"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mlp_bias": True},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"hidden_act": "gelu_new"},
+        {"hidden_act": "gelu_pytorch_tanh"},
+        {"tie_word_embeddings": True},
+        {"head_dim": 24},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"pad_token_id": None},
+    ],
+    ids=lambda c: "-".join(f"{n}={v}" for n, v in c.items()),
+)
+def test_configurations(changes, way):
+    """Naive: biases dropped, SiLU computed for gelu, a tied weight's gradient counted once."""
+    stock = tiny.llama(**changes)
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+
+
+def test_unknown_activation_keeps_the_mlp_and_says_so():
+    stock = tiny.llama(hidden_act="relu")
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert ("mlp", "no fused form of hidden_act 'relu'") in report.skipped
+    assert all(type(layer.mlp) is hf.LlamaMLP for layer in ours.model.layers)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_embeddings(when, tied):
+    """resize_token_embeddings makes a new Linear: a weight captured at patch time would be the old one."""
+    stock = tiny.llama(tie_word_embeddings=tied)
+    ours = copy.deepcopy(stock)
+    if when == "after":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    for model in (ours, stock):
+        torch.manual_seed(7)
+        model.resize_token_embeddings(tiny.VOCAB + 9, mean_resizing=False)
+    if when == "before":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    batch = tiny.labelled()
+    batch["labels"][1, 5] = batch["input_ids"][1, 5] = tiny.VOCAB + 8
+    tiny.assert_as_good(ours, stock, batch)
+    hfpatch.undo(ours)
+    assert tiny.classes(ours) == tiny.classes(stock)
+
+
+def test_new_head_falls_back_and_says_so():
+    """A head that is no Linear (quantised, adapted) is called as it is, through whole logits."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    for model in (ours, stock):
+        weight = model.lm_head.weight
+        model.lm_head = Doubled(64, tiny.VOCAB, bias=False)
+        model.lm_head.weight = weight
+    with pytest.warns(UserWarning, match="whole logits, as lm_head is a .*Doubled"):
+        out = ours(**tiny.labelled())
+    assert out.logits is not None
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+def test_dropout_is_drawn_again_in_backward():
+    """attention_dropout: whole-layer checkpoints with the generator's state brought back; same draws, same numbers as stock."""
+    stock = tiny.llama(attention_dropout=0.3)
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert any("attention_dropout" in note for note in report.notes)
+    torch.manual_seed(5)
+    got = tiny.step(ours, tiny.labelled())
+    torch.manual_seed(5)
+    plain = tiny.step(stock, tiny.labelled())
+    double = tiny.exact(stock)
+    torch.manual_seed(5)
+    exact = tiny.step(double, tiny.labelled())
+    assert (plain["loss"] - exact["loss"]).abs() < 1e-4, "the float64 twin draws the same"
+    for name in got:
+        tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
+
+
+# --- transformers' own checkpointing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_transformers_checkpointing_is_replaced_and_comes_back(when, monkeypatch):
+    """Trainer turns it on after apply; the layer's own engine must stay in place, and undo must leave theirs working."""
+    stock = tiny.llama()
+    ours = copy.deepcopy(stock)
+    if when == "before":
+        tiny.checkpoint(ours)
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    if when == "after":
+        tiny.checkpoint(ours)
+    calls = count_tiled(monkeypatch)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+    assert len(calls) == 2, "once a layer: not recomputed as a whole"
+    hfpatch.undo(ours)
+    runs = []
+    ours.model.layers[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+    assert len(runs) == 2
+
+
+# --- what callers ask of the outputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hidden_states(training, monkeypatch):
+    """Recorded by class name, through hooks that stay: asking once must not turn the tiled layer off for good."""
+    stock = tiny.llama().train(training)
+    ours = tiny.patched(stock).train(training)
+    for _ in range(2):
+        got = ours(tiny.ids(), output_hidden_states=True).hidden_states
+        plain = stock(tiny.ids(), output_hidden_states=True).hidden_states
+        true = tiny.exact(tiny.llama())(tiny.ids(), output_hidden_states=True).hidden_states
+        assert len(got) == len(plain) == 3
+        for g, p, e in zip(got, plain, true):
+            tiny.numerics.assert_close(g, p, e)
+    ours.train()
+    calls = count_tiled(monkeypatch)
+    tiny.assert_as_good(ours, tiny.llama(), tiny.labelled())
+    assert len(calls) == 2
+
+
+def test_hidden_states_with_labels_carry_gradients():
+    stock = tiny.llama()
+    loss = lambda out: out.loss + out.hidden_states[1].pow(2).mean() + out.hidden_states[-1].pow(2).mean()  # noqa: E731
+    tiny.assert_as_good(tiny.patched(stock), stock, {**tiny.labelled(), "output_hidden_states": True}, loss)
+
+
+def test_attentions_then_training_is_tiled_again(monkeypatch):
+    stock = tiny.llama(attn_implementation="eager")
+    ours = tiny.patched(stock)
+    got, plain = (m(tiny.ids(), output_attentions=True).attentions for m in (ours, stock))
+    assert len(got) == len(plain) == 2
+    for g, p in zip(got, plain):
+        assert g.shape == (2, 4, tiny.TOKENS, tiny.TOKENS)
+        torch.testing.assert_close(g, p)
+    calls = count_tiled(monkeypatch)
+    tiny.assert_as_good(ours, tiny.llama(attn_implementation="eager"), tiny.labelled())
+    assert len(calls) == 2, "the recording hooks that transformers leaves behind count as hooks on self_attn"
+    hfpatch.undo(ours)
+    tiny.assert_as_good(ours, tiny.llama(attn_implementation="eager"), tiny.labelled())
+
+
+@pytest.mark.parametrize("cls", [hf.LlamaForCausalLM, LlamaModel])
+@pytest.mark.parametrize("through", ["argument", "config"])
+def test_return_dict_false(cls, through):
+    stock = tiny.llama(cls)
+    batch = tiny.labelled() if cls is hf.LlamaForCausalLM else {"input_ids": tiny.ids()}
+    ours = tiny.patched(stock)
+    if through == "argument":
+        batch["return_dict"] = False
+    else:
+        ours.config.return_dict = False
+    out = ours(**batch)
+    assert type(out) is tuple
+    batch.pop("return_dict", None)
+    assert torch.equal(out[0], tiny.patched(tiny.llama(cls))(**batch)[0])
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([2, 5, 20])], ids=["1", "3", "tensor"])
+def test_logits_to_keep(keep):
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock)
+    got, plain = (m(tiny.ids(), logits_to_keep=keep).logits for m in (ours, stock))
+    assert got.shape == (2, keep if isinstance(keep, int) else len(keep), tiny.VOCAB)
+    tiny.numerics.assert_close(got, plain, tiny.exact(stock)(tiny.ids(), logits_to_keep=keep).logits)
+
+
+def test_logits_to_keep_with_labels():
+    """The loss is then over the kept logits, labels being cut by the caller."""
+    stock = tiny.llama()
+    batch = {"input_ids": tiny.ids(), "labels": tiny.ids()[:, -6:], "logits_to_keep": 6}
+    tiny.assert_as_good(tiny.patched(stock), stock, batch)
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_inputs_embeds(way):
+    """The gradient of the embeddings passed in, which the caller still holds: it must not be overwritten, nor the input."""
+    stock = tiny.llama(dtype=torch.float32)
+    embeds = torch.randn(2, tiny.TOKENS, 64, generator=torch.Generator().manual_seed(2))
+    kept = embeds.clone()
+    batch = {"inputs_embeds": embeds, "labels": tiny.ids()}
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, batch)
+    assert torch.equal(embeds, kept)
+
+
+def test_no_input_and_both_inputs_raise_as_stock():
+    ours = tiny.patched(tiny.llama())
+    for batch in ({}, {"input_ids": tiny.ids(), "inputs_embeds": torch.zeros(2, tiny.TOKENS, 64)}):
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            ours(**batch, labels=tiny.ids())
+
+
+def test_no_labels_gives_logits():
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    for training in (True, False):
+        stock.train(training), ours.train(training)
+        got, plain, true = (m(tiny.ids()).logits for m in (ours, stock, tiny.exact(stock)))
+        tiny.numerics.assert_close(got, plain, true)
+
+
+# --- generation --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apply_options", [{}, {"checkpointing": "off"}], ids=["tiled", "off"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}, {"do_sample": True}], ids=str)
+def test_generate_gives_the_same_tokens(padding, options, apply_options):
+    """Bit-equal tokens in fp32, with the KV cache, batched, padded on the left."""
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock, **apply_options)
+    input_ids = tiny.ids(3, 9)
+    mask = torch.ones_like(input_ids)
+    if padding == "left":
+        for row, n in ((0, 4), (1, 1)):
+            input_ids[row, :n], mask[row, :n] = 0, 0
+    arguments = {"max_new_tokens": 12, "do_sample": False, **options}
+    tokens = []
+    for model in (ours, stock):
+        torch.manual_seed(11)
+        tokens.append(model.generate(input_ids, attention_mask=mask, **arguments))
+    assert torch.equal(*tokens) and tokens[0].shape[1] > 9
+
+
+def test_cache_step_by_step_equals_one_pass():
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock)
+    whole = ours(tiny.ids()).logits
+    cache, parts = None, []
+    for a, b in ((0, 10), (10, 11), (11, 24)):
+        out = ours(tiny.ids()[:, a:b], past_key_values=cache, use_cache=True)
+        cache, parts = out.past_key_values, [*parts, out.logits]
+    tiny.numerics.assert_close(torch.cat(parts, 1), whole, tiny.exact(stock)(tiny.ids()).logits)
+
+
+# --- torch.compile -----------------------------------------------------------------------------------------------------------
+
+
+def test_compile_fullgraph():
+    """checkpointing="off": one graph, forward and backward, from the ops' fakes."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing="off")
+    ours.compile(fullgraph=True, backend="aot_eager")
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+def test_compile_fullgraph_logits():
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock, checkpointing="off")
+    ours.compile(fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        got, plain, true = (m(tiny.ids()).logits for m in (ours, stock, tiny.exact(stock)))
+    tiny.numerics.assert_close(got, plain, true)
+
+
+# Where a graph breaks, Dynamo reads .grad of what comes in.
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@breaks
+@pytest.mark.parametrize("way", ["off", "tiled"])
+def test_compile_never_builds_a_mask(way, monkeypatch):
+    """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart from every other size."""
+    tokens = 211
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way] if way == "off" else hfpatch.Checkpointing(tile=64))
+    seen = []
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and list(value.shape[-2:]) == [tokens, tokens]:
+                seen.append((node.name, tuple(value.shape)))
+        return graph.forward
+
+    torch._dynamo.reset()
+    ours.compile(backend=backend, dynamic=False)
+    tiny.assert_as_good(ours, stock, tiny.labelled(1, tokens))
+    assert not seen
+
+
+@breaks
+def test_compile_with_the_tiled_layer():
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    torch._dynamo.reset()
+    ours.compile(backend="aot_eager")
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+# --- other architectures -----------------------------------------------------------------------------------------------------
+
+
+def others():
+    import transformers as t
+
+    small = {"vocab_size": tiny.VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more = {**small, "num_key_value_heads": 2, "head_dim": 16}
+    return {
+        "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=tiny.VOCAB, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+        "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**more, pad_token_id=0)),
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**{**more, "num_local_experts": 4}, pad_token_id=0)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("offload", ["gpu", "host"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "gemma2", "mixtral"])
+def test_unknown_architecture_is_checkpointed_whole(name, offload):
+    """No row: whole layers, inputs offloaded, the report says so, and gradients are stock's to the bit."""
+    torch.manual_seed(0)
+    stock = others()[name]().train()
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload=offload))
+    assert report.count("checkpointing") == 3 and "checkpointed whole" in str(report)
+    assert any(option == "rms_norm" and "no fused parts" in reason for option, reason in report.skipped)
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    assert [k.__name__ for k in tiny.classes(again)] == [k.__name__ for k in tiny.classes(stock)]
+    layers = max((m for m in ours.modules() if isinstance(m, nn.ModuleList)), key=len)
+    runs = []
+    norm = next(m for m in layers[1].modules() if "Norm" in type(m).__name__)
+    norm.register_forward_hook(lambda *_: runs.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # eager-only architectures say which attention they prefer
+        got, plain = tiny.step(ours, tiny.labelled()), tiny.step(stock, tiny.labelled())
+    assert len(runs) == 2, "run again in backward"
+    assert got.keys() == plain.keys()
+    assert all(torch.equal(got[n], plain[n]) for n in got)
+    hfpatch.undo(ours)
+    assert tiny.classes(ours) == tiny.classes(stock)
