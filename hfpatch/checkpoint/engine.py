@@ -11,7 +11,7 @@ from hfpatch.checkpoint import memory
 from hfpatch.checkpoint.layer import LayerCall, private_holders
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.policy import Checkpointing, choose
-from hfpatch.ops.attention import heads_per_group
+from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 from hfpatch.planner.formula import ModelShape, Policy
 
 
@@ -55,6 +55,9 @@ class Engine:
         policy = self.policies.get(key)
         if policy is None:
             policy = self._resolve(B, T, x_BTD)
+            if x_BTD.device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and self.shape is not None:
+                processors = torch.cuda.get_device_properties(x_BTD.device).multi_processor_count
+                self._refuse_large_splits(B, T, processors, memory.gpu_free(x_BTD.device))
             if policy.every > 1 and is_sharded(layer):
                 raise ValueError(
                     f"hfpatch: every={policy.every} runs several layers at once, which parameters sharded layer by layer "
@@ -81,6 +84,19 @@ class Engine:
             host_free=memory.host_free(),
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )  # fmt: skip
+
+    def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
+        """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
+        s = self.shape
+        heads = heads_per_group(B, T, s.num_heads, s.num_kv_heads) * (s.num_heads // s.num_kv_heads)
+        scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        activations = 6 * B * T * s.hidden_size * 2
+        if scratch + activations > free:
+            raise ValueError(
+                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's deterministic backward at {T} tokens "
+                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
+                "call torch.use_deterministic_algorithms(False) or shorten the sequence."
+            )
 
     def _open(self, policy: Policy, B: int, T: int, x: Tensor) -> None:
         """Copies for this policy; blocks of another length are given back first."""

@@ -169,6 +169,8 @@ def choose_backend(device_type: str, dtype: torch.dtype, n_heads: int, n_kv_head
         return "cpu"
     if dtype not in _HALF:
         return "efficient"
+    if torch.are_deterministic_algorithms_enabled():
+        return "flash"  # the one backend whose backward has a deterministic form
     if torch.version.hip is not None:
         return "flash"
     times = {}
@@ -214,6 +216,16 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
     wanted = -(-512 // max(blocks, 1))
     return next(n for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads))
+
+
+def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int) -> int:
+    """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
+
+    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each with a dq of its own.
+    """
+    splits = max(1, -(-multiprocessors // (batch * group_heads)))
+    rows = -(-tokens // 128) * 128
+    return splits * batch * rows * group_heads * head_dim * 4
 
 
 def attention_forward(q_BTHE, k_BTKE, v_BTKE, *, scale: float, documents: Documents | None = None, backend: str):

@@ -510,3 +510,16 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
     ids = tokens()
     with pytest.raises(ValueError, match="host memory.*saves"):
         model(ids, labels=ids)
+
+
+def test_deterministic_backward_is_planned_for_or_refused():
+    from hfpatch.ops.attention import deterministic_scratch
+
+    # One KV head's four query heads at 131,072 tokens on 132 multiprocessors: 33 splits of 256 MiB.
+    assert deterministic_scratch(1, 131072, 4, 128, 132) == 33 * 256 * 2**20
+    model = tiny_llama()
+    hfpatch.apply(model)
+    engine = model.model._hfpatch_engine
+    engine._refuse_large_splits(1, 4096, 132, 80 << 30)
+    with pytest.raises(ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"):
+        engine._refuse_large_splits(1, 131072, 132, 1 << 20)
