@@ -46,9 +46,10 @@ LEFT, TOP, HEIGHT, PANEL_GAP, WIDTH, BOTTOM = 74, 46, 300, 26, 1080, 52
 def ticks(top: float) -> list[float]:
     """Round steps of a binary unit, from 0 to at most top: about five of them."""
     unit = 1
-    while top / unit >= 1024:
+    while top / unit >= 1024 and unit < 1 << 30:
         unit *= 1024
-    step = next(s for s in (0.1, 0.2, 0.25, 0.5, 1, 2, 4, 5, 10, 20, 25, 50, 100, 200, 256) if top / unit / s <= 6)
+    steps = (m * 10**e for e in range(-1, 6) for m in (1, 2, 5))
+    step = next(s for s in steps if top / unit / s <= 6)
     return [i * step * unit for i in range(int(top / unit / step) + 1)]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from hfpatch.profiling.advice import sentences
 from hfpatch.profiling.page import html
 from hfpatch.profiling.report import markdown
-from hfpatch.profiling.timeline import Run
+from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run
 from hfpatch.profiling.worker import PROGRESS
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -63,9 +63,12 @@ def profile(
     An implementation that cannot run here is named in the notes; one that runs out of memory is in the report.
     Raises ValueError for a bad option, and where no implementation could run at all.
     """
+    names = impl.split(",") if isinstance(impl, str) else list(impl)
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"hfpatch: --impl takes {', '.join(IMPLEMENTATIONS)}, {name!r} came; name one of these.")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    names = impl.split(",") if isinstance(impl, str) else list(impl)
     lengths = [seq_len] if isinstance(seq_len, int) else list(seq_len)
     runs, notes = [], []
     for length in lengths:
@@ -106,14 +109,15 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
         result = Path(scratch) / "run.json"
         arguments = [sys.executable, "-m", "hfpatch.profiling.worker", json.dumps(options), str(result)]
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        with open(Path(scratch) / "stderr", "w+") as errors:
-            process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": path}
-            )
-            for text in process.stdout:
-                if text.startswith(PROGRESS):
-                    progress(text[len(PROGRESS) :].strip())
-            code = process.wait()
+        with open(Path(scratch) / "stderr", "w+", errors="replace") as errors:
+            environment = os.environ | {"PYTHONPATH": path}
+            with subprocess.Popen(
+                arguments, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
+            ) as process:
+                for text in process.stdout:
+                    if text.startswith(PROGRESS):
+                        progress(text[len(PROGRESS) :].strip())
+            code = process.returncode
             errors.seek(0)
             said = [text for text in errors.read().splitlines() if text.strip()]
         if code == 0 and result.exists():

@@ -17,9 +17,8 @@ import torch
 
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
-from hfpatch.profiling.timeline import Run, measure, size
+from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure
 
-IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -226,17 +225,11 @@ def _read(profiler, run, device, before, marks, head):
     blocks, run.phases, end = record.allocations(events, device.type, before, marks, head)
     measure(run, blocks, end)
     if device.type == "cuda":
-        kernels = [
-            (e.name, e.device_resource_id, e.time_range.start / 1e6, e.time_range.end / 1e6)
-            for e in profiler.events()
-            if e.device_type == torch.autograd.DeviceType.CUDA
-        ]
+        kernels = record.kernels(profiler)
         run.families = by_family((name, end - start) for name, _, start, end in kernels)
         run.memory["copy_wait_seconds"] = copy_wait(kernels)
     else:
-        run.families = by_family(
-            (e.key, e.self_cpu_time_total / 1e6) for e in profiler.key_averages() if not e.key.startswith("hfpatch.")
-        )
+        run.families = by_family(events.operator_seconds())
 
 
 def is_out_of_memory(error) -> bool:
@@ -362,6 +355,3 @@ def versions() -> dict:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
-
-
-__all__ = ["IMPLEMENTATIONS", "Options", "become", "build_model", "make_batch", "make_optimizer", "record_run", "size"]

@@ -3,8 +3,10 @@
 Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer serves all. Standard library only.
 """
 
+import bisect
 from dataclasses import asdict, dataclass, field
 
+IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
 # Drawn from the bottom up: what lives longest lies lowest.
 CATEGORIES = (
     "parameters",
@@ -127,7 +129,7 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
         lasting_max = max(lasting_max, sum(level[j] for j in lasting))
     run.relief = {name: without_max[i] for name, i in index.items()}
     run.relief["step"] = lasting_max
-    run.curve = thin(points, end)
+    run.curve = thin(points, end, borders=[start for _, start, _ in run.phases])
     run.peak_phase = next((name for name, start, stop in run.phases if start <= run.peak_at <= stop), "")
     alive = [a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)]
     run.rows = grouped(alive)
@@ -144,14 +146,14 @@ def _highest(allocations) -> int:
     return highest
 
 
-def thin(points: list, end: float, limit: int = POINTS) -> list:
-    """At most about limit points of a curve: in each slice of time the highest one and the last one."""
+def thin(points: list, end: float, limit: int = POINTS, borders=()) -> list:
+    """At most about limit points of a curve: the highest and the last of each slice of time; borders end a slice."""
     if not points:
         return []
     kept, width = [], max(end, points[-1][0], 1e-12) * 2 / limit
-    current, best, last = 0, None, None
+    current, best, last = None, None, None
     for at, level in points:
-        slot = int(at / width)
+        slot = (int(at / width), bisect.bisect_right(borders, at))
         if best is not None and slot != current:
             kept += sorted({best[1:], last[1:]})
             best = None

@@ -22,6 +22,8 @@ def main(argv) -> int:
         progress("building the model")
         run = _run(step, options, progress)
     except ValueError as error:
+        if not str(error).startswith("hfpatch:"):
+            raise
         print(error, file=sys.stderr)
         return 2
     with open(argv[1], "w") as file:

@@ -1,0 +1,68 @@
+"""The command as people and machines call it: processes, notes, exit codes, no colours in a pipe."""
+
+import json
+import stat
+import sys
+
+import pytest
+
+from hfpatch.cli import main
+from hfpatch.profiling import run as runner
+from hfpatch.profiling.command import lengths
+
+
+def call(capfd, *arguments):
+    code = main(["profile", *map(str, arguments)])
+    said = capfd.readouterr()
+    return code, said.out, said.err
+
+
+def test_stock_runs_where_liger_cannot(capfd, tmp_path):
+    """One real run through its own process; Liger has no CPU path, says so in one line, and the rest goes on."""
+    code, out, _ = call(
+        capfd, "--model", "llama-tiny", "--seq-len", 64, "--impl", "hf,liger", "--steps", 1, "--warmup", 0,
+        "--device", "cpu", "--no-stacks", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0 and "\x1b" not in out
+    notes = [text for text in out.splitlines() if "Liger" in text]
+    assert len(notes) == 1 and notes[0].startswith("hfpatch: ")
+    assert "trace of one step" in out and "KiB" in out
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "memory.png", "report.html", "report.md", "results.json", "trace-hf-64.json.gz",
+    }  # fmt: skip
+    assert notes[0] in (tmp_path / "report.md").read_text()
+
+
+def test_json_of_a_simulated_run(capfd, tmp_path):
+    code, out, _ = call(
+        capfd, "--model", "llama-tiny", "--seq-len", 4096, "--impl", "hf", "--simulate", "--json", "--out", tmp_path
+    )
+    values = json.loads(out)
+    assert code == 0 and values["runs"][0]["source"] == "simulated"
+    assert values["runs"][0]["peak_bytes"] == sum(values["runs"][0]["peak_split"].values())
+    assert "curve" not in values["runs"][0]
+    assert "(simulated)" in (tmp_path / "report.md").read_text()
+
+
+def test_a_killed_process_is_in_the_report(monkeypatch, tmp_path):
+    """The system's out-of-memory killer leaves neither message nor result."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(python))
+    done = runner.profile("llama-tiny", seq_len=64, impl="hf", out=tmp_path / "out")
+    assert "killed by the system" in done.runs[0].error
+    assert "killed by the system" in (tmp_path / "out" / "report.md").read_text()
+    assert "killed by the system" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_nothing_to_run_is_an_error(capfd, tmp_path):
+    code, _, err = call(capfd, "--model", "llama-tiny", "--impl", "nonsense", "--out", tmp_path)
+    assert code == 2 and "hf, liger, hfpatch" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths():
+    assert lengths("8k,32768, 128K") == [8192, 32768, 131072]
+    with pytest.raises(ValueError, match="^hfpatch: --seq-len"):
+        lengths("8k,many")

@@ -1,0 +1,103 @@
+"""`hfpatch env`: what it says of machines that are not here, from the facts it would have gathered there."""
+
+import copy
+import json
+
+import pytest
+
+from hfpatch import doctor
+from hfpatch.cli import main
+
+GOOD = {
+    "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0",
+                 "deepspeed": "0.19.8"},
+    "drivers": [{"name": "NVIDIA H100", "driver": "580.65", "memory_mib": "81559"}],
+    "torch_cuda": "13.0",
+    "gpus": [{"name": "NVIDIA H100", "bytes": 80 << 30, "capability": [9, 0]}],
+    "attention": {"sdpa flash": True},
+    "limits": {"host_bytes": 256 << 30, "container_bytes": 256 << 30, "host_free_bytes": 200 << 30,
+               "locked_bytes": None, "shared_memory_bytes": 64 << 30, "disk_free_bytes": 1 << 40, "cpus": 16},
+    "configs": {},
+    "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+}  # fmt: skip
+
+# (what is different there, words of the problem, words of its fix)
+WORSE = [
+    ({"versions": {"transformers": "4.56.2"}}, "transformers 4.56.2 is not supported", "transformers>=4.57,<6"),
+    ({"versions": {"transformers": "6.0.0.dev0"}}, "transformers 6.0.0.dev0 is not supported", "<6"),
+    ({"versions": {"torch": "2.8.0"}}, "torch 2.8.0", "torch>=2.9"),
+    ({"versions": {"python": "3.9.18"}}, "python 3.9.18", "Python 3.10"),
+    ({"versions": {"triton": None}}, "no triton", "pip install triton"),
+    ({"gpus": [], "torch_cuda": None}, "built for the CPU alone, beside a NVIDIA H100", "CUDA build"),
+    ({"gpus": []}, "driver 580.65 gives it no GPU", "update the driver"),
+    ({"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES is ''", "unset"),
+    ({"gpus": [{"name": "T4", "bytes": 16 << 30, "capability": [7, 5]}]}, "no bfloat16", "Ampere"),
+    ({"environment": {"TRITON_INTERPRET": "1"}}, "TRITON_INTERPRET", "unset"),
+    ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", "unset"),
+    ({"environment": {"PYTORCH_CUDA_ALLOC_CONF": ""}}, "expandable segments", "expandable_segments:True"),
+    ({"limits": {"container_bytes": 32 << 30}}, "32 of the machine's 256 GiB", "--memory"),
+    ({"limits": {"locked_bytes": 64 << 10}}, "ulimit -l is 64 KiB", "memlock=-1"),
+    (
+        {"configs": {"a.yaml": {"fsdp_config": {"fsdp_activation_checkpointing": True}}}},
+        "activation checkpointing",
+        "false",
+    ),
+    ({"configs": {"a.json": {"activation_checkpointing": "true"}}}, "activation checkpointing", "false"),
+    ({"environment": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}}, "activation checkpointing", "false"),
+    ({"configs": {"a.yaml": {"use_liger_kernel": True}}}, "use_liger_kernel", "false"),
+    ({"configs": {"a.yaml": {"fsdp_config": {"fsdp_version": 1}}}}, "FSDP1", "2"),
+]
+
+
+def with_changes(changes):
+    facts = copy.deepcopy(GOOD)
+    for key, value in changes.items():
+        facts[key] = facts[key] | value if isinstance(value, dict) else value
+    return facts
+
+
+def test_a_good_machine_has_no_problem():
+    assert doctor.problems(GOOD) == []
+
+
+@pytest.mark.parametrize("changes, what, fix", WORSE, ids=[what for _, what, _ in WORSE])
+def test_each_problem_is_found_with_its_fix(changes, what, fix):
+    found = doctor.problems(with_changes(changes))
+    matching = [p for p in found if what in p.what]
+    assert len(matching) == 1 and fix in matching[0].fix, found
+    assert len(found) == 1 or "PYTORCH_CUDA_ALLOC_CONF" not in changes.get("environment", {}), found
+
+
+def test_false_and_absent_settings_are_fine():
+    values = {"fsdp_config": {"fsdp_activation_checkpointing": False, "fsdp_version": 2}, "use_liger_kernel": "false"}
+    assert doctor.problems(with_changes({"configs": {"a.yaml": values}})) == []
+
+
+def test_several_gpus_need_shared_memory():
+    changes = {"gpus": GOOD["gpus"] * 2, "limits": {"shared_memory_bytes": 64 << 20}}
+    assert ["/dev/shm has 64 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [True]
+
+
+def test_this_machine_and_an_accelerate_config(tmp_path, capsys):
+    config = tmp_path / "fsdp.yaml"
+    config.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: true\n")
+    assert main(["env", str(config), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["versions"]["torch"] and values["limits"]["host_bytes"] > 0
+    assert any("fsdp_activation_checkpointing" in p["what"] for p in values["problems"])
+    assert main(["env", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "Fix: set fsdp_config.fsdp_activation_checkpointing to false" in out
+
+
+def test_the_default_accelerate_config_is_read(tmp_path, monkeypatch):
+    home = tmp_path / "accelerate"
+    home.mkdir()
+    (home / "default_config.yaml").write_text("fsdp_config:\n  fsdp_activation_checkpointing: true\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert str(home / "default_config.yaml") in doctor.gather()["configs"]
+
+
+def test_a_missing_file_is_one_sentence(capsys):
+    assert main(["env", "no-such.yaml"]) == 2
+    assert capsys.readouterr().err == "hfpatch: a config file was expected, no-such.yaml is none; check the path.\n"
