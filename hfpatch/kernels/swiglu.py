@@ -11,10 +11,19 @@ from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view
 
 
 @triton.jit
+def _sigmoids(x):
+    """sigmoid(x) and sigmoid(-x), both to full precision: 1 - sigmoid(x) has lost its digits where it is small."""
+    e = tl.exp(-tl.abs(x))
+    large = 1.0 / (1.0 + e)
+    small = e * large
+    return tl.where(x >= 0, large, small), tl.where(x >= 0, small, large)
+
+
+@triton.jit
 def _act_and_slope(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        s = 1.0 / (1.0 + tl.exp(-x))
-        return x * s, s * (1.0 + x * (1.0 - s))
+        s, r = _sigmoids(x)
+        return x * s, s * (1.0 + x * r)
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # sqrt(1 / 2)
         return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
@@ -22,8 +31,8 @@ def _act_and_slope(x, ACTIVATION: tl.constexpr):
         # 0.5 * (1 + tanh v) = sigmoid(2 v): no tanh (the interpreter has none) and no cancellation.
         tl.static_assert(ACTIVATION == "gelu_tanh")
         c = 1.5957691216057308  # 2 sqrt(2 / pi)
-        s = 1.0 / (1.0 + tl.exp(-c * (x + 0.044715 * x * x * x)))
-        return x * s, s + x * s * (1.0 - s) * (c * (1.0 + 0.134145 * x * x))
+        s, r = _sigmoids(c * (x + 0.044715 * x * x * x))
+        return x * s, s + x * s * r * (c * (1.0 + 0.134145 * x * x))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
 
-MAX_KERNEL_WIDTH = 32768  # a row lives in one program's registers; wider rows take the plain path
+MAX_KERNEL_WIDTH = 16384  # a row lives in one program's registers; wider rows take the plain path
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -138,7 +138,8 @@ def _backward(ctx, dy, _):
 def _add_setup_context(ctx, inputs, output):
     x, residual, weight, _, ctx.offset = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
+    # The sum carries a gradient only where a term does.
+    ctx.mark_non_differentiable(*(output[1:] if not any(ctx.needs_input_grad[:2]) else output[1:2]))
     ctx.dtypes = x.dtype, residual.dtype
     ctx.save_for_backward(output[2], weight, output[1])
 

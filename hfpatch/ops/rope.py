@@ -71,6 +71,7 @@ def _rope_inplace(q, k, cos, sin):
 def _setup_context(ctx, inputs, output):
     q, k, cos, sin, ctx.transpose, _ = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(out for out, needs in zip(output, ctx.needs_input_grad) if not needs))
     ctx.dtypes = q.dtype, k.dtype
     ctx.save_for_backward(cos, sin)
 

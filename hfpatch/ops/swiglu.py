@@ -39,16 +39,18 @@ def _act(x, name):
 
 
 def _act_and_slope(x, name):
+    # sigmoid(-x) in place of 1 - s, which would lose its digits where s is near 1 and be multiplied by x.
     if name == "silu":
         s = torch.sigmoid(x)
-        return x * s, s * (1 + x * (1 - s))
+        return x * s, s * (1 + x * torch.sigmoid(-x))
     if name == "gelu":
         cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
     # gelu_tanh is x * sigmoid(2 v) with v the cubic below: 0.5 * (1 + tanh v) = sigmoid(2 v), without cancellation.
     c = math.sqrt(2 / math.pi)
-    s = torch.sigmoid(2 * c * (x + 0.044715 * x * x * x))
-    return x * s, s + x * s * (1 - s) * (2 * c * (1 + 3 * 0.044715 * x * x))
+    v2 = 2 * c * (x + 0.044715 * x * x * x)
+    s = torch.sigmoid(v2)
+    return x * s, s + x * s * torch.sigmoid(-v2) * (2 * c * (1 + 3 * 0.044715 * x * x))
 
 
 def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):

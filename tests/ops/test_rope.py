@@ -1,0 +1,173 @@
+"""rope: transformers' apply_rotary_pos_emb, its gradients, layouts read as they lie, the caller's tensors untouched."""
+
+import pytest
+import torch
+from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hfpatch.ops.rope import rope, rope_ref
+
+
+def cos_sin(batch, tokens, width, dtype=FP32, start=0):
+    """As HF's rotary embedding makes them, with other positions in each row of a batch."""
+    positions = torch.arange(tokens)[None] + start + 3 * torch.arange(batch)[:, None]
+    angles = positions[..., None] / 100.0 ** (torch.arange(0, width, 2) / width)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+
+
+def both(cos, sin, **options):
+    op = lambda q, k: rope(q, k, cos, sin, **options)  # noqa: E731
+    exact = lambda q, k: rope_ref(q, k, cos.to(q.dtype), sin.to(q.dtype))  # noqa: E731
+    return op, lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), exact
+
+
+def heads_last(q, k):
+    """[B, T, H, E] leaves seen as [B, H, T, E]: what a projection's output looks like to HF's attention."""
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+# (B, T, H, K, E): one of each; odd counts; heads that are no power of two, E of 80 and 96; Llama-8B and -1B heads.
+SHAPES = [
+    (1, 1, 1, 1, 2),
+    (2, 5, 3, 1, 6),
+    (1, 37, 6, 3, 80),
+    (2, 3, 40, 5, 96),
+    (2, 9, 32, 8, 128),
+    (1, 33, 32, 8, 64),
+]
+
+
+@pytest.mark.parametrize("layout", ["BTHE", "BHTE"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(shape, dtype, layout):
+    B, T, H, K, E = shape
+    if layout == "BTHE":
+        q, k, view = randn(B, T, H, E, dtype=dtype), randn(B, T, K, E, dtype=dtype, seed=1), heads_last
+    else:
+        q, k, view = randn(B, H, T, E, dtype=dtype), randn(B, K, T, E, dtype=dtype, seed=1), lambda q, k: (q, k)
+    for batch in {1, B}:
+        check(*both(*cos_sin(batch, T, E, dtype)), (q, k), view=view, retain=True)
+
+
+def test_halves_that_differ():
+    # HF repeats the first half of cos and sin; where the halves differ, negating the sine would be a wrong gradient.
+    q, k = randn(2, 5, 3, 8), randn(2, 5, 1, 8, seed=1)
+    check(*both(randn(1, 5, 8, seed=2), randn(1, 5, 8, seed=3)), (q, k), view=heads_last)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_mixed_dtypes(dtype):
+    # Under autocast q and k are half and HF's cos is float32: so are the results, and the gradients are half again.
+    q, k = randn(2, 5, 4, 8, dtype=dtype), randn(2, 5, 2, 8, dtype=dtype, seed=1)
+    with torch.autocast(DEVICE, dtype):
+        check(*both(*cos_sin(1, 5, 8)), (q, k), view=heads_last)
+    got = rope(*heads_last(q, k), *cos_sin(1, 5, 8), dtype=dtype)
+    want = apply_rotary_pos_emb(*heads_last(q, k), *cos_sin(1, 5, 8))
+    for g, w in zip(got, want):
+        assert g.dtype == dtype
+        torch.testing.assert_close(g, w.to(dtype))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_any_subset_of_gradients(needs):
+    q, k = randn(2, 5, 4, 8), randn(2, 5, 2, 8, seed=1)
+    check(*both(*cos_sin(2, 5, 8)), (q, k), view=heads_last, needs=needs)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_of_two(used):
+    q, k = randn(2, 4, 5, 8).requires_grad_(), randn(2, 2, 5, 8, seed=1).requires_grad_()
+    cos, sin = cos_sin(1, 5, 8)
+    (got,) = torch.autograd.grad(rope(q, k, cos, sin)[used].square().sum(), (q, k)[used])
+    (want,) = torch.autograd.grad(rope_ref(q, k, cos, sin)[used].square().sum(), (q, k)[used])
+    torch.testing.assert_close(got, want)
+
+
+# Slices of one fused projection, a strided last dimension, and keys expanded from one head.
+@pytest.mark.parametrize("layout", ["fused", "strided", "expanded"])
+def test_layouts(layout):
+    views = {
+        "fused": lambda q, k: (q[:, :, :3, :8].transpose(1, 2), q[:, :, 3:, :8].transpose(1, 2)),
+        "strided": lambda q, k: (q[..., ::2].transpose(1, 2), k[..., ::2].transpose(1, 2)),
+        "expanded": lambda q, k: (q[..., :8].transpose(1, 2), k[:, :, :1, :8].expand(-1, -1, 4, -1).transpose(1, 2)),
+    }
+    q, k = randn(2, 5, 4, 16), randn(2, 5, 4, 16, seed=1)
+    check(*both(*cos_sin(2, 5, 8)), (q, k), view=views[layout], needs=[True, layout != "fused"])
+
+
+def test_a_view_keeps_its_layout_and_the_callers_tensors():
+    q, k = heads_last(randn(2, 5, 4, 8), randn(2, 5, 2, 8, seed=1))
+    before = q.clone(), k.clone()
+    outs = rope(q, k, *cos_sin(1, 5, 8))
+    assert [o.stride() for o in outs] == [q.stride(), k.stride()]
+    assert torch.equal(q, before[0]) and torch.equal(k, before[1])
+
+
+@pytest.mark.parametrize("width", [8, 128])
+def test_inplace(width):
+    q, k = heads_last(randn(2, 5, 4, width, dtype=BF16), randn(2, 5, 2, width, dtype=BF16, seed=1))
+    cos, sin = cos_sin(1, 5, width, BF16)
+    want = rope(q, k, cos, sin)
+    got = rope(q, k, cos, sin, inplace=True)
+    assert [g.data_ptr() for g in got] == [q.data_ptr(), k.data_ptr()]
+    for g, w in zip(got, want):
+        assert torch.equal(g, w)
+    # Recorded by autograd: right values, and what was given up is not needed for the gradient.
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    check(*both(cos, sin, inplace=True), leaves)
+
+
+def test_zero_length():
+    q, k = randn(2, 4, 0, 8).requires_grad_(), randn(2, 2, 0, 8).requires_grad_()
+    outs = rope(q, k, *cos_sin(1, 0, 8))
+    (outs[0].sum() + outs[1].sum()).backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_gradcheck_twice():
+    q, k = randn(2, 3, 5, 6, dtype=FP64).requires_grad_(), randn(2, 1, 5, 6, dtype=FP64, seed=1).requires_grad_()
+    op, _, _ = both(*cos_sin(2, 5, 6, FP64))
+    assert torch.autograd.gradcheck(op, (q, k))
+    assert torch.autograd.gradgradcheck(op, (q, k))
+
+
+def test_a_learned_rotation_gets_its_gradient():
+    q, k = randn(1, 3, 5, 6, dtype=FP64), randn(1, 1, 5, 6, dtype=FP64, seed=1)
+    cos, sin = (x.requires_grad_() for x in cos_sin(1, 5, 6, FP64))
+    assert torch.autograd.gradcheck(lambda c, s: rope(q, k, c, s), (cos, sin))
+
+
+@pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
+def test_opcheck():
+    views = heads_last(randn(2, 5, 4, 8), randn(2, 5, 2, 8, seed=1))
+    q, k = (x.detach().requires_grad_() for x in views)
+    cos, sin = cos_sin(1, 5, 8)
+    opcheck("rope", q, k, cos, sin, False, None)
+    opcheck("rope", q.detach(), k, cos, sin, True, BF16)
+    opcheck("rope_inplace", q.detach(), k.detach(), cos, sin)
+
+
+@pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiles_without_a_break(inplace):
+    cos, sin = cos_sin(1, 5, 8)
+
+    def f(q, k):
+        a, b = rope(*heads_last(q * 2, k * 3), cos, sin, inplace=inplace)
+        return a.sum() + (b * b).sum()
+
+    inputs = [randn(2, 5, 4, 8).requires_grad_(), randn(2, 5, 2, 8, seed=1).requires_grad_()]
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(f(*inputs), inputs)):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), f(*inputs))
+
+
+def test_wrong_shapes_are_refused():
+    cos, sin = cos_sin(1, 5, 8)
+    for q, k in ((randn(2, 4, 5, 8), randn(2, 2, 4, 8)), (randn(2, 4, 5, 6), randn(2, 2, 5, 6))):
+        with pytest.raises(ValueError, match="hfpatch: rope expects q"):
+            rope(q, k, cos, sin)
