@@ -177,7 +177,6 @@ class Transfers:
         self.slots: list[Tensor] = []
         self.slot_free: list[object] = []
         self.free_slots: deque[int] = deque()
-        self.waited_bytes = 0
 
     # -- events ------------------------------------------------------------------------------------------------------
     def _mark(self, stream=None):
@@ -226,6 +225,7 @@ class Transfers:
         """`slots` device buffers of nbytes for tiles under way; kept while the size stays."""
         if self.slots and self.slots[0].numel() >= nbytes and len(self.slots) >= slots:
             return
+        assert len(self.free_slots) == len(self.slots), "a ring is replaced while tiles are under way"
         self.drop_ring()
         self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(slots)]
         self.slot_free = [self._mark() for _ in self.slots]

@@ -39,7 +39,9 @@ class ToHost:
 def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
     if bounds == list(range(0, B * T + 1, T)):
         return None
-    return Documents(tuple(bounds), torch.tensor(bounds, dtype=torch.int32, device=device))
+    cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, pin_memory=cuda).to(device, non_blocking=True)
+    return Documents(tuple(bounds), cu_seqlens)
 
 
 def find_documents(
