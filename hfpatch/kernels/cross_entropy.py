@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+
 MAX_BLOCK = 8192
+SCALE_BLOCK = 4096
 
 
 @triton.jit
@@ -174,7 +177,7 @@ def scale_kernel(
 
 def block_and_warps(vocab_size: int) -> tuple[int, int]:
     """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128."""
-    block = min(MAX_BLOCK, max(128, triton.next_power_of_2(vocab_size)))
+    block = min(MAX_BLOCK, max(128, next_power_of_2(vocab_size)))
     return block, max(1, min(16, block // 512))
 
 
@@ -195,28 +198,17 @@ def cross_entropy_fwd(
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
+    correct = loss_N if correct_N is None else correct_N.view(torch.int8)
     block, warps = block_and_warps(vocab_size)
-    with torch.cuda.device_of(logits_NV):
-        cross_entropy_fwd_kernel[(rows,)](
-            logits_NV,
-            labels_N,
-            scale,
-            loss_N,
-            lse_N,
-            loss_N if correct_N is None else correct_N.view(torch.int8),
-            logits_NV.stride(0),
-            vocab_size,
-            ignore_index,
-            smoothing,
-            softcap,
-            z_loss,
-            GRAD=grad,
-            ACCURACY=correct_N is not None,
-            SOFTCAP=softcap != 0.0,
-            SMOOTHING=smoothing != 0.0,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    options = {
+        "GRAD": grad,
+        "ACCURACY": correct_N is not None,
+        "SOFTCAP": softcap != 0.0,
+        "SMOOTHING": smoothing != 0.0,
+    }
+    args = (logits_NV, labels_N, scale, loss_N, lse_N, correct, logits_NV.stride(0), vocab_size)
+    args += (ignore_index, smoothing, softcap, z_loss)
+    launch(cross_entropy_fwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
 
 
 def cross_entropy_bwd(
@@ -234,27 +226,13 @@ def cross_entropy_bwd(
     if rows == 0:
         return
     block, warps = block_and_warps(vocab_size)
-    with torch.cuda.device_of(logits_NV):
-        cross_entropy_bwd_kernel[(rows,)](
-            logits_NV,
-            labels_N,
-            lse_N,
-            p_scale_N,
-            y_scale_N,
-            logits_NV.stride(0),
-            vocab_size,
-            ignore_index,
-            smoothing,
-            softcap,
-            SOFTCAP=softcap != 0.0,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    args = (logits_NV, labels_N, lse_N, p_scale_N, y_scale_N, logits_NV.stride(0), vocab_size)
+    args += (ignore_index, smoothing, softcap)
+    launch(cross_entropy_bwd_kernel, (rows,), args, {"SOFTCAP": softcap != 0.0, "BLOCK": block}, num_warps=warps)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor in place; x contiguous, factor a float32 scalar on the device. Reads nothing of x where it is 1."""
     if x.numel():
-        block = 4096
-        with torch.cuda.device_of(x):
-            scale_kernel[(triton.cdiv(x.numel(), block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
+        args = (x, factor, x.numel())
+        launch(scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8)
