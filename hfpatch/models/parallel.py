@@ -1,0 +1,34 @@
+"""What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole sequence."""
+
+import sys
+
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+
+
+def replaced_attention(config) -> bool:
+    """Whether attention calls go to a function from outside transformers, as under DeepSpeed's sequence parallelism.
+
+    That function may see tokens that this process does not have, so nothing here may take its place.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    return function is not None and not function.__module__.startswith("transformers.")
+
+
+def refuse_packed_shards(config, documents, position_ids: Tensor | None) -> None:
+    """ValueError for packed documents under Ulysses with SDPA: it drops every mask, so they would see each other.
+
+    A document may start exactly where this rank's shard does, which the shard alone does not show.
+    """
+    if config._attn_implementation != "sdpa" or not replaced_attention(config):
+        return
+    ulysses = sys.modules.get(_ULYSSES)
+    later = ulysses is not None and ulysses.get_sequence_parallel_rank() > 0
+    starts_here = later and position_ids is not None and bool((position_ids[:, 0] == 0).any())
+    if documents is not None or starts_here:
+        raise ValueError(
+            "hfpatch: expected one document a row under sequence parallelism with sdpa, position_ids that restart came; "
+            'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'
+        )
