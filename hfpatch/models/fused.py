@@ -19,6 +19,7 @@ from hfpatch import ops
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.models.documents import ToHost, find_documents
+from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
 from hfpatch.ops.attention import supported
 from hfpatch.ops.embedding import embedding
 
@@ -144,6 +145,8 @@ class TiledLayer:
         hooks = (h for h in attn._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
         if any(hooks) or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
             return "hooks on self_attn"
+        if replaced_attention(attn.config):
+            return "an attention function from outside transformers (sequence parallelism)"
         device = like.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
         return supported(attn.head_dim, dtype, like.device, documents)
@@ -202,34 +205,39 @@ class FusedModel:
             input_ids=input_ids, attention_mask=mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs, **more,
         )  # fmt: skip
-        if use_cache is None and not (self.training and torch.is_grad_enabled()):
-            use_cache = self.config.use_cache
-        wants = any(
-            kwargs.get(n) or (kwargs.get(n) is None and getattr(self.config, n, False))
-            for n in ("output_attentions", "output_hidden_states")
-        )
+        if (input_ids is None) == (inputs_embeds is None):
+            return stock()
         given = inputs_embeds if input_ids is None else input_ids
-        if past_key_values is not None or use_cache or (input_ids is None) == (inputs_embeds is None):
+        if use_cache is None and past_key_values is None:
+            training = self.training and torch.is_grad_enabled()
+            packed = attention_mask is None or attention_mask.dim() == 2
+            use_cache = bool(self.config.use_cache) and not training
+            if use_cache and packed and self._is_packed(given, attention_mask, position_ids):
+                use_cache = False
+        if past_key_values is not None or use_cache:
             self._refuse_packed_cache(given, attention_mask, position_ids)
             return stock()
         if attention_mask is not None and attention_mask.dim() != 2:
             return stock()
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name) is None:
+                kwargs[name] = getattr(self.config, name, False)
         B, T = given.shape[:2]
-        documents = None
-        if attention_mask is not None or position_ids is not None or kwargs.get("cu_seq_lens_q") is not None:
-            documents = _find_documents(
-                B, T, given.device, attention_mask, position_ids, kwargs.get("cu_seq_lens_q")
-            )
-        engine = getattr(self, "_hfpatch_engine", None)
-        if documents is None:
-            attention_mask = None
-        if wants:
-            extra = {"hfpatch_documents": documents} if engine is not None and documents is not None else {}
-            return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None, **extra)
+        documents, cu_seq_lens = None, kwargs.get("cu_seq_lens_q")
+        if attention_mask is not None or position_ids is not None or cu_seq_lens is not None:
+            documents = _find_documents(B, T, given.device, attention_mask, position_ids, cu_seq_lens)
         like = self.embed_tokens.weight if inputs_embeds is None else inputs_embeds
-        tiled = engine is not None and self.layers[0].why_not_tiled(like, documents is not None) is None
-        if not tiled and (documents is not None or self.config._attn_implementation != "sdpa"):
-            return stock(attention_mask if attention_mask is None or self._padded(attention_mask) else None)
+        refuse_packed_shards(self.config, documents, position_ids)
+        engine = getattr(self, "_hfpatch_engine", None)
+        tiled = (
+            engine is not None
+            and not kwargs["output_attentions"]
+            and self.layers[0].why_not_tiled(like, documents is not None) is None
+        )
+        wants = kwargs["output_attentions"] or kwargs["output_hidden_states"]
+        if wants or not tiled and (documents is not None or self.config._attn_implementation != "sdpa"):
+            mask = self._mask_for_stock(attention_mask, position_ids, documents, cu_seq_lens, like.dtype, B, T)
+            return stock(mask, **({"hfpatch_documents": documents} if tiled else {}))
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
@@ -253,14 +261,39 @@ class FusedModel:
     def _padded(attention_mask) -> bool:
         return not bool(ToHost(attention_mask.bool().all()).get())
 
+    def _mask_for_stock(self, attention_mask, position_ids, documents, cu_seq_lens, dtype, B: int, T: int):
+        """What makes transformers' own layers see the same documents: None, the padding, or, where it knows none, [T, T]."""
+        if documents is None:
+            return None
+        padded = attention_mask is not None and self._padded(attention_mask)
+        if padded and position_ids is None:
+            return attention_mask
+        if not padded and cu_seq_lens is None:
+            return None  # position_ids alone: transformers isolates by them
+        implementation = self.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            return attention_mask
+        index_N = torch.arange(B * T, device=documents.cu_seqlens.device)
+        document_BT = torch.bucketize(index_N, documents.cu_seqlens[1:], right=True).view(B, T)
+        causal_TT = torch.ones(T, T, dtype=torch.bool, device=index_N.device).tril()
+        allowed = (causal_TT & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
+        if implementation == "sdpa":
+            return allowed
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+    @staticmethod
+    def _is_packed(given, attention_mask, position_ids) -> bool:
+        """Whether position_ids restart (padding aside)."""
+        if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+            return False
+        if attention_mask is not None and (attention_mask.dim() != 2 or FusedModel._padded(attention_mask)):
+            return False
+        return find_documents(*given.shape[:2], given.device, None, position_ids) is not None
+
     @staticmethod
     def _refuse_packed_cache(given, attention_mask, position_ids):
         """transformers lets packed documents see each other where a cache or an all-ones mask comes with them."""
-        if position_ids is None or given is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
-            return
-        if attention_mask is not None and (attention_mask.dim() != 2 or FusedModel._padded(attention_mask)):
-            return
-        if find_documents(*given.shape[:2], given.device, None, position_ids) is not None:
+        if FusedModel._is_packed(given, attention_mask, position_ids):
             raise ValueError(
                 "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
                 "pass use_cache=False, which isolates the documents."
