@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hfpatch.planner.formula import ModelShape, Policy
 
 PLACES = ("auto", "gpu", "host")
-TILE_LEAST, TILE_MOST = 2048, 8192
+TILE_MOST = 8192
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
 
 
@@ -68,11 +68,12 @@ def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: flo
 
 
 def auto_tile(tokens: int) -> int:
-    """Tokens a tile: a sixteenth of the sequence as a power of two, between 2048 and 8192.
+    """Tokens a tile: all of them up to 8192, 4096 up to 32,768, 8192 beyond.
 
-    Below 2048 rows matmuls lose their rate; above 8192 the MLP's intermediates outweigh what the layer holds anyway.
+    One tile needs no second q, k, v and no float32 sums, and up to 8192 rows its intermediates are small; 4096 rows keep matmuls
+    at their rate, and the MLP's intermediates below what the layer holds anyway.
     """
-    return min(TILE_MOST, max(TILE_LEAST, 1 << max(0, (tokens // 16) - 1).bit_length()))
+    return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
 
 
 def choose(
