@@ -523,3 +523,27 @@ def test_deterministic_backward_is_planned_for_or_refused():
     engine._refuse_large_splits(1, 4096, 132, 80 << 30)
     with pytest.raises(ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"):
         engine._refuse_large_splits(1, 131072, 132, 1 << 20)
+
+
+@pytest.mark.parametrize("offload", ["gpu", "host", "disk"])
+def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
+    """stream_attention: the attention outputs come back group by group; several groups, as at long lengths."""
+    import dataclasses
+
+    from hfpatch.checkpoint.engine import Engine
+
+    monkeypatch.setattr(layer_module, "heads_per_group", lambda *sizes: 1)
+    resolve = Engine._resolve
+    monkeypatch.setattr(
+        Engine, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True)
+    )
+    where = str(tmp_path) if offload == "disk" else offload
+    check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})
+
+
+@pytest.mark.parametrize("tile", [14, 4096])
+@pytest.mark.parametrize("save_attention", [True, False])
+def test_several_groups(tile, save_attention, monkeypatch):
+    monkeypatch.setattr(layer_module, "heads_per_group", lambda *sizes: 2)
+    settings = hfpatch.Checkpointing(offload="host", tile=tile, save_attention=save_attention)
+    check(settings, {"num_attention_heads": 8, "num_key_value_heads": 4})
