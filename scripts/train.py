@@ -8,12 +8,15 @@ Flags are those of transformers' TrainingArguments and of hfpatch/training/argum
 (also after SIGTERM, with a checkpoint saved), 2 bad input, refused before long work.
 """
 
+import logging
 import os
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone that was not installed
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
 
 def main(argv=None) -> int:
@@ -30,6 +33,7 @@ def main(argv=None) -> int:
 
 def train(argv) -> int:
     """Parse, refuse what cannot work, load, train, evaluate, save."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # its optional libraries are none of the user's business
     from hfpatch.training import arguments, checks
 
     model_args, data_args, args = arguments.parse(argv)

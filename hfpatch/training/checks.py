@@ -71,10 +71,9 @@ def flags(model, data, args) -> None:
         raise ValueError("hfpatch: evaluation needs --eval_data or --validation_split, none came; give one.")
     if args.early_stopping_patience and args.eval_strategy == "no":
         raise ValueError("hfpatch: --early_stopping_patience needs --eval_strategy steps or epoch, no came; set it.")
-    if (args.lr_floor or args.lr_restarts) and args.lr_scheduler_type != "cosine":
-        raise ValueError(
-            f"hfpatch: --lr_floor and --lr_restarts shape the cosine, {args.lr_scheduler_type} came; use cosine."
-        )
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if (args.lr_floor or args.lr_restarts) and schedule != "cosine":
+        raise ValueError(f"hfpatch: --lr_floor and --lr_restarts shape the cosine, {schedule} came; use cosine.")
     if not 0 <= args.lr_floor <= 1 or args.lr_restarts < 0:
         raise ValueError("hfpatch: expected --lr_floor from 0 to 1 and --lr_restarts of 0 or more.")
     if data.chat_template and not Path(data.chat_template).is_file():

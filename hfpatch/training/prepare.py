@@ -67,7 +67,7 @@ def load_config(model):
     try:
         return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}") from error
+        raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
 
 
 def _overrides(text: str | None) -> dict:
@@ -97,9 +97,8 @@ def load_tokenizer(model, data, train: Source):
                 model.tokenizer or model.model, trust_remote_code=model.trust_remote_code
             )
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"hfpatch: no tokenizer loads from {model.tokenizer or model.model!r}: {_first(error)}"
-            ) from error
+            name = model.tokenizer or model.model
+            raise ValueError(f"hfpatch: no tokenizer loads from {name!r}: {_first(error)}; check it.") from error
     if data.chat_template:
         made.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     return made
@@ -153,7 +152,7 @@ def load_model(model, config, seed: int):
             )
         except (OSError, ValueError) as error:
             hint = "" if model.allow_pickle else " (weights load from safetensors alone unless --allow_pickle)"
-            raise ValueError(f"hfpatch: no weights load from {model.model!r}: {_first(error)}{hint}") from error
+            raise ValueError(f"hfpatch: no weights load from {model.model!r}: {_first(error)}{hint}.") from error
     made.config.use_cache = False  # a cache would join packed documents, and nothing reads it in training
     return with_lora(made, model) if model.lora_r else made
 

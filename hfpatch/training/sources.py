@@ -124,7 +124,7 @@ def _jsonl(file: Path) -> Iterator[Row | Malformed]:
         if not line.strip():
             continue
         try:
-            yield _row(file, number, json.loads(line))
+            yield _row(file, number, json.loads(line.rstrip("\r\n")))
         except json.JSONDecodeError as error:
             yield Malformed(str(file), number, f"not JSON: {error.msg} at column {error.colno}")
 

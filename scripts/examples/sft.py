@@ -1,0 +1,39 @@
+"""TRL's SFTTrainer, which loads the model itself. The one argument that hfpatch adds is marked.
+
+    python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
+
+Or leave the script as it is: `accelerate launch -m hfpatch.run your_sft_script.py ...`.
+"""
+
+import sys
+
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+import hfpatch
+
+
+def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
+    trainer = SFTTrainer(
+        model=model_name,
+        args=SFTConfig(
+            output_dir=output_dir,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            max_length=256,
+            logging_steps=1,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
+            bf16=False,
+            report_to="none",
+        ),
+        train_dataset=load_dataset("json", data_files=data_file, split="train"),
+        callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
+    )
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,47 @@
+"""A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as before.
+
+python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
+"""
+
+import sys
+
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+import hfpatch
+
+
+def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name)
+    hfpatch.apply(model)  # <- the one line
+
+    data = load_dataset("text", data_files=text_file, split="train").filter(lambda row: row["text"])
+    data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=256), remove_columns="text")
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=output_dir,
+            per_device_train_batch_size=2,
+            max_steps=4,
+            logging_steps=1,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            report_to="none",
+        ),
+        train_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=[hfpatch.Callback()],  # optional: tokens/s, MFU and peak memory in each log line
+    )
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,175 @@
+"""Bad input: one sentence, exit code 2, before a model is loaded, and nothing written or overwritten."""
+
+import json
+
+import pytest
+from workbench import JSON_SOURCES, load_script
+
+import hfpatch.training.prepare
+
+
+@pytest.fixture
+def refused(run_train, monkeypatch):
+    """refused(words, **flags): train.py refuses with these words, having loaded no model and made no folder."""
+
+    def check(words, *extra, name="refused", **flags):
+        def loaded(*args, **kwargs):
+            raise AssertionError("a model was loaded before the refusal")
+
+        monkeypatch.setattr(hfpatch.training.prepare, "load_model", loaded)
+        code, out, err, folder = run_train(name, *extra, **flags)
+        assert code == 2
+        sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
+        assert len(sentences) == 1 and words in sentences[0] and sentences[0].endswith((".", ")")), err
+        if name == "refused":
+            assert not folder.exists(), "nothing is written"
+        return folder
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "words, flags",
+    [
+        ("none came; name one model", {"preset": None, "config_overrides": None}),
+        ("both came; name one model", {"model": "x"}),
+        ("there is no", {"data": "/nowhere/data.jsonl"}),
+        ("no tokenizer loads", {"tokenizer": "/nowhere/tokenizer"}),
+        ("over the model's 4096 positions", {"seq_length": 5000}),
+        ("no engine config 'zero9'", {"engine": "zero9"}),
+        ("no engine config 'nowhere.json'", {"deepspeed": "nowhere.json"}),
+        ("has no 'hidden'", {"config_overrides": "hidden=3"}),
+        ("the tokenizer has 300 tokens, the model's vocabulary 299", {"config_overrides": "vocab_size=299"}),
+        ("--impl liger needs a GPU", {"impl": "liger"}),
+        ("both patch the model", {"use_liger_kernel": True}),
+        ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
+        ("belong to --impl hfpatch", {"impl": "hf", "tile": "64"}),
+        ("for --tile, 'many' came", {"tile": "many"}),
+        ("evaluation needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
+        ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
+        ("shape the cosine, linear came", {"lr_floor": 0.1, "lr_scheduler_type": "linear"}),
+        ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
+        ("--validation_split needs all of the data", {"streaming": True, "validation_split": 0.1}),
+        ("no checkpoint", {"resume_from_checkpoint": True}),
+        ("it holds no trainer_state.json", {"resume_from_checkpoint": "/nowhere"}),
+        ("--optim sgd came", {"placement": "gpu8bit", "optim": "sgd"}),
+        ("one of --placement and --engine", {"placement": "gpu8bit", "engine": "zero2"}),
+        ("expected auto, zero3-offload", {"placement": "moon"}),
+        ("a byte-level vocabulary needs 260", {"tokenizer": None, "train_tokenizer": 100}),
+        ("invalid choice: 'ours'", {"impl": "ours"}),
+    ],
+)
+def test_contradictions_and_what_is_missing(refused, words, flags):
+    if words == "no checkpoint":
+        words = "expected a checkpoint in"
+    refused(words, **flags)
+
+
+def test_unknown_flag_and_key(refused, tmp_path):
+    refused("unknown flag '--learning_rat'; did you mean --learning_rate", "--learning_rat", "1")
+    refused("unknown flag '--lr_floo=1'; did you mean --lr_floor", "--lr_floo=1")
+    config = tmp_path / "run.yaml"
+    config.write_text("seq_len: 3\n")
+    refused("unknown key 'seq_len'; did you mean --seq_length", str(config))
+    config.write_text("a: [\n")
+    refused("is not YAML", str(config))
+    (tmp_path / "run.json").write_text('{"a": 1,}')
+    refused("run.json:1: not JSON", str(tmp_path / "run.json"))
+    refused("cannot read the config file", str(tmp_path / "none.yaml"))
+    refused("expected flags or a config file", "train")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "it is empty"),
+        ('{"text": "a"\n', "all 1 are malformed"),
+        ('{"body": "a"}\n', "expected a column 'text'"),
+        (
+            '{"prompt": "a very long prompt that fills the whole row of tokens", "completion": "a"}\n',
+            "has a label left",
+        ),
+    ],
+)
+def test_data_without_a_row_to_learn(refused, tmp_path, content, words):
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    refused(words, data=file, data_glob=None, long_rows="truncate", seq_length=16)
+
+
+def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "a = 1"}\n{"text": \n')
+    refused(f"{file}:2: not JSON", data=file, data_glob=None, strict=True)
+
+
+def test_engine_that_contradicts_the_flags(refused, tmp_path):
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}))
+    refused("--gradient_accumulation_steps is 2", engine=config, gradient_accumulation_steps=2)
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "overlap_comm": True}))
+    refused('it belongs in "zero_optimization"', deepspeed=config)
+
+
+def test_too_little_memory(refused, monkeypatch):
+    monkeypatch.setattr("hfpatch.training.checks.host_limit", lambda: 32 << 30)
+    flags = {"preset": "llama-3.1-8b", "config_overrides": None}
+    refused("of 8.03B parameters need 119.7 GiB before any activation, this machine has 32.0 GiB", **flags)
+    refused("need 59.8 GiB", **flags, dtype="bfloat16")
+
+
+def test_folder_of_another_run_is_left_alone(refused, run_train):
+    code, _, err, folder = run_train("first", max_steps=2, save_strategy="steps", save_steps=2)
+    assert code == 0, err
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    refused("holds another run (checkpoint-2)", name="first")
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+    (folder.parent / "file").touch()
+    refused("is a file", name="file")
+
+
+def test_checkpoint_that_does_not_match(refused, run_train, tmp_path):
+    code, _, err, folder = run_train("first", max_steps=2, save_strategy="steps", save_steps=2)
+    assert code == 0, err
+    resume = ("--resume_from_checkpoint", "True")
+    refused(
+        "hidden_size 64 there, 32 here",
+        *resume,
+        name="first",
+        config_overrides="vocab_size=300,hidden_size=32,head_dim=8",
+    )
+    refused("seq_length 32 there, 64 here", *resume, name="first", seq_length=64)
+    refused("batch 2 there, 4 here", *resume, name="first", per_device_train_batch_size=4)
+    refused("seed 42 there, 7 here", *resume, name="first", seed=7)
+    refused("data ", *resume, name="first", data_glob="decoder.py")
+    # A checkpoint of another script: its config.json speaks for it.
+    (folder / "checkpoint-2" / "hfpatch_run.json").unlink()
+    refused(
+        "num_hidden_layers 2 there, 3 here",
+        *resume,
+        name="first",
+        config_overrides="vocab_size=300,num_hidden_layers=3",
+    )
+
+
+def test_pickled_weights_load_only_when_asked(run_train, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    code, _, err, folder = run_train("first", max_steps=1)
+    assert code == 0, err
+    torch.save(AutoModelForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    flags = {"preset": None, "config_overrides": None, "model": folder, "max_steps": 1}
+    code, _, err, _ = run_train("second", **flags)
+    assert code == 2 and "safetensors alone unless --allow_pickle" in err and not (tmp_path / "second").exists()
+    code, _, err, _ = run_train("third", **flags, allow_pickle=True)
+    assert code == 0, err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    script = load_script()
+    monkeypatch.setattr(script, "train", lambda argv: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        script.main([])
+    assert JSON_SOURCES.is_dir()

@@ -1,0 +1,112 @@
+"""hfpatch.Callback in a user's own Trainer: the columns, where they go, and `apply` on init."""
+
+import pytest
+import tiny
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Trainer, TrainingArguments
+
+import hfpatch
+from hfpatch.callback import Callback, memory_columns, peak_flops, step_flops
+from hfpatch.planner.shape import ModelShape
+
+COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
+
+
+def make_trainer(tmp_path, *callbacks, model=None, **flags):
+    settings = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+                "use_cpu": True, "per_device_train_batch_size": 2, "dataloader_pin_memory": False}  # fmt: skip
+    rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(16)]
+    args = TrainingArguments(output_dir=str(tmp_path), **settings | flags)
+    model = {} if "model_init" in flags else {"model": model or tiny.llama()}
+    return Trainer(**model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks))
+
+
+def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
+    trainer.train()
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(lines) == 3 and all(COLUMNS <= entry.keys() for entry in lines)
+    assert all(0 < entry["mfu"] < 1.5 and entry["tokens_per_second"] > 0 for entry in lines)
+    [folder] = {file.parent for file in tmp_path.rglob("events.out.tfevents*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    for column in COLUMNS:
+        written = [event.value for event in events.Scalars(f"train/{column}")]
+        assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
+
+
+def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr("hfpatch.callback.step_flops", lambda shape, tokens, *rest: counted.append(tokens) or 1.0)
+    make_trainer(tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1).train()
+    assert counted == [2 * 2 * 16] * 3
+
+
+def test_model_is_left_without_hooks(tmp_path):
+    trainer = make_trainer(tmp_path, Callback())
+    trainer.train()
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_apply_patches_before_training(tmp_path):
+    callback = Callback(apply={"checkpointing": "off"})
+    trainer = make_trainer(tmp_path, callback)
+    assert callback.report.count("rms_norm") == 5 and ("checkpointing", "not asked for") in callback.report.skipped
+    trainer.train()
+    stock = make_trainer(tmp_path)
+    stock.train()
+    ours, theirs = ([e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, stock))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_apply_too_late_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(Callback(apply=True))
+    with pytest.raises(ValueError, match=r"hfpatch: expected the model that Trainer was made with.*callbacks=\["):
+        trainer.train()
+
+
+def test_apply_with_model_init_is_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Trainer(model_init=lambda: tiny.llama(), args=args, train_dataset=[], callbacks=[Callback(apply=True)])
+    trainer.train_dataset = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}]
+    with pytest.raises(ValueError, match="with model_init call hfpatch.apply inside it"):
+        trainer.train()
+
+
+def test_apply_beside_liger_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="use_liger_kernel came too"):
+        make_trainer(tmp_path, Callback(apply=True), use_liger_kernel=True)
+
+
+def test_flops_are_those_of_the_stock_model():
+    """torch's counter takes causal attention in full, so twice ours; its matmuls are ours exactly."""
+    model = tiny.llama(attn_implementation="eager")
+    batch = {k: v for k, v in tiny.labelled().items() if k in ("input_ids", "labels")}
+    B, T = batch["input_ids"].shape
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    shape = ModelShape.from_config(model.config)
+    norms = 6 * B * T * 2 * shape.hidden_size * shape.num_layers  # in layer_parameters, but no matmul
+    ours = step_flops(shape, B * T, 2 * B * T * T) - norms
+    # The rotary table is a matmul of its own: [1, E/2, 1] x [1, 1, T].
+    rotary = 2 * counter.get_flop_counts()["Global"].get("rope", 0) + B * T * shape.head_dim
+    assert counter.get_total_flops() == pytest.approx(ours, abs=2 * rotary)
+
+
+def test_frozen_weights_cost_less():
+    shape = ModelShape.from_config(tiny.config())
+    assert step_flops(shape, 100, 0, trained=0.0) == pytest.approx(step_flops(shape, 100, 0) * 4 / 6)
+
+
+def test_memory_and_peak_are_plausible():
+    columns = memory_columns("cpu")
+    assert 0.05 < columns["peak_host_gib"] < 1000 and "peak_gpu_gib" not in columns
+    assert 1e8 < peak_flops("cpu", torch.float32) < 1e15
+
+
+def test_public_name():
+    assert hfpatch.Callback is Callback

@@ -1,0 +1,44 @@
+"""Cutting and packing keep every token exactly once, in rows that are never too long."""
+
+import random
+
+import pytest
+
+from hfpatch.training import packing
+from hfpatch.training.packing import Piece
+
+
+@pytest.mark.parametrize(
+    "options, pieces, truncated",
+    [
+        ({}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(3, 0, 3)], 1),
+        ({"side": "left"}, [Piece(0, 0, 4), Piece(1, 6, 4), Piece(3, 0, 3)], 1),
+        ({"long_rows": "drop"}, [Piece(0, 0, 4), Piece(3, 0, 3)], 1),
+        (
+            {"long_rows": "split"},
+            [Piece(0, 0, 4), Piece(1, 0, 4), Piece(1, 4, 4), Piece(1, 8, 2), Piece(3, 0, 3)],
+            0,
+        ),
+    ],
+)
+def test_cut(options, pieces, truncated):
+    done = packing.cut([4, 10, 0, 3], 4, **options)
+    assert (done.pieces, done.truncated) == (pieces, truncated)
+
+
+@pytest.mark.parametrize("limit, count", [(1, 3), (7, 40), (64, 500), (1000, 2000)])
+def test_pack_keeps_each_piece_once_and_fills_rows(limit, count):
+    random.seed(limit)
+    pieces = [Piece(i, 0, min(limit, 1 + int(random.expovariate(4 / limit)))) for i in range(count)]
+    rows = packing.pack(pieces, limit)
+    assert sorted((p for row in rows for p in row), key=lambda p: p.document) == pieces
+    assert all(row and sum(p.length for p in row) <= limit for row in rows)
+    least = -(-sum(p.length for p in pieces) // limit)
+    assert len(rows) <= 11 / 9 * least + 1, "best-fit decreasing never needs more than 11/9 of the least, plus one"
+    assert packing.pack(pieces, limit) == rows
+
+
+def test_attention_share():
+    rows = [[Piece(0, 0, 4)], [Piece(1, 0, 2), Piece(2, 0, 2)]]
+    assert packing.attention_share(rows, 4) == (16 + 4 + 4) / 32
+    assert packing.attention_share([], 4) == 1.0

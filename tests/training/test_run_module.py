@@ -1,0 +1,115 @@
+"""`python -m hfpatch.run` on scripts that know nothing of hfpatch, and the two examples."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from transformers import Trainer
+from workbench import ROOT
+
+from hfpatch import run
+from hfpatch.callback import Callback
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """Trainer, sys.argv and sys.path as they were, whatever `run` made of them."""
+    monkeypatch.setattr(Trainer, "__init__", Trainer.__init__)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def model_folder(run_train, chat_file):
+    code, _, err, folder = run_train("base", data=chat_file, data_glob=None, seq_length=128, max_steps=1)
+    assert code == 0, err
+    return folder
+
+
+SFT = """
+import sys
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+args = SFTConfig(output_dir=sys.argv[3], max_steps=2, per_device_train_batch_size=2, max_length=64, save_strategy="no",
+                 logging_steps=1, report_to="none", use_cpu=True, bf16=False, dataloader_pin_memory=False,
+                 disable_tqdm=True, gradient_checkpointing=False)
+data = load_dataset("json", data_files=sys.argv[2], split="train")
+trainer = SFTTrainer(model=sys.argv[1], args=args, train_dataset=data)
+trainer.train()
+print("LAYER", type(trainer.model.model.layers[0]).__module__, "LOSSES",
+      [e["loss"] for e in trainer.state.log_history if "loss" in e])
+"""
+
+
+def execute(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(model_folder, chat_file, tmp_path):
+    script = tmp_path / "user_sft.py"
+    script.write_text(SFT)
+    found = {}
+    for name, prefix in (("stock", []), ("patched", ["-m", "hfpatch.run"])):
+        code, out, err = execute(sys.executable, *prefix, script, model_folder, chat_file, tmp_path / name)
+        assert code == 0, err
+        layer, _, losses = out.rpartition("LAYER ")[2].strip().partition(" LOSSES ")
+        found[name] = (layer, [float(x) for x in losses.strip("[]").split(",")], "hfpatch on LlamaForCausalLM" in err)
+    assert found["stock"][0].startswith("transformers.") and found["patched"][0].startswith("hfpatch.")
+    assert found["patched"][2] and not found["stock"][2]
+    assert found["patched"][1] == pytest.approx(found["stock"][1], rel=1e-4)
+
+
+def test_every_trainer_gets_one_callback(restored, tmp_path):
+    import tiny
+    from transformers import TrainingArguments
+
+    added = run.patch_trainer()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    own = Callback(apply={"checkpointing": "off"})
+    made = [
+        Trainer(tiny.llama(), args),
+        Trainer(tiny.llama(), args, callbacks=[own]),
+        Trainer(tiny.llama(), args, None, None, None, None, None, None, None, [Callback()]),
+    ]
+    for trainer in made:
+        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply]
+        assert len(ours) == 1 and type(trainer.model.model.norm).__module__.startswith("hfpatch.")
+    assert len(added) == 2 and own.report is not None
+
+
+def test_script_sees_its_own_name_arguments_and_folder(restored, tmp_path, capsys):
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    (tmp_path / "user.py").write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.value)\n")
+    assert run.main([str(tmp_path / "user.py"), "--flag", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "__main__ ['--flag', '1'] 7\n"
+    assert "the script made no transformers Trainer, so nothing was patched" in captured.err
+
+
+@pytest.mark.parametrize("argv, code", [([], 2), (["--help"], 0), (["/nowhere.py"], 2)])
+def test_bad_arguments(restored, capsys, argv, code):
+    assert run.main(argv) == code
+    captured = capsys.readouterr()
+    assert "usage: python -m hfpatch.run" in captured.out + captured.err
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts/examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of datasets' and TRL's own use of their dependencies
+def test_examples_run_on_the_tiny_model(model_folder, chat_file, tmp_path, texts):
+    (tmp_path / "text.txt").write_text(texts[0])
+    for name, data in (("trainer", tmp_path / "text.txt"), ("sft", chat_file)):
+        trainer = example(name).main(str(model_folder), str(data), str(tmp_path / name))
+        lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(lines) == 4 and all("tokens_per_second" in entry for entry in lines)
+        assert type(trainer.model.model.norm).__module__.startswith("hfpatch.")

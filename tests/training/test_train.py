@@ -1,0 +1,228 @@
+"""scripts/train.py end to end on a tiny Llama: what it logs, saves, resumes and stops at."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from workbench import JSON_SOURCES, ROOT, history
+
+LOSSES = ("loss", "eval_loss")
+
+
+def losses(folder):
+    return [(entry["step"], entry[name]) for entry in history(folder) for name in LOSSES if name in entry]
+
+
+def test_trains_evaluates_saves_and_says_so(run_train):
+    flags = {
+        "max_steps": 30,
+        "validation_split": 0.2,
+        "eval_on_start": True,
+        "save_strategy": "steps",
+        "save_steps": 30,
+    }
+    code, out, err, folder = run_train(**flags)
+    assert code == 0, err
+    before, after = map(float, re.search(r"([\d.]+) before, ([\d.]+) after, in nats a byte", out).groups())
+    assert after < before - 0.3
+    assert re.search(r"train: 4 documents, [\d,]+ tokens, 9\d\.\d% of them labels; .*packing fill 99", out)
+    assert re.search(r"30 steps, total training time 0:\d\d:\d\d", out)
+    assert "LlamaRMSNorm" in err, "apply's report"
+    lines = [entry for entry in history(folder) if "loss" in entry]
+    wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_host_gib"}
+    assert len(lines) == 30 and all(wanted <= entry.keys() for entry in lines)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("import", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
+    assert len(text) > len("import")
+    assert not list(folder.glob("pytorch_model*")), "safetensors alone"
+
+
+def test_impls_agree_and_padding_runs_too(run_train):
+    found = {}
+    for impl in ("hf", "hfpatch"):
+        flags = {
+            "impl": impl,
+            "packing": False,
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 4,
+            "pad_multiple": 8,
+        }
+        code, _, err, folder = run_train(impl, **flags)
+        assert code == 0, err
+        found[impl] = [loss for _, loss in losses(folder)]
+    assert found["hfpatch"] == pytest.approx(found["hf"], rel=1e-5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_resume_in_the_middle_of_an_epoch_is_bit_equal(run_train, streaming):
+    flags = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "seed": 3,
+        "streaming": streaming, "shuffle_buffer": 20, "lr_floor": 0.1, "warmup_steps": 2,
+    }  # fmt: skip
+    assert run_train("whole", **flags)[0] == 0
+    code, _, err, folder = run_train("parts", **flags)
+    for late in ("checkpoint-6", "model.safetensors"):
+        path = folder / late
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    code, _, err, _ = run_train("parts", "--resume_from_checkpoint", "True", **flags)
+    assert code == 0, err
+    whole = folder.parent / "whole"
+    assert losses(folder) == losses(whole) and len(losses(whole)) == 6
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_split_of_a_batch_changes_rounding_alone(run_train):
+    """8 rows a step as 8x1, 4x2, 2x4: rows of different length, so that a mean of means would show."""
+    found = []
+    for size, steps in ((8, 1), (4, 2), (2, 4)):
+        flags = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 4,
+                 "packing": False, "long_rows": "truncate", "save_strategy": "steps", "save_steps": 4}  # fmt: skip
+        code, _, err, folder = run_train(f"{size}x{steps}", **flags)
+        assert code == 0, err
+        found.append([entry[name] for entry in history(folder) if "loss" in entry for name in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_early_stopping_with_patience_and_delta(run_train):
+    flags = {
+        "max_steps": 20, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+        "save_steps": 2, "early_stopping_patience": 2,
+    }  # fmt: skip
+    code, out, _, folder = run_train("delta", **flags, early_stopping_delta=100.0)
+    assert code == 0 and "6 steps, total" in out, "the first evaluation counts, the next two do not improve by 100"
+    code, out, _, folder = run_train("still", **flags, learning_rate=1e-3, load_best_model_at_end=True)
+    assert code == 0 and "20 steps, total" in out, "it improves all the way"
+
+
+def test_best_model_is_the_one_saved(run_train):
+    """A rate far too high makes the loss rise after the first steps; the saved model is that of the lowest loss."""
+    flags = {
+        "max_steps": 6, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best",
+        "metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1.0,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0,
+    }  # fmt: skip
+    code, _, err, folder = run_train(**flags)
+    assert code == 0, err
+    evaluated = dict(pair for pair in losses(folder) if pair[0] % 2 == 0)
+    best = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert evaluated and state["best_global_step"] == int(best.name.rpartition("-")[2]) < 6
+    kept, final = load_file(best / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert all(torch.equal(kept[name], final[name]) for name in kept)
+
+
+def test_evaluation_is_the_mean_over_tokens(run_train):
+    """Rows of different length in batches of one: a mean over batches is another number."""
+    flags = {"packing": False, "max_steps": 1, "validation_split": 0.5, "seq_length": 512, "learning_rate": 0.0}
+    found = []
+    for size in (1, 64):
+        code, out, err, _ = run_train(f"eval{size}", **flags | {"per_device_eval_batch_size": size})
+        assert code == 0, err
+        found.append(float(re.search(r"([\d.]+) after, in nats a token", out).group(1)))
+    assert found[0] == found[1]
+
+
+def test_lora_trains_and_saves_adapters_alone(run_train):
+    code, _, err, folder = run_train("lora", lora_r=4, save_strategy="steps", save_steps=6)
+    assert code == 0, err
+    names = set(load_file(folder / "adapter_model.safetensors"))
+    assert names and all("lora_" in name for name in names) and not (folder / "model.safetensors").exists()
+    assert any("down_proj" in name for name in names) and not any("lm_head" in name for name in names)
+    assert [loss for _, loss in losses(folder)][-1] < [loss for _, loss in losses(folder)][0]
+    code, _, err, _ = run_train("lora", "--resume_from_checkpoint", "True", lora_r=8)
+    assert code == 2 and "lora_r 4 there, 8 here" in err
+
+
+def test_model_from_a_folder_with_chat_and_a_template_file(run_train, chat_file, tmp_path, tokenizer):
+    assert run_train("base", max_steps=1)[0] == 0
+    stripped = AutoTokenizer.from_pretrained(tmp_path / "base")
+    stripped.chat_template = None
+    stripped.save_pretrained(tmp_path / "plain")
+    template = tmp_path / "chat.jinja"
+    template.write_text(tokenizer.chat_template)
+    flags = {
+        "preset": None, "config_overrides": None, "model": tmp_path / "base", "tokenizer": tmp_path / "plain",
+        "data": chat_file, "data_glob": None, "long_rows": "truncate", "seq_length": 128,
+    }  # fmt: skip
+    code, _, err, _ = run_train("no-template", **flags)
+    assert code == 2 and "give --chat_template FILE" in err
+    code, out, err, folder = run_train("chat", **flags, chat_template=template)
+    assert code == 0, err
+    share = float(re.search(r"([\d.]+)% of them labels", out).group(1))
+    assert 10 < share < 60
+    assert (folder / "chat_template.jinja").read_text() == tokenizer.chat_template
+
+
+def test_show_batch_prints_and_stops(run_train, chat_file):
+    code, out, _, folder = run_train("shown", data=chat_file, data_glob=None, show_batch=1, seq_length=128)
+    assert code == 0 and not folder.exists()
+    learned = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out)
+    text = "".join(learned)
+    assert "Yes!" in text and "It is" in text and "What" not in text and "Sure" not in text
+
+
+def test_push_to_hub_goes_through_trainer(run_train, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: pushed.append(self.args.hub_model_id))
+    code, _, err, _ = run_train(push_to_hub=True, hub_model_id="someone/model", hub_token="none", max_steps=1)
+    assert code == 0 and "someone/model" in pushed, err
+
+
+def test_time_limit_stops_and_saves(run_train):
+    code, out, err, folder = run_train(max_steps=100_000, time_limit=0.02)
+    assert code == 0, err
+    assert 0 < int(re.search(r"(\d+) steps, total", out).group(1)) < 100_000 and (folder / "model.safetensors").exists()
+
+
+def test_config_file_with_flags_over_it(run_train, tmp_path, saved_tokenizer):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"preset: llama-tiny\nconfig_overrides: vocab_size=300\ntokenizer: {saved_tokenizer}\ndata: {JSON_SOURCES}\n"
+        "data-glob: '*.py'\npacking: true\nlong_rows: split\nseq_length: 32\nmax_steps: 50\nlearning_rate: 1e-2\n"
+        f"report_to: none\ndisable_tqdm: true\nuse_cpu: true\ncache_dir: {tmp_path / 'cache'}\nsave_strategy: 'no'\n"
+        f"output_dir: {tmp_path / 'run'}\n"
+    )
+    nothing = dict.fromkeys(
+        "preset config_overrides tokenizer data data_glob packing long_rows seq_length learning_rate report_to "
+        "disable_tqdm use_cpu cache_dir save_strategy per_device_train_batch_size logging_steps".split()
+    )
+    code, out, err, _ = run_train("run", str(config), **nothing | {"max_steps": 2})
+    assert code == 0 and "2 steps, total" in out, err
+
+
+def test_sigterm_saves_a_checkpoint_and_exits_cleanly(tmp_path, saved_tokenizer):
+    folder = tmp_path / "run"
+    command = [
+        sys.executable, str(ROOT / "scripts/train.py"), "--preset", "llama-tiny", "--config_overrides",
+        "vocab_size=300", "--tokenizer", str(saved_tokenizer), "--data", str(JSON_SOURCES), "--data_glob", "*.py",
+        "--packing", "--long_rows", "split", "--seq_length", "32", "--max_steps", "100000", "--logging_steps", "1",
+        "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "--cache_dir", str(tmp_path / "cache"),
+        "--output_dir", str(folder),
+        "--save_strategy", "no",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with open(tmp_path / "out", "w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        deadline = time.monotonic() + 300
+        while "'loss'" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0, (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    step = int(re.search(r"SIGTERM at step (\d+): a checkpoint is saved", said).group(1))
+    assert (folder / f"checkpoint-{step}" / "trainer_state.json").is_file()
+    assert (folder / f"checkpoint-{step}" / "optimizer.pt").is_file()
+    assert not (folder / "model.safetensors").exists(), "an unfinished run leaves no final model"

@@ -1,0 +1,35 @@
+"""Helpers of the training tests: where things are, train.py as a module, the log of a run, a chat template of our own."""
+
+import importlib.util
+import json
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+JSON_SOURCES = Path(sysconfig.get_path("stdlib")) / "json"
+
+# Llama 3's layout with plain words: no {% generation %} markers, tools listed first, content trimmed.
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>\n{% if m.tool_calls is defined %}"
+    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}{% else %}{{ m.content | trim }}{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def history(folder: Path) -> list[dict]:
+    """The log of the last checkpoint, or of trainer_state.json in the folder itself."""
+    states = [folder / "trainer_state.json", *sorted(folder.glob("checkpoint-*/trainer_state.json"), key=_step)]
+    return json.loads([s for s in states if s.is_file()][-1].read_text())["log_history"]
+
+
+def _step(state: Path) -> int:
+    return int(state.parent.name.rpartition("-")[2])
