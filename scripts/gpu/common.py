@@ -1,0 +1,370 @@
+"""What the entries of this folder share: arguments, ceilings measured in the same run, timing, and rows with a stamp.
+
+An entry makes one Sheet and adds a row a measurement; the CSV is written after each row, so a run cut off keeps what it
+measured. Every entry takes --small: tiny shapes, on the CPU too, so that its whole path is tested without a GPU.
+"""
+
+import argparse
+import csv
+import datetime
+import gc
+import importlib.metadata
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a clone that was not installed
+
+GiB = 1 << 30
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "torchao", "accelerate")
+# Dense bf16 FLOP/s of the vendors' data sheets, for MFU alone; shares in the tables are of rates measured in the run.
+DATASHEET = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "B200": 2250e12}
+
+
+def parser(entry: str, doc: str) -> argparse.ArgumentParser:
+    """The arguments every entry has. entry: its name, which its files and its default folder get."""
+    made = argparse.ArgumentParser(prog=entry, description=doc.splitlines()[0])
+    default = os.environ.get("OUT") or str(ROOT / "runs" / "gpu" / entry)
+    made.add_argument("--out", default=default, help="folder for the CSV, PNG and markdown (default: $OUT or runs/gpu)")
+    made.add_argument("--small", action="store_true", help="tiny shapes, also on a CPU: tries the code path")
+    made.add_argument("--seconds", type=float, default=480, help="start nothing new after this long")
+    made.add_argument("--commit", default=os.environ.get("HFPATCH_COMMIT"), help="where the copy has no git history")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, argv) -> argparse.Namespace:
+    args = made.parse_args(argv)
+    args.entry, args.cuda = made.prog, torch.cuda.is_available()
+    if not args.cuda and not args.small:
+        made.error("expected a CUDA GPU, none is here; add --small to try the code path on a CPU.")
+    args.device = torch.device("cuda" if args.cuda else "cpu")
+    args.command = shlex.join(["python", f"scripts/gpu/{made.prog}.py", *(sys.argv[1:] if argv is None else argv)])
+    return args
+
+
+def commit_of(given: str | None) -> str:
+    """The short hash of this tree, '+' where it has changes; 'unknown' where it is a copy and none was given."""
+    if given:
+        return given
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        if found.returncode:
+            return "unknown"
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() + ("+" if changed.strip() else "")
+
+
+def versions() -> dict:
+    """Of what a figure depends on."""
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name; by nvidia-smi, since an entry whose workers need all memory opens no context itself."""
+    if device.type != "cuda":
+        return "cpu (code path only, no measurement)"
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        asked = subprocess.run(query, capture_output=True, text=True)
+    except OSError:
+        return torch.cuda.get_device_name(device)
+    name = asked.stdout.strip().splitlines()
+    return name[0] if asked.returncode == 0 and name else torch.cuda.get_device_name(device)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def clean() -> None:
+    """Returns memory to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error)
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
+# --- timing ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Marks on the device's own clock; between a run's marks the host must not be the slower one (see `timed`)."""
+
+    def __init__(self):
+        self.marks: list = []
+
+    def mark(self) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between neighbouring marks; waits for the device."""
+        synchronize()
+        pairs = zip(self.marks, self.marks[1:])
+        if torch.cuda.is_available():
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [(b - a) * 1e3 for a, b in pairs]
+
+
+def timed(stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60) -> list[float]:
+    """Median milliseconds of each stage. stages(i, mark): one run on input set i, calling mark() after each stage.
+
+    A first pass warms up (compilation, autotuning), a second finds how long the host and the device take. Then the
+    device is kept busy for as long as the host needs to queue all runs, so that no gap of the host's is measured.
+    """
+    for i in range(max(2, sets)):
+        stages(i % sets, lambda: None)
+    synchronize()
+    start = time.perf_counter()
+    stages(0, lambda: None)
+    host = time.perf_counter() - start
+    synchronize()
+    whole = (time.perf_counter() - start) * 1e3
+    runs = max(least, min(most, int(budget_ms / max(whole, 1e-3))))
+    if torch.cuda.is_available():
+        # _sleep counts clock cycles, at about 2 GHz; half a second is the most that a short op could need.
+        torch.cuda._sleep(int(min(0.5, 1.5 * host * runs) * 2e9))
+    each = []
+    for i in range(runs):
+        clock = Clock()
+        clock.mark()
+        stages(i % sets, clock.mark)
+        each.append(clock)
+    gaps = [clock.gaps_ms() for clock in each]
+    return [statistics.median(stage) for stage in zip(*gaps)]
+
+
+def rotation(bytes_each: int, small: bool) -> int:
+    """Input sets to rotate among, so that a run does not find its inputs in the cache: four times a 50 MB L2."""
+    return 2 if small else max(1, min(8, -(-(4 * 50 << 20) // max(bytes_each, 1))))
+
+
+def peak_bytes(call) -> int:
+    """Bytes that call() holds at most beyond what is allocated before it; 0 on a CPU, which keeps no count."""
+    if not torch.cuda.is_available():
+        call()
+        return 0
+    clean()
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+# --- ceilings -------------------------------------------------------------------------------------------------------
+
+
+def copy_rate(device: torch.device, small: bool) -> float:
+    """Bytes a second of a large copy on the device, read plus written."""
+    n = (1 << 20) if small else (4 << 30)
+    a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    a.random_()
+
+    def run(i, mark):
+        b.copy_(a)
+        mark()
+
+    return 2 * n / (timed(run, budget_ms=100, least=3)[0] / 1e3)
+
+
+def matmul_rate(device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192) -> float:
+    """FLOP/s of a matmul of random values (zeros run faster)."""
+    m, n, k = (64, 64, 64) if small else (m, n, k)
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+
+    def run(i, mark):
+        a @ b
+        mark()
+
+    return 2 * m * n * k / (timed(run, budget_ms=200, least=5)[0] / 1e3)
+
+
+def host_rates(device: torch.device, small: bool) -> tuple[float, float]:
+    """Bytes a second from the device to pinned host memory and back."""
+    n = (1 << 20) if small else (1 << 30)
+    a = torch.empty(n, dtype=torch.uint8, device=device)
+    host = torch.empty(n, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def run(i, mark):
+        host.copy_(a, non_blocking=True)
+        mark()
+        a.copy_(host, non_blocking=True)
+        mark()
+
+    out, back = timed(run, budget_ms=200, least=3)
+    return n / (out / 1e3), n / (back / 1e3)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+class Sheet:
+    """The rows of one entry, stamped with device, versions, commit and command, and the page about them."""
+
+    def __init__(self, args: argparse.Namespace, name: str | None = None):
+        self.args, self.name = args, name or args.entry
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.rows: list[dict] = []
+        self.skipped: list[str] = []
+        self.began = time.monotonic()
+        self._ceilings: tuple[float, float] | None = None
+        self.stamp = {
+            "device": device_name(args.device),
+            "commit": commit_of(args.commit),
+            "date": datetime.date.today().isoformat(),
+            "command": args.command,
+            "versions": " ".join(f"{k}={v}" for k, v in versions().items()),
+        }
+        print(f"{self.name}: " + ", ".join(self.stamp[k] for k in ("device", "commit", "versions")), flush=True)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+    def left(self) -> float:
+        """Seconds until nothing new is to be started."""
+        return self.args.seconds - (time.monotonic() - self.began)
+
+    def late(self, what: str) -> bool:
+        """True (and noted) where the time for `what` is gone."""
+        if self.left() > 0:
+            return False
+        self.skip(what, f"the {self.args.seconds:.0f} s of this run were over")
+        return True
+
+    # -- ceilings ----------------------------------------------------------------------------------------------------
+    def ceilings(self) -> tuple[float, float]:
+        """(copy bytes/s, bf16 matmul FLOP/s) of this device, measured once in this run and stamped on every row."""
+        if self._ceilings is None:
+            where = self.args.device, self.args.small
+            self._ceilings = copy_rate(*where), matmul_rate(*where)
+            clean()
+            copy, matmul = self._ceilings
+            self.stamp = {"copy_gb_s": round(copy / 1e9, 1), "matmul_tflop_s": round(matmul / 1e12, 2)} | self.stamp
+            print(f"{self.name}: copy {copy / 1e9:.0f} GB/s, matmul {matmul / 1e12:.1f} TFLOP/s", flush=True)
+        return self._ceilings
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    def add(self, **values) -> dict:
+        """One row; floats are rounded to 5 digits. Rewrites the CSV."""
+        row = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
+        self.rows.append(row)
+        print("  " + "  ".join(f"{k}={v}" for k, v in row.items() if v not in (None, "")), flush=True)
+        self._write_csv()
+        return row
+
+    def skip(self, what: str, why: str) -> None:
+        self.skipped.append(f"{what}: {why}")
+        print(f"  left out: {what}: {why}", flush=True)
+
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    def _write_csv(self) -> None:
+        columns = [*self.columns(), *(k for k in self.stamp if k not in self.columns())]
+        with open(self.out / f"{self.name}.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows({**self.stamp, **row} for row in self.rows)
+
+    def page(self, title: str, words: str, columns: list[str] | None = None, picture: str | None = None) -> Path:
+        """<name>.md: what was asked, the command, the machine, the rows and what was left out."""
+        self._write_csv()  # columns that were filled in after their row was added
+        columns = columns or self.columns()
+        shown = [c for c in columns if any(c in row for row in self.rows)]
+        lines = [f"# {title}", "", words.strip(), ""]
+        if self.args.small:
+            lines += ["**Made with --small: the code path was tried, no figure here is a measurement.**", ""]
+        lines += [f"    {self.stamp['command']}", ""]
+        lines += [f"- {key}: {value}" for key, value in self.stamp.items() if key != "command"]
+        if picture:
+            lines += ["", f"![{title}]({picture})"]
+        if self.rows:
+            lines += ["", "| " + " | ".join(shown) + " |", "|" + " --- |" * len(shown)]
+            lines += ["| " + " | ".join(_cell(row.get(c)) for c in shown) + " |" for row in self.rows]
+        if self.skipped:
+            lines += ["", "Left out:", ""] + [f"- {line}" for line in self.skipped]
+        path = self.out / f"{self.name}.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{self.name}: {len(self.rows)} rows in {path.with_suffix('.csv')}", flush=True)
+        return path
+
+    def picture(self, draw, wide: int = 1) -> str | None:
+        """<name>.png by draw(axes), axes a list of `wide`; None with a line where matplotlib is missing."""
+        try:
+            import matplotlib
+        except ImportError:
+            self.skip("picture", "matplotlib is not installed")
+            return None
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(1, wide, figsize=(6 * wide, 4.2), squeeze=False)
+        draw(list(axes[0]))
+        figure.suptitle(f"{self.stamp['device']}, {self.stamp['commit']}", fontsize=8)
+        figure.text(0.01, 0.01, self.stamp["command"], fontsize=6, family="monospace")
+        figure.tight_layout(rect=(0, 0.03, 1, 0.98))
+        figure.savefig(self.out / f"{self.name}.png", dpi=110)
+        pyplot.close(figure)
+        return f"{self.name}.png"
+
+
+def _cell(value) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def lines(axis, rows, x: str, y: str, series: str, *, title: str, ylabel: str | None = None, log: bool = True) -> None:
+    """One line a value of `series` through the rows that have x and y."""
+    for name in dict.fromkeys(row.get(series) for row in rows):
+        points = sorted((row[x], row[y]) for row in rows if row.get(series) == name and row.get(y) is not None)
+        if points:
+            axis.plot(*zip(*points), marker="o", markersize=3, label=str(name))
+    if log:
+        axis.set_xscale("log", base=2)
+    axis.set(title=title, xlabel=x, ylabel=ylabel or y)
+    axis.set_ylim(bottom=0)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+    axis.grid(alpha=0.3)
+
+
+def bars(axis, rows, label: str, y: str, *, title: str) -> None:
+    """One bar a row."""
+    names = [str(row.get(label)) for row in rows if row.get(y) is not None]
+    axis.barh(range(len(names)), [row[y] for row in rows if row.get(y) is not None])
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set(title=title, xlabel=y)

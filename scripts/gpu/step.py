@@ -1,0 +1,409 @@
+"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl`.
+
+The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that says so. A case is
+a dict:
+
+    impl            "stock" | "liger" | "hfpatch"
+    tokens          of one sequence; batch is 1
+    layers, preset, changes   the model: a preset with so many layers, and changes to its config
+    checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off"
+    warmup, steps   steps that are not timed, steps that are
+    split, floor    also record one step's kernels; also measure the least time on this card first
+    ballast_gib     device memory taken away first, for layers that are not there
+    host_gib        host memory to plan with, where the machine's own figure grows as it is used
+"""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common
+import torch
+
+from hfpatch.planner.shape import ModelShape
+
+GiB = common.GiB
+
+
+def config_of(case):
+    from transformers import LlamaConfig
+
+    from hfpatch.planner.presets import preset_config
+
+    values = preset_config(case.get("preset", "llama-3.1-8b")) | case.get("changes", {})
+    if case.get("layers"):
+        values["num_hidden_layers"] = case["layers"]
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], case["tokens"])
+    # No id of a locally trained tokenizer is one of Llama's own.
+    values |= {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return LlamaConfig(**values)
+
+
+def build(case, device, dtype=torch.bfloat16):
+    """A model with random weights, made on the device: transformers' own initialisation of 8B takes seconds there."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def checkpoint(model, offload: bool) -> None:
+    """transformers' own checkpointing, by the name it has in this version."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    if offload and torch.cuda.is_available():
+        enable({"use_reentrant": False}, offload=True)
+    else:
+        enable({"use_reentrant": False})
+
+
+def become(model, case) -> str:
+    """Makes the model what the case asks for; returns what was done, in a line."""
+    impl, kept = case["impl"], case.get("checkpointing", "auto" if case["impl"] == "hfpatch" else "plain")
+    if impl == "hfpatch":
+        import hfpatch
+
+        if case.get("host_gib"):
+            from hfpatch.checkpoint import memory
+
+            memory.host_free = lambda *args, **kwargs: int(case["host_gib"] * GiB)
+        settings = hfpatch.Checkpointing(**kept) if isinstance(kept, dict) else kept
+        hfpatch.apply(model, checkpointing=settings)
+        return "hfpatch"
+    if impl == "liger":
+        if not torch.cuda.is_available():
+            raise ValueError("Liger's kernels need a GPU")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        if not getattr(model, "_liger_applied", False):
+            _apply_liger_kernel_to_instance(model=model)
+            model._liger_applied = True
+    if kept != "off":
+        checkpoint(model, kept == "offload")
+    return f"{impl}, checkpointing {kept}"
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class GradWatch:
+    """The step's peak and what of it was gradients then, from the allocator's counters, read at each gradient."""
+
+    def __init__(self, model):
+        self.alive, self.moments, self.reserved = 0, [], 0
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters]
+        self._reset()
+
+    def _reset(self):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _note(self):
+        if torch.cuda.is_available():
+            self.moments.append((torch.cuda.max_memory_allocated(), self.alive))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+            self._reset()
+
+    def _grown(self, parameter):
+        self._note()
+        self.alive += parameter.grad.numel() * parameter.grad.element_size()
+
+    def close(self, before: int) -> dict:
+        """Takes the hooks off. before: bytes on the device that belong to nobody here (ballast, other tensors)."""
+        self._note()
+        for hook in self.hooks:
+            hook.remove()
+        if not self.moments:
+            return {}
+        peak, gradients = max(self.moments)
+        beyond = max(total - alive for total, alive in self.moments) - self.parameters - before
+        return {
+            "peak_gib": (peak - before) / GiB,
+            "reserved_gib": (self.reserved - before) / GiB,
+            "beyond_gib": (peak - gradients - self.parameters - before) / GiB,
+            "beyond_at_most_gib": beyond / GiB,
+            "parameters_gib": self.parameters / GiB,
+            "gradients_gib": self.alive / GiB,
+        }
+
+
+class HostWatch:
+    """The machine's host memory in use, beyond what was in use at the start; sampled by a thread."""
+
+    def __init__(self, every: float = 0.1):
+        self.every, self.low = every, self._available()
+        self.start, self.stop = self.low, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    @staticmethod
+    def _meminfo(name: str) -> int:
+        with open("/proc/meminfo") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), 0)
+
+    def _available(self) -> int:
+        # A virtual machine's total can grow as it is used: what is in use is the total less what is available.
+        return self._meminfo("MemAvailable:") - self._meminfo("MemTotal:")
+
+    def _watch(self):
+        while not self.stop.wait(self.every):
+            self.low = min(self.low, self._available())
+
+    def close(self) -> dict:
+        self.stop.set()
+        self.thread.join()
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"host_used_gib": (self.start - min(self.low, self._available())) / GiB, "host_rss_gib": own / GiB}
+
+
+def pinned_gib(model) -> float | None:
+    """Pinned host memory: the layer engine's, and the caching host allocator's at its highest."""
+    engines = {id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_engine")) is not None}
+    pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
+    total = sum(p.bytes_held for p in pools if p.pinned)
+    if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):
+        total += torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return total / GiB
+
+
+def policy_of(model) -> str:
+    """What the layer engine settled on at this shape."""
+    for module in model.modules():
+        engine = vars(module).get("_hfpatch_engine")
+        if engine is not None and engine.policies:
+            p = list(engine.policies.values())[-1]
+            return f"{p.offload} every={p.every} save={int(p.save_attention)} tile={p.tile}"
+    return ""
+
+
+# --- one case -------------------------------------------------------------------------------------------------------
+
+
+def one_step(model, batch, mark=lambda: None):
+    loss = model(**batch, use_cache=False).loss
+    mark()
+    loss.backward()
+    mark()
+    return loss.detach()
+
+
+def kernel_split(model, batch) -> dict:
+    """Seconds of one recorded step by kind of kernel, and the compute stream's wait for copies."""
+    from hfpatch.profiling.families import by_family, copy_wait
+
+    cuda = torch.cuda.is_available()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
+        one_step(model, batch)
+        common.synchronize()
+    model.zero_grad(set_to_none=True)
+    if cuda:
+        events = [
+            (e.name, e.device_resource_id, e.time_range.start / 1e6, e.time_range.end / 1e6)
+            for e in profiler.events()
+            if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        times = by_family((name, end - start) for name, _, start, end in events)
+        waited = copy_wait(events)
+        span = max((e[3] for e in events), default=0.0) - min((e[2] for e in events), default=0.0)
+    else:
+        times = by_family((e.key, e.self_cpu_time_total / 1e6) for e in profiler.key_averages())
+        waited, span = 0.0, sum(times.values())
+    attention, matmul = times.get("attention", 0.0), times.get("matmul", 0.0)
+    rest = {k: v for k, v in times.items() if k not in ("attention", "matmul", "copy host-device")}
+    return {
+        "split_step_s": span,
+        "attention_s": attention,
+        "matmul_s": matmul,
+        "copy_wait_s": waited,
+        "other_s": span - attention - matmul - waited,
+        "other_kernels": " ".join(f"{k}={v:.3g}" for k, v in list(rest.items())[:8]),
+        "copies_s": times.get("copy host-device", 0.0),
+    }
+
+
+def mfu_of(shape, tokens: int, seconds: float) -> float | None:
+    """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted."""
+    from hfpatch.callback import step_flops
+
+    name = common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rate = next((rate for part, rate in common.DATASHEET.items() if part in name), None)
+    return step_flops(shape, tokens, tokens**2) / seconds / rate if rate else None
+
+
+@contextlib.contextmanager
+def ballast(gib: float, device):
+    """Takes device memory away, as layers that are not there would."""
+    held = [torch.empty(int(gib * GiB), dtype=torch.uint8, device=device)]
+    try:
+        yield
+    finally:
+        held.clear()
+
+
+def measure(model, case, device) -> dict:
+    shape = ModelShape.from_config(model.config)
+    # Random tokens; every one a label.
+    ids = torch.randint(3, model.config.vocab_size, (1, case["tokens"]), device=device)
+    batch = {"input_ids": ids, "labels": ids}
+    found: dict = {}
+    owned = sum(p.numel() * p.element_size() for p in model.parameters())
+    before = torch.cuda.memory_allocated() - owned if device.type == "cuda" else 0
+    host = HostWatch()
+    try:
+        start = time.perf_counter()
+        for i in range(case.get("warmup", 1)):
+            loss = one_step(model, batch)
+            common.synchronize()
+            if i == 0:
+                found["first_step_s"] = time.perf_counter() - start
+            model.zero_grad(set_to_none=True)
+        watch = GradWatch(model)
+        seconds, halves = [], []
+        # The first timed step is also the one whose memory is followed: the counters cost microseconds.
+        for _ in range(case.get("steps", 2)):
+            clock = common.Clock()
+            common.synchronize()
+            start = time.perf_counter()
+            clock.mark()
+            loss = one_step(model, batch, clock.mark)
+            common.synchronize()
+            seconds.append(time.perf_counter() - start)
+            halves.append(clock.gaps_ms())
+            if watch is not None:
+                found |= watch.close(before)
+                watch = None
+            model.zero_grad(set_to_none=True)
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        found |= {
+            "step_s": seconds[best],
+            "forward_s": halves[best][0] / 1e3,
+            "backward_s": halves[best][1] / 1e3,
+            "steps_s": " ".join(f"{s:.4g}" for s in seconds),
+            "tokens_s": case["tokens"] / seconds[best],
+            "mfu": mfu_of(shape, case["tokens"], seconds[best]),
+            "loss": loss.item(),
+            "policy": policy_of(model),
+            "pinned_gib": pinned_gib(model),
+        }
+        if case.get("split"):
+            found |= kernel_split(model, batch)
+    finally:
+        found |= host.close()
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def run(cases: list[dict], write) -> None:
+    """Measures each case; write(result) at once. The model is kept while cases ask for the same one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, made = None, None
+    for case in cases:
+        result = {"device": common.device_name(device)}
+        try:
+            if case.get("floor"):
+                from floor import floor
+
+                shape = ModelShape.from_config(config_of(case))
+                result |= floor(shape, case["tokens"], device, case.get("small", False))
+                common.clean()
+            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes")]
+            if model is None or made != wanted:
+                model, made = None, wanted
+                common.clean()
+                model = build(case, device)
+            become(model, case)
+            with ballast(case.get("ballast_gib", 0), device):
+                result |= measure(model, case, device)
+        except (RuntimeError, ValueError, MemoryError, ImportError) as error:
+            # A device that met an illegal access answers nothing any more; the row says what happened.
+            result["error"] = "out of memory" if common.is_out_of_memory(error) else common.one_line(error)
+        if "error" in result:  # here the traceback, and what its frames held, is gone
+            if model is not None:
+                model.zero_grad(set_to_none=True)
+            with contextlib.suppress(RuntimeError):
+                common.clean()
+        if model is not None and case["impl"] == "hfpatch":
+            import hfpatch
+
+            hfpatch.undo(model)
+        write(case, result)
+
+
+# --- the entries' side ----------------------------------------------------------------------------------------------
+
+
+def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
+    """A row of `sheet` for each case, run in one process of its own (in this one with --small). Returns the rows."""
+    rows = []
+
+    def write(case, result):
+        label = {k: v for k, v in case.items() if k in ("impl", "tokens", "layers")}
+        label |= {"kept": str(case.get("checkpointing", "auto"))} | case.get("label", {})
+        rows.append(sheet.add(**label, **result))
+
+    if sheet.args.small:
+        run([{**case, "small": True} for case in cases], write)
+        return rows
+    if sheet.late(f"{cases[0]['impl']} {[c['tokens'] for c in cases]}"):
+        return rows
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("cases.json", "results.jsonl")]
+        files[0].write_text(json.dumps(cases))
+        worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
+        try:
+            code = worker.wait(timeout=sheet.left() + 30)
+            ended = f"the process ended with code {code} before this case"
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+            ended = "stopped: the time of this run was over"
+        found = [json.loads(line) for line in files[1].read_text().splitlines()] if files[1].exists() else []
+    for case, result in zip(cases, found):
+        write(case, result)
+    for case in cases[len(found) :]:
+        write(case, {"error": ended})
+    return rows
+
+
+def small(sheet, cases: list[dict]) -> list[dict]:
+    """With --small the same cases over a tiny model and short sequences."""
+    if not sheet.args.small:
+        return cases
+    tiny = {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 128}, "ballast_gib": 0}
+    tiny |= {"warmup": 1, "steps": 1}
+    shrunk = []
+    for case in cases:
+        kept = case.get("checkpointing")
+        if isinstance(kept, dict):
+            case = {**case, "checkpointing": kept | {"tile": 16}}  # three tiles
+        shrunk.append({**case, **tiny, "tokens": 48})
+    return shrunk
+
+
+def main() -> int:
+    cases, results = sys.argv[1:3]
+    with open(results, "a", encoding="utf-8") as file:
+
+        def write(case, result):
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+
+        run(json.loads(Path(cases).read_text()), write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
