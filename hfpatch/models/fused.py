@@ -352,6 +352,7 @@ class FusedCausalLM:
             ignore_index=ignore,
             num_items=loss_options.get("num_items_in_batch"),
             num_valid=None if count is None else int(count.get()),
+            inplace_hidden=self._hidden_is_ours(outputs),
         )
         out = CausalLMOutputWithPast(
             loss=loss,
@@ -363,6 +364,12 @@ class FusedCausalLM:
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return out if return_dict else out.to_tuple()
+
+    def _hidden_is_ours(self, outputs) -> bool:
+        """Whether nobody else can hold the normed hidden states, so that their gradient may be written over them."""
+        norm = self.model.norm
+        seen = self.model._forward_hooks or norm._forward_hooks or outputs.hidden_states is not None
+        return isinstance(norm, FusedRMSNorm) and not seen
 
     def _fused_loss_serves(self, logits_to_keep) -> bool:
         if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
