@@ -15,6 +15,7 @@ LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IMPLEMENTATIONS: dict = {}  # overload -> impl, for the planner, which looks inside where the CPU allocator does
 
 
 def use_kernel(*tensors: Tensor | None) -> bool:
@@ -53,6 +54,7 @@ def define(
     LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.hfpatch, name).default
+    IMPLEMENTATIONS[op] = impl
     if backward is not None:
         LIBRARY.impl(name, _autograd_impl(op, backward, setup_context), "Autograd", with_keyset=True)
     return op

@@ -14,12 +14,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.planner import kernels_cost
 from hfpatch.planner.shadow import Shadows
 
 aten = torch.ops.aten
+_FAKE = (FakeTensor,)
+# Their fakes look at values or at symbols, or give back something that is no tensor.
+_BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.index_put_.default,
+             aten.index_put.default, aten.equal.default, aten.lift_fresh.default, aten._to_copy.default,
+             aten.set_.source_Storage_storage_offset)  # fmt: skip
 ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
 
 
@@ -103,6 +110,7 @@ class Follower(TorchDispatchMode):
         self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
         self.phase = "setup"
         self._host = 0
+        self._slow: set = set(_BY_VALUE)
 
     def __enter__(self):
         _current.append(self)
@@ -200,12 +208,16 @@ class Follower(TorchDispatchMode):
         # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one module.
         return names[at] if 0 <= at < len(names) - 1 else ""
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # torch.compile is not traced through here; the wrapper it would add is half our own cost
+
     # -- operations ----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # `x.device` of a fake tensor: as frequent as all the rest
+            return args[0].fake_device
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         if self.shadows is not None:
@@ -218,7 +230,12 @@ class Follower(TorchDispatchMode):
         for tensor in inputs:
             if id(tensor.untyped_storage()) not in self._refs:
                 self.track(tensor)
-        out = func(*args, **kwargs)
+        if func.namespace == "hfpatch" and not self.cuda:
+            # A kernel on CUDA allocates its outputs, which the fake gives; the plain version has temporaries.
+            with self:
+                out = IMPLEMENTATIONS[func](*args, **kwargs)
+        else:
+            out = self._fakes(func, args, kwargs, inputs) if self.shadows is not None else func(*args, **kwargs)
         name = func.__name__
         outputs = _tensors((out,), [])
         for tensor in outputs:
@@ -229,6 +246,27 @@ class Follower(TorchDispatchMode):
         self._cost(func, args, kwargs, out)
         if self.shadows is not None:
             self.shadows.run(func, args, kwargs, inputs, outputs)
+        return out
+
+    def _fakes(self, func, args, kwargs, inputs):
+        """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than the call does;
+        operations that stay on the device of their arguments go to their meta kernels directly, as it would."""
+        mode, plain = self.shadows.fake_mode, func.namespace in ("aten", "hfpatch") and "device" not in kwargs
+        if not plain or not inputs or func in self._slow or not all(type(t) in _FAKE for t in inputs):
+            return func(*args, **kwargs)
+        device = inputs[0].fake_device
+        try:
+            with in_kernel_invocation_manager(mode):
+                out = func(*args, **kwargs)
+        except NotImplementedError:
+            self._slow.add(func)
+            return func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return out if type(out) in _FAKE else FakeTensor(mode, out, device)
+        if isinstance(out, (tuple, list)):
+            return type(out)(
+                FakeTensor(mode, o, device) if isinstance(o, Tensor) and type(o) not in _FAKE else o for o in out
+            )
         return out
 
     @staticmethod

@@ -134,18 +134,26 @@ def _host_buffers(follower: Follower):
 
 
 @contextlib.contextmanager
-def _as_on_cuda(policy):
-    """hfpatch takes its CUDA paths, as far as they differ in memory, and the policy where one is given."""
+def _hfpatch_as(model: nn.Module, policy, cuda: bool):
+    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
+
+    Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
+    """
     with contextlib.ExitStack() as stack:
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
-        if loop is not None:
+        if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
         layer = sys.modules.get("hfpatch.checkpoint.layer")
-        if layer is not None:
+        if layer is not None and cuda:
             stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
         engine = sys.modules.get("hfpatch.checkpoint.engine")
-        if engine is not None and policy is not None:
-            stack.enter_context(mock.patch.object(engine.Engine, "_resolve", lambda self, B, T, x: policy))
+        if engine is not None:
+            held = (value for module in model.modules() for value in vars(module).values())
+            for found in {id(value): value for value in held if isinstance(value, engine.Engine)}.values():
+                found.close()
+                stack.callback(found.close)
+            if policy is not None:
+                stack.enter_context(mock.patch.object(engine.Engine, "_resolve", lambda self, B, T, x: policy))
         yield
 
 
@@ -264,7 +272,7 @@ def simulate(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
-    with mode, _transformers_as_if_real(), _as_on_cuda(policy) if cuda else contextlib.nullcontext():
+    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):

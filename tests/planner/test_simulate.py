@@ -1,0 +1,228 @@
+"""The simulator against the CPU allocator, and its traps one by one."""
+
+import itertools
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hfpatch.planner import kernels_cost
+from hfpatch.planner.follow import Follower
+from hfpatch.planner.formula import Policy
+from hfpatch.planner.presets import preset_config
+from hfpatch.planner.shadow import Shadows
+from hfpatch.planner.simulate import simulate, summarize
+from hfpatch.planner.simulate_command import build, prepare
+from tests.planner.real_memory import real_peak, train_step
+
+GiB = 2**30
+SMALL = preset_config("llama-tiny") | dict(
+    hidden_size=256, intermediate_size=704, num_hidden_layers=3, vocab_size=1000, head_dim=64
+)
+
+
+def on_cpu(model):
+    """The meta model with real values."""
+    model.to_empty(device="cpu").train()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.normal_(std=0.02)
+    return model
+
+
+# Two implementations of the layer loop, stock's two kinds of saving, and each of: tied weights, no grouped heads,
+# a batch above one with a length that no tile divides.
+@pytest.mark.parametrize("implementation", ["hf", "hf-ckpt", "hfpatch"])
+@pytest.mark.parametrize("change, batch, tokens", [({}, 1, 512), ({"tie_word_embeddings": True}, 2, 777),
+                                                   ({"num_key_value_heads": 4}, 1, 777)])  # fmt: skip
+def test_agrees_with_the_allocator(implementation, change, batch, tokens):
+    model = prepare(build(SMALL | change, torch.float32), implementation)
+    policy = Policy(offload="host", tile=256)
+    found = simulate(model, batch, tokens, rounding=1, cuda=False, policy=policy)
+    # Host blocks come from the same allocator here.
+    simulated = max(itertools.accumulate(delta for _, delta in found.ledger.events)) - found.categories["parameters"]
+
+    ids = torch.randint(0, SMALL["vocab_size"], (batch, tokens))
+    on_cpu(model)
+    with mock.patch("hfpatch.checkpoint.engine.Engine._resolve", lambda *args: policy):
+        measured = real_peak(lambda: train_step(model, ids))
+    assert abs(simulated - measured) <= 0.03 * measured, (simulated, measured)
+
+
+# Figures measured independently of this simulator for Llama-3.1-8B in bfloat16, GiB beyond parameters and gradients.
+@pytest.mark.parametrize("implementation, tokens, expected", [
+    ("hf", 8192, 61.0), ("hf-ckpt", 32768, 56.0), ("hf", 131072, 976.0), ("hf-ckpt", 131072, 224.0),
+])  # fmt: skip
+def test_reference_figures(implementation, tokens, expected):
+    found = simulate(prepare(build(preset_config("llama-3.1-8b")), implementation), 1, tokens)
+    assert found.beyond_bytes / GiB == pytest.approx(expected, rel=0.005)
+    assert found.categories["parameters"] == pytest.approx(2 * 8030261248, rel=1e-4)
+
+
+# Liger rebinds transformers' modules, so each figure has a process of its own.
+@pytest.mark.parametrize("implementation, expected, host", [("liger", 52.6, 0), ("liger-tiled-offload", 12.1, 34.0)])
+def test_reference_figures_of_liger(implementation, expected, host):
+    pytest.importorskip("liger_kernel")
+    code = (
+        "from hfpatch.planner.simulate import simulate; from hfpatch.planner.simulate_command import *; import json;"
+        f"c = preset_config('llama-3.1-8b') | dict(num_hidden_layers={4 if host else 32});"
+        f"s = simulate(prepare(build(c), {implementation!r}), 1, 131072);"
+        "print(json.dumps([s.beyond_bytes, s.host_peak_bytes]))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    beyond, on_host = eval(done.stdout.splitlines()[-1])
+    assert beyond / GiB == pytest.approx(expected, rel=0.01)
+    if host:  # 4 of the 32 layers keep their inputs; the rest (the norm's input) is the model's, not a layer's
+        assert on_host / GiB == pytest.approx(host - 28, rel=0.2)
+
+
+def followed(run, fake=True, **kwargs):
+    if not fake:
+        with Follower(rounding=1, **kwargs) as follower:
+            run()
+        return follower.ledger
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with Follower(rounding=1, shadows=Shadows(mode), **kwargs) as follower:
+            run()
+    return follower.ledger
+
+
+def test_views_in_place_and_saved_tensors_cost_nothing():
+    def run():
+        x = torch.zeros(1000)
+        x.view(10, 100).t().add_(1)
+        x[5:].mul_(2)
+        y = x.detach()
+        del x, y
+
+    ledger = followed(run)
+    assert [b.nbytes for b in ledger.blocks] == [4000]
+    assert ledger.blocks[0].died is not None
+
+
+def test_resize_and_data_swap():
+    def run():
+        x = torch.zeros(1000)
+        x.resize_(3000)
+        y = nn.Parameter(torch.zeros(500))
+        y.data = torch.zeros(700)
+        del x, y
+
+    ledger = followed(run)
+    assert summarize(ledger).peak_bytes == 12000 + 2000 + 2800
+    assert sum(delta for _, delta in ledger.events) == 0
+
+
+# A residual stream adds up gradients at each fork: in place in a bare run, never under a mode left to itself.
+@pytest.mark.parametrize("fake", [True, False])
+def test_gradients_accumulate_in_place(fake):
+    def run():
+        x = torch.zeros(1000, requires_grad=True)
+        h = x * 2
+        for _ in range(3):
+            h = h + torch.sin(h)
+        h.sum().backward()
+
+    top = summarize(followed(run, fake)).peak_bytes
+    x = torch.zeros(1000, requires_grad=True)
+
+    def bare():
+        h = x * 2
+        for _ in range(3):
+            h = h + torch.sin(h)
+        h.sum().backward()
+
+    assert top - 4000 == real_peak(bare)
+
+
+def test_a_gradient_that_another_holds_is_not_overwritten():
+    def run():
+        x = torch.ones(10, requires_grad=True)
+        h = x * 2
+        held = []
+        h.register_hook(held.append)
+        k = h + 1
+        k.register_hook(held.append)
+        (k + torch.sin(h)).sum().backward()
+        assert torch.equal(held[0], torch.ones(10)), held
+
+    followed(run, fake=False)
+
+
+def test_values_behind_small_fakes():
+    def run():
+        labels = torch.arange(10) - 3
+        assert (labels >= 0).sum().item() == 7
+        assert bool((labels[3:] >= 0).all())
+        assert torch.equal(labels[:2], labels[:2].clone())
+        assert labels[labels > 1].shape == (5,)
+        assert (labels > 4).nonzero().shape == (2, 1)
+        x = torch.empty(10, 4096)
+        assert x[labels > 1].shape == (5, 4096)
+        labels[0] = 9
+        assert labels.max().item() == 9
+        labels.add_(torch.ones_like(labels))
+        assert labels.sum().item() == 10 + sum(range(-1, 8))
+
+    followed(run)
+
+
+def test_unknown_values_stay_unknown():
+    def run():
+        x = torch.empty(600, 600).sum()
+        with pytest.raises(RuntimeError):
+            x.item()
+
+    followed(run)
+
+
+def test_attention_is_never_quadratic():
+    found = simulate(build(SMALL | {"num_hidden_layers": 1, "vocab_size": 16}), 1, 1 << 16)
+    assert max(block.nbytes for block in found.ledger.blocks) < (1 << 32)
+    assert found.attention_calls == {"forward": 1, "backward": 1}
+
+
+def test_attention_backward_scratch_and_causal_flops():
+    q, k = torch.empty(1, 4, 1024, 64, device="meta"), torch.empty(1, 2, 1024, 64, device="meta")
+    lse = torch.empty(1, 4, 1024, device="meta")
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    args = (q.bfloat16(), q.bfloat16(), k.bfloat16(), k.bfloat16(), q.bfloat16(), lse, 0.0, True)
+    accumulator, softmax_d, expanded = 4 * q.numel(), 4 * 4 * 1024, 2 * 2 * q.numel()
+    assert kernels_cost.scratch_bytes(op, args, {}) == accumulator + softmax_d + expanded
+    assert kernels_cost.attention(op, args, {}) == ("backward", 5 * 4 * 1024 * 1024 * 64)
+    full = (*args[:-1], False)
+    assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
+
+
+def test_flops_of_stock_llama():
+    # 6 per parameter of the matmuls and token, attention counted over its causal half: the usual count.
+    found = simulate(build(preset_config("llama-3.1-8b")), 1, 8192)
+    weights = 8030261248 - 128256 * 4096 - 65 * 4096
+    assert sum(found.flops["matmul"].values()) == 6 * weights * 8192
+    assert found.flops["attention"] == {"forward": 32 * 2 * 8192**2 * 4096, "backward": 32 * 5 * 8192**2 * 4096}
+
+
+def test_model_is_itself_again_afterwards():
+    model = on_cpu(build(SMALL, torch.float32)).eval()
+    before = dict(model.named_parameters())
+    simulate(model, 1, 64)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_optimizer_states_have_their_category():
+    found = simulate(build(SMALL, torch.float32), 1, 64, steps=2, optimizer=torch.optim.AdamW)
+    weights = sum(p.numel() for p in build(SMALL).parameters())
+    assert found.categories["optimizer"] == pytest.approx(2 * 4 * weights, rel=0.01)
+
+
+def test_where_the_peak_is():
+    found = simulate(build(SMALL | {"vocab_size": 50000}), 1, 2048)
+    assert found.peak_phase == "backward"
+    assert found.modules[0][0] == "LlamaForCausalLM"  # the logits
+    assert sum(found.categories.values()) == found.peak_bytes == max(found.curve)
