@@ -6,6 +6,7 @@ Called by worker.py (one process per implementation) and by scripts/profile.py (
 import contextlib
 import gc
 import importlib.metadata
+import os
 import resource
 import sys
 import time
@@ -216,6 +217,11 @@ def record_run(
         _read(profiler, run, device, before, marks, head_name(model))
         if main:
             _write_trace(profiler, options, run)
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type == "cpu" and load > 1.5 * cpus:
+        run.notes.append(
+            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its bytes hold."
+        )
     run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return run
 
