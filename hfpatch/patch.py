@@ -9,11 +9,14 @@ from torch import nn
 
 from hfpatch.checkpoint.engine import Engine
 from hfpatch.checkpoint.policy import Checkpointing
+from hfpatch.models.fused import fuse, is_fused_head
 from hfpatch.models.generic import WholeLayer, whole_layer_class
+from hfpatch.ops._library import HAS_TRITON
 from hfpatch.planner.formula import ModelShape
 from hfpatch.spec import EMBEDDING, HEAD, SPECS, Swap
 
-OPTIONS = ("rope", "rms_norm", "mlp", "loss", "checkpointing")
+FUSED = ("rope", "rms_norm", "mlp", "loss")
+OPTIONS = (*FUSED, "checkpointing")
 _TOO_LATE = {
     "DeepSpeedEngine": "deepspeed.initialize()",
     "FullyShardedDataParallel": "FSDP wraps the model",
@@ -171,6 +174,8 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
             _swap(module, row, engine, eval_logits, report)
         if row.option != "model":
             report.swaps.append((row.option, row.theirs.__name__, len(modules)))
+    if any(option in FUSED for option, _, _ in report.swaps):
+        report.notes.append(_path_note())
     if engine is not None:
         report.notes.append(_checkpointing_note(settings, len(layers)))
         dropout = getattr(config, "attention_dropout", 0.0)
@@ -189,13 +194,11 @@ def _swap(module: nn.Module, row: Swap, engine, eval_logits, report: Report) -> 
     elif row.option == "model":
         if engine is not None:
             module._hfpatch_engine = engine
-            if type(module.embed_tokens) is EMBEDDING.theirs:
-                module.embed_tokens.__class__ = EMBEDDING.ours
+            fuse(module.embed_tokens, EMBEDDING.theirs, EMBEDDING.ours)
     elif row.option == "loss":
         module._hfpatch_eval_logits = eval_logits
-        if type(module.lm_head) is HEAD.theirs:
-            module.lm_head.__class__ = HEAD.ours
-        else:
+        fuse(module.lm_head, HEAD.theirs, HEAD.ours)
+        if not is_fused_head(module.lm_head):
             report.notes.append(
                 f"lm_head is a {type(module.lm_head).__module__}.{type(module.lm_head).__name__}: "
                 "the loss runs through whole logits."
@@ -209,7 +212,7 @@ def _apply_whole(model, config, settings, wanted, report: Report) -> None:
             f"hfpatch: expected a decoder with a list of layers, found none in {type(model).__name__} "
             f"({config.model_type}); families with fused parts are: {', '.join(SPECS)}."
         )
-    for option in OPTIONS[:-1]:
+    for option in FUSED:
         if wanted[option]:
             report.skipped.append((option, f"no fused parts for model_type {config.model_type!r}"))
     if settings is None:
@@ -221,6 +224,12 @@ def _apply_whole(model, config, settings, wanted, report: Report) -> None:
         layer._hfpatch_engine = engine
     report.swaps.append(("checkpointing", type(layers[0]).__name__, len(layers)))
     report.notes.append("layers are checkpointed whole, their inputs offloaded: no tiled form of this architecture.")
+
+
+def _path_note() -> str:
+    if not HAS_TRITON:
+        return "fused ops run as plain PyTorch: Triton is not installed."
+    return "fused ops run as Triton kernels on a GPU, as plain PyTorch on a CPU."
 
 
 def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:

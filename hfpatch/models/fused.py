@@ -300,6 +300,15 @@ class FusedModel:
             )
 
 
+def fuse(module: nn.Module, theirs: type, ours: type) -> None:
+    """Gives `ours` to a module of class `theirs`, or to those that PEFT's modules_to_save wrapper holds."""
+    copies = getattr(module, "modules_to_save", None)
+    inside = [module.original_module, *copies.values()] if isinstance(copies, nn.ModuleDict) else [module]
+    for inner in inside:
+        if type(inner) is theirs:
+            inner.__class__ = ours
+
+
 def is_fused_head(head: nn.Module) -> bool:
     """Whether calling `head` with labels gives the fused loss (also through PEFT's modules_to_save wrapper)."""
     copies = getattr(head, "modules_to_save", None)
@@ -325,8 +334,7 @@ class FusedCausalLM:
                 logits_to_keep=logits_to_keep, **kwargs,
             )  # fmt: skip
 
-        if type(self.lm_head) is nn.Linear:
-            self.lm_head.__class__ = HEAD  # resize_token_embeddings made a new one
+        fuse(self.lm_head, nn.Linear, HEAD)  # resize_token_embeddings and PEFT make new ones
         if labels is not None and use_cache is None and past_key_values is None:
             use_cache = False
         if labels is None or not self._fused_loss_serves(logits_to_keep) or self._wants_logits(labels, kwargs):
