@@ -100,6 +100,7 @@ def train(argv) -> int:
     if data.evaluation is not None:
         say(f"hfpatch: {held_out(run)}")
     run.save_model()
+    run.save_state()
     if args.push_to_hub:
         run.push_to_hub()
     say(f"hfpatch: {run.state.global_step} steps, total training time {clock(result.metrics['train_runtime'])} "

@@ -1,11 +1,16 @@
 """`python -m hfpatch.run` on scripts that know nothing of hfpatch, and the two examples."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import engine_script
+import numerics
 import pytest
+import torch
 from transformers import Trainer
 from workbench import ROOT
 
@@ -30,6 +35,7 @@ def model_folder(run_train, chat_file):
 
 SFT = """
 import sys
+from pathlib import Path
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -45,7 +51,13 @@ print("LAYER", type(trainer.model.model.layers[0]).__module__, "LOSSES",
 
 
 def execute(*command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_DATASETS_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "DS_ACCELERATOR": "cpu",
+        "HF_DATASETS_OFFLINE": "1",
+    }
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500, env=environment)
     return done.returncode, done.stdout, done.stderr
 
@@ -113,3 +125,38 @@ def test_examples_run_on_the_tiny_model(model_folder, chat_file, tmp_path, texts
         lines = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert len(lines) == 4 and all("tokens_per_second" in entry for entry in lines)
         assert type(trainer.model.model.norm).__module__.startswith("hfpatch.")
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_unmodified_script_under_an_engine(kind, tmp_path):
+    """Two processes: the layers are ours, the engine is really on, the losses are those of one stock process."""
+    script = Path(__file__).parent / "engine_script.py"
+    sections = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    automatic = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
+    config = {"zero_optimization": {"stage": 3, **sections}, **dict.fromkeys(automatic, "auto")}
+    config["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed builds its CPU Adam in C++
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    launcher = {
+        "zero3": ["accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, "--use_deepspeed",
+                  "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no", "--dynamo_backend",
+                  "no", "--zero3_init_flag", "false"],
+        "fsdp2": ["torch.distributed.run", "--standalone", "--nproc_per_node", 2],
+    }[kind]  # fmt: skip
+    code, out, err = execute(sys.executable, "-m", *launcher, "-m", "hfpatch.run", script, kind, tmp_path)
+    assert code == 0, out + err
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    assert len(reports) == 2 and err.count("hfpatch on LlamaForCausalLM") == 1, "the report once, by the first rank"
+    plain = engine_script.losses(engine_script.train(tmp_path / "plain", batch=2))
+    exact = engine_script.losses(engine_script.train(tmp_path / "exact", batch=2, dtype=torch.float64))
+    for report in reports:
+        assert any(module.startswith("hfpatch.") for module in report["layer"])
+        assert report["engine"] == {"zero3": "DEEPSPEED", "fsdp2": "FSDP"}[kind]
+        assert report["sharded"] if kind == "zero3" else report["weight"] == "DTensor"
+        numerics.assert_close(
+            *(torch.tensor(x, dtype=torch.float64) for x in (report["losses"], plain, exact)), dtype=torch.float32
+        )

@@ -1,4 +1,4 @@
-"""Helpers of the training tests: where things are, train.py as a module, the log of a run, a chat template of our own."""
+"""Helpers of the training tests: where things are, train.py as a module, a run's log, a chat template of our own."""
 
 import importlib.util
 import json
