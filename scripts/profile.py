@@ -48,6 +48,7 @@ def main() -> int:
         gradient_checkpointing=args.gradient_checkpointing,
         device=accelerator.device.type,
         stacks=not args.no_stacks,
+        trace=not args.no_trace,
         folder=str(folder),
     )
     run = record(accelerator, options)

@@ -14,7 +14,6 @@ CHANGES = (
     ("checkpoints", 1.0, '`Checkpointing(offload="host")`, which lets layer inputs wait in host memory'),
     ("activations", 1.0, '`Checkpointing(offload="host", save_attention=False)`, which keeps less of each layer'),
     ("working set", 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
-    ("loss", 0.5, "a smaller `workspace_bytes` for the loss"),
 )
 LASTING_CHANGES = (
     ("optimizer", 0.75, "8-bit optimizer states (`--placement gpu8bit`)"),
@@ -85,7 +84,7 @@ def sentences(runs: list[Run]) -> list[str]:
     module, phase, held = holder(run)
     lasting = sum(run.peak_split[c] for c in LASTING)
     second = (
-        f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of it from the {phase}, "
+        f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of it, born in the {phase}, "
         f"and parameters, gradients and optimizer states hold {size(lasting)}"
         if module
         else f"The peak comes in the {run.peak_phase or 'step'}, in parameters, gradients and optimizer states alone"

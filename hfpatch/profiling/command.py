@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simulate", action="store_true", help="follow the step on fake tensors: any size, any machine"
     )
     parser.add_argument("--no-stacks", action="store_true", help="no Python lines in the report; a lighter recording")
+    parser.add_argument("--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB")
     parser.add_argument("--out", default="runs/profile", help="the report's folder (default runs/profile)")
     parser.add_argument("--json", action="store_true", help="results on stdout as JSON, nothing else")
 
@@ -57,6 +58,7 @@ def main(args) -> int:
         "gradient_checkpointing": args.gradient_checkpointing,
         "device": args.device,
         "stacks": not args.no_stacks,
+        "trace": not args.no_trace,
         "simulate": args.simulate,
         "out": args.out,
         "command": command_line(sys.argv[1:]) if sys.argv[1:2] == ["profile"] else "hfpatch profile",

@@ -49,6 +49,7 @@ def profile(
     gradient_checkpointing: bool = True,
     device: str = "auto",
     stacks: bool = True,
+    trace: bool = True,
     simulate: bool = False,
     out: str | Path = "runs/profile",
     command: str | None = None,
@@ -85,6 +86,7 @@ def profile(
                 "gradient_checkpointing": gradient_checkpointing,
                 "device": device,
                 "stacks": stacks,
+                "trace": trace,
                 "simulate": simulate,
                 "folder": str(folder),
             }

@@ -38,6 +38,7 @@ class Options:
     gradient_checkpointing: bool = True
     device: str = "auto"
     stacks: bool = True
+    trace: bool = True
     folder: str = "."
     simulate: bool = False
 
@@ -215,7 +216,7 @@ def record_run(
     if profiler is not None:
         progress("reading the events")
         _read(profiler, run, device, before, marks, head_name(model))
-        if main:
+        if main and options.trace:
             _write_trace(profiler, options, run)
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     if device.type == "cpu" and load > 1.5 * cpus:
