@@ -15,6 +15,17 @@ def main(folder: str) -> None:
         trainer = common.train(common.make_model(dtype=dtype), Path(folder) / name, batch=2)
         trainer.save_model(str(Path(folder) / f"{name}-final"))
         found[name] = common.losses(trainer)
+        # Sequence parallelism weighs micro-batches alike, so its rows have as many labels each.
+        rows, folder_rows = common.make_rows(positions=True, ignored=5), Path(folder) / f"{name}-rows"
+        trainer = common.train(common.make_model(dtype=dtype), folder_rows, batch=1, rows=rows)
+        trainer.save_model(str(Path(folder) / f"{name}-rows-final"))
+        found[f"{name}-rows"] = common.losses(trainer)
+        again = common.train(
+            common.make_model(dtype=dtype), Path(folder) / f"{name}-again", batch=1, rows=rows,
+            resume=str(folder_rows / "checkpoint-2"), ignore_data_skip=True,
+        )  # fmt: skip
+        again.save_model(str(Path(folder) / f"{name}-again-final"))
+        found[f"{name}-again"] = common.losses(again)
     common.report(folder, **found)
 
 

@@ -61,25 +61,21 @@ def single(tmp_path_factory):
     """The stock model in one process: losses and weights in float32 and float64."""
     folder = tmp_path_factory.mktemp("single")
     (losses,) = launch("single_worker.py", folder, folder=folder)
-    weights = {dtype: load_file(folder / f"{dtype}-final" / "model.safetensors") for dtype in ("float32", "float64")}
-    return losses, weights
+    return losses, {name: load_file(folder / f"{name}-final" / "model.safetensors") for name in losses}
 
 
-def assert_trains_alike(reports: list[dict], single) -> None:
-    """Losses within twice what the single process loses to float32; resumed from the middle, the same to the bit."""
-    losses, _ = single
-    plain, exact = torch.tensor(losses["float32"]), torch.tensor(losses["float64"], dtype=torch.float64)
-    for report in reports:
-        numerics.assert_close(torch.tensor(report["losses"]), plain, exact, "losses")
-        assert report["resumed"] == report["losses"]
+def assert_losses(got: list[float], single, run: str = "") -> None:
+    """Within twice what the single process loses to float32."""
+    plain, exact = (torch.tensor(single[0][dtype + run]) for dtype in ("float32", "float64"))
+    numerics.assert_close(torch.tensor(got), plain, exact.double(), "losses")
 
 
-def assert_weights(path: Path, single) -> None:
+def assert_weights(path: Path, single, run: str = "") -> None:
     _, weights = single
     got = load_file(path)
-    assert got.keys() == weights["float64"].keys()
-    for name, exact in weights["float64"].items():
-        numerics.assert_close(got[name], weights["float32"][name], exact, name)
+    assert got.keys() == weights["float64" + run].keys()
+    for name, exact in weights["float64" + run].items():
+        numerics.assert_close(got[name], weights["float32" + run][name], exact, name)
 
 
 def assert_gradients(reports: list[dict], *more) -> None:
@@ -103,7 +99,8 @@ def test_fsdp(name, single, tmp_path):
         assert wrapper in report["classes"]
         assert report["dtensors"] is (name == "fsdp2")
         assert report["local"] == half_of(single)
-    assert_trains_alike(reports, single)
+        assert_losses(report["losses"], single)
+        assert report["resumed"] == report["losses"]
     assert_gradients(reports)
     out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
     assert_weights(out, single)
@@ -124,11 +121,24 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
         assert report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"]
         assert report["offloaded"] == ["cpu", "cpu"]
         assert report["local"] == half_of(single)
-    assert_trains_alike(reports, single)
+        assert_losses(report["losses"], single)
+        assert report["resumed"] == report["losses"]
     assert_gradients(reports, "plain without offload")
     assert_weights(tmp_path / "final" / "model.safetensors", single)
     out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
     assert_weights(out, single)
+
+
+def test_sequence_parallel(single, tmp_path):
+    reports = torchrun("sp_worker.py", folder=tmp_path)
+    for rank, report in enumerate(reports):
+        assert report["replaced"] and report["tokens"] == [12]  # each process has half of every row
+        packed, shard, at_boundary = report["refused"]
+        assert packed.startswith("hfpatch: expected one document a row") and shard == ""
+        assert bool(at_boundary) is (rank == 1)
+        assert_losses(report["losses"], single, "-rows")
+        assert_losses(report["resumed"], single, "-again")
+    assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 
 def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
