@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# `with torch.device("meta")` looks up constructors in a set made at its first use: it must not hold the wrappers below.
+torch.utils._device._device_constructors()
+
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the long grids")
