@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils._device
 
 # `with torch.device("meta")` looks up constructors in a set made at its first use: it must not hold the wrappers below.
 torch.utils._device._device_constructors()

@@ -152,5 +152,8 @@ class DiskDirectory:
     def close(self) -> None:
         self.writers.shutdown(wait=True)
         self.readers.shutdown(wait=True)
+        for buffers in (self.write_buffers, self.read_buffers):
+            while not buffers.empty():
+                self.pool.give(buffers.get_nowait())
         shutil.rmtree(self.path, ignore_errors=True)
         atexit.unregister(self.close)

@@ -81,9 +81,14 @@ class Engine:
         return choose(
             settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
             gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
-            host_free=memory.host_free(),
+            host_free=self._host_free(),
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )  # fmt: skip
+
+    def _host_free(self) -> int | None:
+        """Free host memory, what this engine's own pool holds in wait counted as free."""
+        free = memory.host_free()
+        return free if free is None or self.transfers is None else free + self.transfers.pool.bytes_free
 
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
@@ -106,17 +111,25 @@ class Engine:
         if self.transfers is None:
             self.transfers = Transfers(x.device, tier, self.checkpointing.directory)
             self.queue = FetchQueue(self.transfers)
-        else:
-            self.transfers.pool.close()
-        if tier == "host" and self.transfers.pool.pinned and self.shape is not None:
-            n = -(-self.n_layers // policy.every)
-            s, rows = self.shape, B * T
-            sizes = {rows * s.hidden_size * x.element_size(): n}
-            if policy.save_attention and policy.every == 1:
-                groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
-                for nbytes in (rows * s.q_size // groups * x.element_size(), rows * s.num_heads // groups * 4):
-                    sizes[nbytes] = sizes.get(nbytes, 0) + n * groups
-            self.transfers.pool.reserve(sizes)
+        if tier != "host" or self.shape is None:
+            return
+        sizes = self._block_sizes(policy, B, T, x.element_size())
+        pool = self.transfers.pool
+        if pool.blocks:
+            self.transfers.finish()
+            pool.keep_only(sizes)
+        if pool.pinned:
+            pool.reserve(sizes)
+
+    def _block_sizes(self, policy: Policy, B: int, T: int, itemsize: int) -> dict[int, int]:
+        """How many host blocks of which size one step takes: {bytes: count}."""
+        n, s, rows = -(-self.n_layers // policy.every), self.shape, B * T
+        sizes = {rows * s.hidden_size * itemsize: n}
+        if policy.save_attention and policy.every == 1:
+            groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+            for nbytes in (rows * s.q_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
+                sizes[nbytes] = sizes.get(nbytes, 0) + n * groups
+        return sizes
 
     # -- the order of calls ------------------------------------------------------------------------------------------
     def private(self, x: Tensor) -> tuple:

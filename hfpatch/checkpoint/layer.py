@@ -201,26 +201,29 @@ class LayerCall:
             self.x = self.x or Saved(tuple(x_BTD.shape), x_BTD.dtype, kept=x_BTD, version=x_BTD._version)
         elif keep == "tier" and self.base is None:
             self.x = self.transfers.save(x_BTD)
-        q, k, v = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
-        outs, lses, states = self._attend(q, k, v)
-        del q, k, v
-        self.states = states
-        if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
-            save = self.transfers.save if keep == "tier" else self._kept
-            self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
-        del lses
-        y = None
-        for index, (a, b) in enumerate(self.bounds):
-            y_t, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
-            if len(self.bounds) == 1:
-                y = y_t
-                break
-            if y is None:
-                y = y_t.new_empty(B, T, y_t.shape[-1])
-            y[:, a:b] = y_t
-            del y_t
-        if keep is not None:
-            self.transfers.settle()
+        try:
+            q, k, v = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+            outs, lses, states = self._attend(q, k, v)
+            del q, k, v
+            self.states = states
+            if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
+                save = self.transfers.save if keep == "tier" else self._kept
+                self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
+            del lses
+            y = None
+            for index, (a, b) in enumerate(self.bounds):
+                y_t, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
+                if len(self.bounds) == 1:
+                    y = y_t
+                    break
+                if y is None:
+                    y = y_t.new_empty(B, T, y_t.shape[-1])
+                y[:, a:b] = y_t
+                del y_t
+        finally:
+            # Also where memory ran out: a caller who catches that and tries again gets it back.
+            if keep is not None:
+                self.transfers.settle()
         if self.autocast[0]:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()

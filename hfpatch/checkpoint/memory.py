@@ -1,5 +1,6 @@
 """How much memory there is: the host's (the container's limit counts, not just the machine's) and the GPU's."""
 
+import os
 from pathlib import Path
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
@@ -62,8 +63,16 @@ def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
     """Bytes of host memory that one of n_ranks processes of this machine may still take. None if unknown.
 
     The machine's available memory or what is left below a cgroup's limit (page cache counts as free there),
-    whichever is less, divided among the ranks, which share both.
+    whichever is less, divided among the ranks, which share both. HFPATCH_HOST_MEMORY (bytes) stands in its place where
+    the system tells less than may be used (virtual machines whose memory grows).
     """
+    given = os.environ.get("HFPATCH_HOST_MEMORY")
+    if given is not None:
+        if not given.isdigit():
+            raise ValueError(
+                f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; for 110 GiB write 118111600640."
+            )
+        return int(given) // max(1, n_ranks)
     root = Path(root)
     left = []
     for folder, limit, usage, cache in _cgroup_paths(root):

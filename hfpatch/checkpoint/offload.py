@@ -36,59 +36,81 @@ def host_empty(nbytes: int, pinned: bool) -> tuple[Tensor, object]:
 
 
 class HostPool:
-    """Host blocks of exact sizes, kept for the next step. Not shared between threads."""
+    """Host blocks of exact sizes, kept for the next step. Not shared between threads.
+
+    A request takes the smallest free block that holds it and is less than twice as large: batches shorter than the longest
+    one re-use its blocks, since pinning takes seconds a GiB.
+    """
 
     def __init__(self, pinned: bool):
         self.pinned = pinned
         self.free: dict[int, list[Tensor]] = {}
-        self.registered: dict[int, tuple[Tensor, object]] = {}
+        self.blocks: dict[int, tuple[Tensor, object]] = {}
         self.bytes_held = 0
 
-    def take(self, nbytes: int) -> Tensor:
-        """A block of exactly nbytes, from the pool or new."""
-        blocks = self.free.get(nbytes)
-        if blocks:
-            return blocks.pop()
+    @property
+    def bytes_free(self) -> int:
+        """Bytes of blocks that wait for use."""
+        return sum(size * len(blocks) for size, blocks in self.free.items())
+
+    @staticmethod
+    def _serves(size: int, nbytes: int) -> bool:
+        return nbytes <= size < 2 * nbytes or size == nbytes
+
+    def _make(self, nbytes: int) -> Tensor:
         buffer, memory = host_empty(nbytes, self.pinned)
         self.bytes_held += nbytes
-        if self.pinned:
-            self.registered[buffer.data_ptr()] = (buffer, memory)
+        self.blocks[buffer.data_ptr()] = (buffer, memory)
         return buffer
 
-    def give(self, block: Tensor) -> None:
+    def take(self, nbytes: int) -> Tensor:
+        """nbytes of a block from the pool, or of a new one of exactly that size."""
+        sizes = [size for size, blocks in self.free.items() if blocks and self._serves(size, nbytes)]
+        block = self.free[min(sizes)].pop() if sizes else self._make(nbytes)
+        return block[:nbytes]
+
+    def give(self, part: Tensor) -> None:
+        """Takes back what take() gave."""
+        block = self.blocks[part.data_ptr()][0]
         self.free.setdefault(block.numel(), []).append(block)
 
     def reserve(self, sizes: dict[int, int]) -> None:
-        """Makes sure that `sizes[nbytes]` blocks of each size are there; says how far it is where that takes long."""
-        total = sum(nbytes * count for nbytes, count in sizes.items())
+        """Makes sure that `sizes[nbytes]` requests of each size can be served; says how far it is where that takes long."""
+        missing = {n: count - sum(len(b) for s, b in self.free.items() if self._serves(s, n)) for n, count in sizes.items()}
+        total = sum(nbytes * count for nbytes, count in missing.items() if count > 0)
         told = self.pinned and total >= 4 << 30
         done = 0
-        for nbytes, count in sizes.items():
-            have = self.free.setdefault(nbytes, [])
-            while len(have) < count:
-                buffer, memory = host_empty(nbytes, self.pinned)
-                self.bytes_held += nbytes
-                if self.pinned:
-                    self.registered[buffer.data_ptr()] = (buffer, memory)
-                have.append(buffer)
+        for nbytes, count in missing.items():
+            for _ in range(count):
+                self.free.setdefault(nbytes, []).append(self._make(nbytes))
                 done += nbytes
                 if told and (done >> 30) != ((done - nbytes) >> 30):
-                    print(
-                        f"\rhfpatch: pinning host memory {done / 2**30:.0f}/{total / 2**30:.0f} GiB",
-                        end="", file=sys.stderr, flush=True,
-                    )  # fmt: skip
-        if told and done:
+                    progress = f"\rhfpatch: pinning host memory {done / 2**30:.0f}/{total / 2**30:.0f} GiB"
+                    print(progress, end="", file=sys.stderr, flush=True)
+        if told:
             print(file=sys.stderr, flush=True)
+
+    def keep_only(self, sizes) -> None:
+        """Frees the waiting blocks that serve none of these sizes."""
+        for size in list(self.free):
+            if not any(self._serves(size, n) for n in sizes):
+                for block in self.free.pop(size):
+                    self._drop(block)
+
+    def _drop(self, block: Tensor) -> None:
+        self.bytes_held -= block.numel()
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        del self.blocks[block.data_ptr()]
 
     def close(self) -> None:
         """Frees what is not in use; pinned blocks are unregistered before their memory goes."""
-        for blocks in self.free.values():
-            for block in blocks:
-                self.bytes_held -= block.numel()
-                if self.pinned:
-                    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-                    del self.registered[block.data_ptr()]
-        self.free.clear()
+        self.keep_only(())
+
+    def __del__(self):
+        # Nothing may stay registered whose memory goes with the pool: a later mapping could get the same addresses.
+        for block, _ in list(self.blocks.values()):
+            self._drop(block)
 
 
 class _NoStream:
@@ -117,6 +139,7 @@ class Saved:
     version: int = 0
     block: Tensor | None = None
     file: object | None = None
+    written: object | None = None  # event after which block or file holds the bytes
     pool: HostPool | None = field(default=None, repr=False)
 
     @property
@@ -211,7 +234,8 @@ class Transfers:
             else:
                 saved.block = self.pool.take(nbytes)
                 saved.block.view(x.dtype).view(x.shape).copy_(x, non_blocking=True)
-        self.unsettled.append((x, self._mark(self.to_host)))
+        saved.written = self._mark(self.to_host)
+        self.unsettled.append((x, saved.written))
         return saved
 
     def settle(self) -> None:
@@ -260,6 +284,9 @@ class Transfers:
         # Buffers come from the compute stream's allocator: what ran there before owns their memory until now.
         if copies and not slot:
             self.to_device.wait_event(self._mark())
+        for saved, *_ in copies:
+            if saved.written is not None:
+                self.to_device.wait_event(saved.written)
         finish = None
         if self.disk is not None:
             jobs = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
@@ -301,12 +328,15 @@ class Transfers:
             ticket.slot = None
         ticket.tensors = []
 
+    def finish(self) -> None:
+        """Waits on the host until no copy is under way."""
+        self.settle()
+        self.to_host.synchronize()
+        self.to_device.synchronize()
+
     def close(self) -> None:
         """Frees the ring and every host block that no graph holds."""
-        self.settle()
-        if self.cuda:
-            self.to_host.synchronize()
-            self.to_device.synchronize()
+        self.finish()
         self.drop_ring()
         self.pool.close()
         if self.disk is not None:

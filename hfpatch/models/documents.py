@@ -20,7 +20,9 @@ class ToHost:
         if x.device.type != "cuda":
             self.host = x
             return
-        stream = self._streams.setdefault(x.device, torch.cuda.Stream(x.device))
+        if x.device not in self._streams:
+            self._streams[x.device] = torch.cuda.Stream(x.device)
+        stream = self._streams[x.device]
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
             self.source = x  # alive until the copy has been waited for

@@ -20,6 +20,12 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     assert a.numel() == odd and pool.bytes_held == odd
     pool.give(a)
     assert pool.take(odd).data_ptr() == a.data_ptr() and pool.bytes_held == odd
+    b = pool.take(odd - 1000)  # nothing free: a block of its own
+    pool.give(b)
+    assert pool.take(odd // 2 + 1).data_ptr() == b.data_ptr(), "a block less than twice as large serves"
+    pool.give(b)
+    pool.keep_only([odd * 3])
+    assert pool.bytes_held == odd
     pool.reserve({odd: 2, 10: 3})
     assert pool.bytes_held == 3 * odd + 30
     pool.close()
