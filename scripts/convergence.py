@@ -1,4 +1,4 @@
-"""Trains one tiny model from scratch with each implementation on the same batches and draws the loss curves side by side.
+"""Trains one tiny model from scratch with each implementation on the same batches and draws the loss curves.
 
     python scripts/convergence.py --out profiles/convergence
 
@@ -37,7 +37,8 @@ def curve(impl: str, dtype: str, steps: int, folder: Path, cache: Path) -> list[
         "--per_device_train_batch_size", 8, "--max_steps", steps, "--learning_rate", 5e-3, "--warmup_steps", 20,
         "--lr_floor", 0.05, "--weight_decay", 0.1, "--logging_steps", 1, "--eval_strategy", "steps",
         "--eval_steps", max(1, steps // 4), "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
-        "--bf16", str(dtype == "bf16").lower(), "--output_dir", out, "--cache_dir", cache,
+        "--bf16", str(dtype == "bf16").lower(), "--use_cpu", str(not torch.cuda.is_available()),
+        "--output_dir", out, "--cache_dir", cache,
     ]  # fmt: skip
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
@@ -46,7 +47,7 @@ def curve(impl: str, dtype: str, steps: int, folder: Path, cache: Path) -> list[
 
 
 def draw(logs: dict, path: Path) -> None:
-    """Two panels, one a dtype: the training loss (mean of 10 steps) of each implementation, its held-out loss as points."""
+    """A panel a dtype: the training loss (mean of 10 steps) of each implementation, its held-out loss as points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +74,7 @@ def draw(logs: dict, path: Path) -> None:
 
 
 def rows(logs: dict) -> list[dict]:
-    """One row a run: the last held-out loss, and how far the training losses are from stock's at most and at the end."""
+    """One row a run: the last held-out loss, and how far the training losses are from stock's at most."""
     table = []
     for (impl, dtype), log in logs.items():
         ours = [e["loss"] for e in log if "loss" in e]
@@ -117,8 +118,8 @@ def main() -> int:
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     lines = ["# The same loss, step by step", "", f"    {shlex.join(['python', *sys.argv])}", ""]
     lines += [f"{device}; Python {platform.python_version()}, torch {torch.__version__}, transformers "
-              f"{transformers.__version__}. A Llama of {args.steps} steps from scratch on the standard library's sources; "
-              "equal batches for all. bf16 is autocast over fp32 weights."]  # fmt: skip
+              f"{transformers.__version__}. A Llama from scratch, {args.steps} steps on the standard library's "
+              "sources; equal batches for all. bf16 is autocast over fp32 weights."]  # fmt: skip
     lines += [] if gpu else ["Liger has no CPU path: its row comes from a run on a GPU."]
     lines += ["", "| " + " | ".join(table[0]) + " |", "|" + "---|" * len(table[0])]
     for row in table:

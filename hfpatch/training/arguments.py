@@ -135,7 +135,10 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
     _use_engine(values, explicit)
-    return model, data, _make(TrainArguments, values)
+    try:
+        return model, data, _make(TrainArguments, values)
+    except ValueError as error:  # TrainingArguments' own checks
+        raise ValueError(f"hfpatch: {str(error).strip().splitlines()[0]}") from error
 
 
 def _make(cls, values: dict):
