@@ -1,0 +1,108 @@
+"""GPUs as the planner sees them: memory, rates and the link to the host, each with its source. Standard library only.
+
+Rates in the table are data sheet peaks for dense bfloat16 with float32 sums; what a training step reaches of them is
+in MATMUL_SHARE and the attention columns. `--gpu this` measures the machine instead (planner/measure.py).
+"""
+
+from dataclasses import dataclass
+
+GiB = 1 << 30
+
+# Assumed where nothing was measured: large bf16 matmuls reach 0.7 to 0.8 of the data sheet, we plan with the lower.
+MATMUL_SHARE = 0.70
+# A pinned copy reaches about 0.8 of the link's nominal rate.
+LINK_SHARE = 0.80
+# What the driver, the CUDA context, cuBLAS workspaces and loaded kernels take before a tensor exists. Assumed.
+CONTEXT_BYTES = 1 * GiB
+# Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a 12-channel DDR5 socket.
+HOST_BYTES_PER_SECOND = 200e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory_bytes: as the driver reports. Rates in FLOP/s and bytes/s; link is one direction of the host link.
+
+    attention_forward, attention_backward: causal attention with head dim 128 at 16k tokens and more, FLOP/s counted
+    over the causal half. measured: the rates were taken on this machine, so no share is applied to them.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    bandwidth: float
+    link: float
+    attention_forward: float
+    attention_backward: float
+    source: str
+    measured: bool = False
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s that large matmuls are planned with."""
+        return self.peak_flops if self.measured else MATMUL_SHARE * self.peak_flops
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s that pinned copies are planned with, one direction."""
+        return self.link if self.measured else LINK_SHARE * self.link
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for tensors."""
+        return self.memory_bytes - CONTEXT_BYTES
+
+
+_A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
+_HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
+_SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
+
+#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd
+_ROWS = (
+    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0,  _A100),
+    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0,  _A100),
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0,  _HOPPER.format("H100 SXM")),
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0,  _HOPPER.format("H200 SXM")),
+    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
+    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0,  _SHARES.format("NVIDIA L40S data sheet")),
+    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1,   _SHARES.format("NVIDIA Ada white paper")),
+    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8,   _SHARES.format("NVIDIA Blackwell white paper")),
+    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0,
+     "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of the peak"),
+)  # fmt: skip
+
+GPUS = {
+    name: Gpu(name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source)
+    for name, gib, tera, tb, link, fwd, bwd, source in _ROWS
+}
+_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
+
+
+def gpu_row(name: str) -> Gpu:
+    """The row called name, any case, with or without spaces and dashes. ValueError lists the known names."""
+    plain = name.lower().replace(" ", "").replace("_", "-")
+    for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
+        if candidate in GPUS:
+            return GPUS[candidate]
+    raise ValueError(f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them.")
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def parse_bytes(text) -> int:
+    """Bytes from "256GiB", "64 GB" or a number of bytes. ValueError for anything else."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and text >= 0:
+        return int(text)
+    stripped = str(text).strip()
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = stripped[len(digits) :].strip().upper()
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"hfpatch: a size is written like 256GiB, {text!r} came; use KB to TB or KiB to TiB."
+        ) from None
+    if value < 0:
+        raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
+    return int(value)

@@ -1,0 +1,52 @@
+"""`--gpu this`: the rates of the GPU in this machine, by a second of matmuls, attention and copies."""
+
+import time
+
+import torch
+
+from hfpatch.planner.hardware import Gpu
+
+
+def _seconds(run, least: float = 0.1) -> float:
+    run()
+    torch.cuda.synchronize()
+    count, started = 0, time.perf_counter()
+    while True:
+        run()
+        count += 1
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - started
+        if spent > least and count >= 3:
+            return spent / count
+
+
+def measure_this() -> Gpu:
+    """This machine's first GPU as a row. ValueError where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError("hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean instead.")
+
+    from hfpatch.ops.attention import BACKENDS, pick
+
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
+    a, b = make(8192, 8192), make(8192, 8192)
+    matmul = 2 * 8192**3 / _seconds(lambda: a @ b)
+    T, H, K, E = 16384, 32, 8, 128
+    q, k, v = make(1, T, H, E), make(1, T, K, E), make(1, T, K, E)
+    forward, backward = BACKENDS[pick(q, k)]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale = E**-0.5
+    flops = 2 * H * T * T * E
+    fwd = flops / _seconds(lambda: forward(q, k, v, scale))
+    out, lse, state = forward(q, k, v, scale)
+    bwd = 2.5 * flops / _seconds(lambda: backward(out, q, k, v, out, lse, state, scale))
+    big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    other = torch.empty_like(big)
+    bandwidth = 2 * big.numel() / _seconds(lambda: other.copy_(big))
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
+    return Gpu(
+        name=properties.name, memory_bytes=properties.total_memory, peak_flops=matmul, bandwidth=bandwidth, link=link,
+        attention_forward=fwd, attention_backward=bwd, source="measured on this machine", measured=True,
+    )  # fmt: skip
