@@ -9,7 +9,7 @@ from torch import nn
 
 from hfpatch.checkpoint.engine import Engine
 from hfpatch.checkpoint.policy import Checkpointing
-from hfpatch.models.fused import fuse, is_fused_head
+from hfpatch.models.fused import fuse, is_fused_head, runs_its_own_way
 from hfpatch.models.generic import WholeLayer, whole_layer_class
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.planner.formula import ModelShape
@@ -199,9 +199,11 @@ def _swap(module: nn.Module, row: Swap, engine, eval_logits, report: Report) -> 
         module._hfpatch_eval_logits = eval_logits
         fuse(module.lm_head, HEAD.theirs, HEAD.ours)
         if not is_fused_head(module.lm_head):
+            head, why = module.lm_head, ""
+            if type(head) is HEAD.theirs and runs_its_own_way(head):
+                why = " with a forward of another library (tensor parallelism)"
             report.notes.append(
-                f"lm_head is a {type(module.lm_head).__module__}.{type(module.lm_head).__name__}: "
-                "the loss runs through whole logits."
+                f"lm_head is a {type(head).__module__}.{type(head).__name__}{why}: the loss runs through whole logits."
             )
 
 

@@ -147,7 +147,7 @@ class LayerCall:
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
         """post() over the tile's attention outputs, group by group or joined. Returns y and the joined out (its leaf)."""
         out = outs_BtGE[0] if len(outs_BtGE) == 1 else torch.cat(outs_BtGE, 2)
-        out = out.flatten(2)
+        out = out.flatten(2).contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
         if grad:
             out = out.detach().requires_grad_(True)
         with self._random("post", index):

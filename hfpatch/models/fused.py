@@ -305,8 +305,13 @@ def fuse(module: nn.Module, theirs: type, ours: type) -> None:
     copies = getattr(module, "modules_to_save", None)
     inside = [module.original_module, *copies.values()] if isinstance(copies, nn.ModuleDict) else [module]
     for inner in inside:
-        if type(inner) is theirs:
+        if type(inner) is theirs and not runs_its_own_way(inner):
             inner.__class__ = ours
+
+
+def runs_its_own_way(module: nn.Module) -> bool:
+    """Whether another library has given this instance a forward or sharded weights, as tensor parallelism does."""
+    return "forward" in vars(module) or hasattr(module.weight, "placements")
 
 
 def is_fused_head(head: nn.Module) -> bool:

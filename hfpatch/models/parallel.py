@@ -29,6 +29,6 @@ def refuse_packed_shards(config, documents, position_ids: Tensor | None) -> None
     starts_here = later and position_ids is not None and bool((position_ids[:, 0] == 0).any())
     if documents is not None or starts_here:
         raise ValueError(
-            "hfpatch: expected one document a row under sequence parallelism with sdpa, position_ids that restart came; "
+            "hfpatch: expected one document a row under sequence parallelism with sdpa, restarting position_ids came; "
             'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'
         )
