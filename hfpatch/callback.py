@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.planner.shape import ModelShape
+from hfpatch.planner.formula import ModelShape, step_flops
+from hfpatch.planner.hardware import GPUS
 
 GiB = 1 << 30
 
@@ -30,7 +31,7 @@ class Callback(TrainerCallback):
         self.report = None  # what apply said
         self._applied = lambda: None
         self._hook = None
-        self._tokens = self._squares = 0
+        self._tokens, self._flops = 0, 0.0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._go_first()
@@ -69,7 +70,8 @@ class Callback(TrainerCallback):
         if ids is not None:  # shapes alone: nothing waits for the device
             B, T = ids.shape[:2]
             self._tokens += B * T
-            self._squares += B * T * T
+            if self._shape:
+                self._flops += model_flops(self._shape, B, T, self.attention_share, self._trained)
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time; its logs come first, so nothing is lost.
@@ -83,8 +85,7 @@ class Callback(TrainerCallback):
         if "loss" in logs and self._tokens and seconds > 0:
             extra["tokens_per_second"] = round(self._tokens * self._ranks / seconds, 1)
             if self._peak:
-                flops = step_flops(self._shape, self._tokens, self._squares * self.attention_share, self._trained)
-                extra["mfu"] = round(flops / seconds / self._peak, 4)
+                extra["mfu"] = round(self._flops / seconds / self._peak, 4)
             self._start()
         logs.update(extra)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -96,7 +97,7 @@ class Callback(TrainerCallback):
             self._hook = None
 
     def _start(self):
-        self._since, self._tokens, self._squares = time.perf_counter(), 0, 0
+        self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
 
     def _go_first(self):
         """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
@@ -124,15 +125,15 @@ def memory_columns(device) -> dict:
     return columns
 
 
-def step_flops(shape: ModelShape, tokens: int, squares: float, trained: float = 1.0) -> float:
-    """FLOPs of forward and backward: 2 a weight and token forward, 4 backward (2 where the weight is frozen), and
-    causal attention, 2 * T^2 * columns a layer forward and twice that backward.
+def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0) -> float:
+    """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation left out).
 
-    squares: the sum of T^2 over sequences. trained: share of the matmul weights that get a gradient.
+    attention_share: what packed documents leave of a full row's causal attention. trained: share of the weights that
+    get a gradient; a frozen one costs 4 FLOPs a token instead of 6.
     """
-    matmul = shape.num_layers * shape.layer_parameters + shape.embedding_parameters  # the head; looking up is free
-    attention = 2 * squares * shape.q_size * shape.num_layers
-    return (4 + 2 * trained) * matmul * tokens + 3 * attention
+    flops = step_flops(shape, "off", batch=batch, tokens=tokens)
+    attention = flops.attention_forward + flops.attention_backward
+    return (flops.model - attention) * (4 + 2 * trained) / 6 + attention * attention_share
 
 
 def _trained_share(model) -> float:
@@ -146,9 +147,23 @@ def _compute_dtype(args, model) -> torch.dtype:
     return torch.float16 if args.fp16 else next(model.parameters()).dtype
 
 
+def published_peak(device_name: str) -> float | None:
+    """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the planner's table."""
+    words = device_name.lower().replace("-", " ").split()
+    if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
+        return None
+    plain = "".join(w for w in words if w not in ("nvidia", "geforce"))
+    rows = [gpu for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])]
+    return rows[0].peak_flops if rows else None
+
+
 def peak_flops(device, dtype: torch.dtype) -> float:
-    """FLOP/s of the device: the best of four square matmuls."""
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of four matmuls."""
     device = torch.device(device)
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        known = published_peak(torch.cuda.get_device_name(device))
+        if known:
+            return known
     n = 8192 if device.type == "cuda" else 768
     a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
     for _ in range(4):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.callback import Callback, memory_columns, peak_flops, step_flops
+from hfpatch.callback import Callback, memory_columns, model_flops, peak_flops, published_peak
 from hfpatch.planner.shape import ModelShape
 
 COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
@@ -40,9 +40,9 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
 
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr("hfpatch.callback.step_flops", lambda shape, tokens, *rest: counted.append(tokens) or 1.0)
+    monkeypatch.setattr("hfpatch.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0)
     make_trainer(tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1).train()
-    assert counted == [2 * 2 * 16] * 3
+    assert counted == [2 * 16] * 2 * 3
 
 
 def test_model_is_left_without_hooks(tmp_path):
@@ -83,23 +83,36 @@ def test_apply_beside_liger_is_refused(tmp_path):
 
 
 def test_flops_are_those_of_the_stock_model():
-    """torch's counter takes causal attention in full, so twice ours; its matmuls are ours exactly."""
+    """torch counts eager attention's six matmuls over the whole square; the rest is ours, to the rotary table."""
     model = tiny.llama(attn_implementation="eager")
     batch = {k: v for k, v in tiny.labelled().items() if k in ("input_ids", "labels")}
     B, T = batch["input_ids"].shape
     with FlopCounterMode(display=False) as counter:
         model(**batch).loss.backward()
     shape = ModelShape.from_config(model.config)
-    norms = 6 * B * T * 2 * shape.hidden_size * shape.num_layers  # in layer_parameters, but no matmul
-    ours = step_flops(shape, B * T, 2 * B * T * T) - norms
-    # The rotary table is a matmul of its own: [1, E/2, 1] x [1, 1, T].
-    rotary = 2 * counter.get_flop_counts()["Global"].get("rope", 0) + B * T * shape.head_dim
-    assert counter.get_total_flops() == pytest.approx(ours, abs=2 * rotary)
+    square = B * T * T * shape.q_size * shape.num_layers
+    ours = model_flops(shape, B, T) - 7 * square  # causal half: 2 forward, 5 backward with the scores again
+    rotary = B * T * shape.head_dim  # [E/2, 1] x [1, T] a row
+    assert counter.get_total_flops() - 12 * square == pytest.approx(ours, abs=rotary)
 
 
-def test_frozen_weights_cost_less():
+def test_packing_and_frozen_weights_cost_less():
     shape = ModelShape.from_config(tiny.config())
-    assert step_flops(shape, 100, 0, trained=0.0) == pytest.approx(step_flops(shape, 100, 0) * 4 / 6)
+    square = 2 * 100 * 100 * shape.q_size * shape.num_layers * 3.5
+    matmuls = model_flops(shape, 1, 100) - square
+    assert model_flops(shape, 1, 100, trained=0.0) == pytest.approx(matmuls * 4 / 6 + square)
+    assert model_flops(shape, 1, 100, attention_share=0.25) == pytest.approx(matmuls + square / 4)
+
+
+@pytest.mark.parametrize(
+    "name, tera",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", None), ("NVIDIA T4", None), ("NVIDIA A10", None),
+    ],
+)  # fmt: skip
+def test_published_peak_by_name(name, tera):
+    assert published_peak(name) == (tera and pytest.approx(tera * 1e12))
 
 
 def test_memory_and_peak_are_plausible():
