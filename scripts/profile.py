@@ -46,6 +46,7 @@ def main() -> int:
         dtype=args.dtype,
         optimizer=args.optimizer,
         gradient_checkpointing=args.gradient_checkpointing,
+        checkpointing=command.checkpointing_fields(args.checkpointing),
         device=accelerator.device.type,
         stacks=not args.no_stacks,
         trace=not args.no_trace,
@@ -69,7 +70,7 @@ def main() -> int:
 def record(accelerator: Accelerator, options: step.Options):
     """One Run of this rank, the model patched before the engine wraps it."""
     model = step.build_model(options)
-    notes = step.become(model, options.impl, options.gradient_checkpointing)
+    notes = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
     vocab_size = model.config.vocab_size
     optimizer = step.make_optimizer(model.parameters(), options.optimizer)
     plugin = accelerator.state.deepspeed_plugin

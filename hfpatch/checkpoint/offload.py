@@ -45,6 +45,7 @@ class HostPool:
     def __init__(self, pinned: bool):
         self.pinned = pinned
         self.free: dict[int, list[Tensor]] = {}
+        # By storage, not by address: a simulated block has no address.
         self.blocks: dict[int, tuple[Tensor, object]] = {}
         self.bytes_held = 0
 
@@ -60,7 +61,7 @@ class HostPool:
     def _make(self, nbytes: int) -> Tensor:
         buffer, memory = host_empty(nbytes, self.pinned)
         self.bytes_held += nbytes
-        self.blocks[buffer.data_ptr()] = (buffer, memory)
+        self.blocks[buffer.untyped_storage()._cdata] = (buffer, memory)
         return buffer
 
     def take(self, nbytes: int) -> Tensor:
@@ -71,7 +72,7 @@ class HostPool:
 
     def give(self, part: Tensor) -> None:
         """Takes back what take() gave."""
-        block = self.blocks[part.data_ptr()][0]
+        block = self.blocks[part.untyped_storage()._cdata][0]
         self.free.setdefault(block.numel(), []).append(block)
 
     def reserve(self, sizes: dict[int, int]) -> None:
@@ -101,7 +102,7 @@ class HostPool:
         self.bytes_held -= block.numel()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-        del self.blocks[block.data_ptr()]
+        del self.blocks[block.untyped_storage()._cdata]
 
     def close(self) -> None:
         """Frees what is not in use; pinned blocks are unregistered before their memory goes."""

@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="for hf and liger; hfpatch brings its own (default: on)",
     )
+    parser.add_argument(
+        "--checkpointing",
+        nargs="*",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of hfpatch.Checkpointing for hfpatch: offload=host tile=4096 (default: its own choice)",
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument(
         "--simulate", action="store_true", help="follow the step on fake tensors: any size, any machine"
@@ -46,6 +53,21 @@ def lengths(text: str) -> list[int]:
     return found
 
 
+def checkpointing_fields(pairs: list[str]) -> dict | None:
+    """['offload=host', 'tile=4096'] -> {'offload': 'host', 'tile': 4096}; None for none: hfpatch's own choice."""
+    fields = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in ("offload", "every", "save_attention", "tile") or not value:
+            raise ValueError(
+                f"hfpatch: --checkpointing takes offload=, every=, save_attention= or tile=, {pair!r} came; "
+                "write FIELD=VALUE."
+            )
+        words = {"true": True, "false": False}
+        fields[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
+    return fields or None
+
+
 def main(args) -> int:
     wanted = {
         "seq_len": lengths(args.seq_len),
@@ -56,6 +78,7 @@ def main(args) -> int:
         "dtype": args.dtype,
         "optimizer": args.optimizer,
         "gradient_checkpointing": args.gradient_checkpointing,
+        "checkpointing": checkpointing_fields(args.checkpointing),
         "device": args.device,
         "stacks": not args.no_stacks,
         "trace": not args.no_trace,

@@ -100,9 +100,17 @@ def facts(runs, command, commit) -> list[str]:
     """How it was made: command, versions, device, setup, one line each."""
     first = runs[0]
     versions = ", ".join(f"{k} {v}" for k, v in first.versions.items())
-    setup = ", ".join(f"{k} {v}" for k, v in first.setup.items() if k != "gradient_checkpointing")
+    setup = ", ".join(
+        f"{k} {v}" for k, v in first.setup.items() if k not in ("gradient_checkpointing", "checkpointing")
+    )
     lines = [f"Command: `{command}`", f"Versions: {versions}" + (f"; commit {commit}" if commit else "")]
     where = "simulated on fake tensors, no kernel ran" if first.source == "simulated" else f"measured on {first.device}"
+    own = {r.impl: r.setup for r in runs}
+    for impl, values in own.items():
+        if values.get("checkpointing"):
+            setup += f"; {impl} with " + ", ".join(f"{k}={v}" for k, v in values["checkpointing"].items())
+        elif impl != "hfpatch" and values.get("gradient_checkpointing") is not None:
+            setup += f"; {impl} {'with' if values['gradient_checkpointing'] else 'without'} gradient checkpointing"
     return [*lines, f"Runs: {where}; {setup}"]
 
 

@@ -47,6 +47,7 @@ def profile(
     dtype: str = "auto",
     optimizer: str = "adamw",
     gradient_checkpointing: bool = True,
+    checkpointing: dict | None = None,
     device: str = "auto",
     stacks: bool = True,
     trace: bool = True,
@@ -60,8 +61,9 @@ def profile(
     model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one or several.
     steps: one is recorded, the rest timed without the profiler; warmup: steps before the recorded one (0: record the
     first step, with the birth of the optimizer states in it). dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a
-    name. simulate: follow the step on fake tensors, for what this machine cannot hold; the report says so.
-    An implementation that cannot run here is named in the notes; one that runs out of memory is in the report.
+    name. gradient_checkpointing: of hf and liger; checkpointing: fields of hfpatch.Checkpointing, of hfpatch. simulate:
+    follow the step on fake tensors, for what this machine cannot hold; the report says so. One that cannot
+    run here is named in the notes; one that runs out of memory is in the report.
     Raises ValueError for a bad option, and where no implementation could run at all.
     """
     names = impl.split(",") if isinstance(impl, str) else list(impl)
@@ -84,6 +86,7 @@ def profile(
                 "dtype": dtype,
                 "optimizer": optimizer,
                 "gradient_checkpointing": gradient_checkpointing,
+                "checkpointing": checkpointing,
                 "device": device,
                 "stacks": stacks,
                 "trace": trace,

@@ -1,14 +1,16 @@
 """A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
 
 import contextlib
+from unittest import mock
 
 import torch
 
+from hfpatch.checkpoint import memory
+from hfpatch.planner import liger
 from hfpatch.planner.follow import current
 from hfpatch.planner.simulate import simulate
-from hfpatch.planner.simulate_command import prepare
 from hfpatch.profiling.record import holds, is_layer
-from hfpatch.profiling.step import DTYPES, Options, head_name, load_config, make_optimizer, versions
+from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
 from hfpatch.profiling.timeline import Allocation, Run, measure
 
 
@@ -16,11 +18,11 @@ def simulated_run(options: Options) -> Run:
     """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
     dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
     model = _meta_model(options, dtype)
-    # The planner's names for the same things.
-    kinds = {"hf": "hf-ckpt" if options.gradient_checkpointing else "hf", "liger": "liger", "hfpatch": "hfpatch"}
-    if options.impl == "liger" and not options.gradient_checkpointing:
-        raise ValueError("hfpatch: Liger is simulated with checkpointing only; drop --no-gradient-checkpointing.")
-    prepare(model, kinds[options.impl])
+    # What this machine has free decides nothing here: host memory is taken for as large as it must be.
+    fields = {"offload": "host"} | (options.checkpointing or {})
+    if options.impl == "liger":
+        liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
+    become(model, "hf" if options.impl == "liger" else options.impl, options.gradient_checkpointing, fields)
     optimizer = None
     if options.optimizer != "none":
 
@@ -28,7 +30,7 @@ def simulated_run(options: Options) -> Run:
             return make_optimizer(parameters, options.optimizer)
 
     inputs: set = set()
-    with _layer_inputs(model, inputs):
+    with _layer_inputs(model, inputs), mock.patch.object(memory, "host_free", lambda *_, **__: None):
         found = simulate(model, options.batch, options.seq_len, optimizer=optimizer)
     run = Run(
         impl=options.impl,
@@ -40,6 +42,7 @@ def simulated_run(options: Options) -> Run:
     )
     run.setup = {"model": options.model, "dtype": str(dtype).removeprefix("torch."), "optimizer": options.optimizer}
     run.setup["gradient_checkpointing"] = options.gradient_checkpointing
+    run.setup["checkpointing"] = fields if options.impl == "hfpatch" else None
     run.versions = versions()
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes

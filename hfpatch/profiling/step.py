@@ -36,6 +36,7 @@ class Options:
     dtype: str = "auto"
     optimizer: str = "adamw"
     gradient_checkpointing: bool = True
+    checkpointing: dict | None = None
     device: str = "auto"
     stacks: bool = True
     trace: bool = True
@@ -89,12 +90,18 @@ def build_model(options: Options) -> torch.nn.Module:
     return model.train()
 
 
-def become(model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True) -> list[str]:
-    """Makes the model one of IMPLEMENTATIONS; returns notes for the report. Raises ValueError where it cannot run."""
+def become(
+    model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True, checkpointing: dict | None = None
+) -> list[str]:
+    """Makes the model one of IMPLEMENTATIONS; returns notes for the report. Raises ValueError where it cannot run.
+
+    gradient_checkpointing: of hf and liger; checkpointing: fields of hfpatch.Checkpointing, of hfpatch.
+    """
     if impl == "hfpatch":
         import hfpatch
 
-        return str(hfpatch.apply(model)).splitlines()
+        settings = hfpatch.Checkpointing(**checkpointing) if checkpointing else "auto"
+        return str(hfpatch.apply(model, checkpointing=settings)).splitlines()
     if impl == "liger":
         if next(model.parameters()).device.type == "cpu":
             raise ValueError("hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this report.")
@@ -142,7 +149,8 @@ def record_run(
         "model": options.model,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "optimizer": options.optimizer,
-        "gradient_checkpointing": options.gradient_checkpointing if options.impl != "hfpatch" else "hfpatch",
+        "gradient_checkpointing": options.gradient_checkpointing if options.impl != "hfpatch" else None,
+        "checkpointing": options.checkpointing if options.impl == "hfpatch" else None,
         "warmup": options.warmup,
         "steps": options.steps,
     }

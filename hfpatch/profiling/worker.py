@@ -41,7 +41,7 @@ def _run(step, options, progress):
         return simulated_run(options)
     try:
         model = step.build_model(options)
-        notes = step.become(model, options.impl, options.gradient_checkpointing)
+        notes = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
         optimizer = step.make_optimizer(model.parameters(), options.optimizer)
         batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
     except RuntimeError as error:
