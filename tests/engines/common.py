@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
@@ -60,6 +62,17 @@ def train(model, folder, *, batch: int, resume=None, rows=None, **overrides) -> 
     trainer = Trainer(model, args, train_dataset=rows or make_rows())
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def as_if_on_gpus() -> dict:
+    """Accelerate falls back to DDP where it sees no GPU; this lets FSDP and tensor parallelism really run on gloo.
+
+    Returns the TrainingArguments that go with it.
+    """
+    state = PartialState(backend="gloo")
+    state.distributed_type = DistributedType.MULTI_GPU
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    return {"accelerator_config": {"use_configured_state": True}}
 
 
 def losses(trainer) -> list[float]:

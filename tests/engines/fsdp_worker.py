@@ -8,7 +8,6 @@ from pathlib import Path
 import common
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -19,14 +18,6 @@ from transformers import Trainer
 
 import hfpatch
 from hfpatch import configs
-
-
-def real_fsdp_on_cpu() -> dict:
-    """Accelerate turns FSDP into DDP where it sees no GPU; this makes it shard. Returns TrainingArguments for it."""
-    state = PartialState(backend="gloo")
-    state.distributed_type = DistributedType.MULTI_GPU
-    torch.Tensor.pin_memory = lambda self, *a, **k: self
-    return {"accelerator_config": {"use_configured_state": True}}
 
 
 def fsdp2(model):
@@ -60,7 +51,7 @@ def gradients(kind: str, version: int) -> dict[str, torch.Tensor]:
 
 def main(name: str, folder: str) -> None:
     common.quiet()
-    shim = real_fsdp_on_cpu()
+    shim = common.as_if_on_gpus()
     config = configs.load(name)
     engine = configs.training_arguments(config)
     if config.values["version"] == 1:

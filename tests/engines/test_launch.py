@@ -141,6 +141,17 @@ def test_sequence_parallel(single, tmp_path):
     assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 
+def test_tensor_parallel(single, tmp_path):
+    reports = torchrun("tp_worker.py", folder=tmp_path)
+    for report in reports:
+        assert report["split"] > 0 and report["local"] * 2 == report["split"]
+        assert "lm_head is a torch.nn.modules.linear.Linear with a forward of another library" in report["said"]
+        assert_losses(report["losses"], single)
+        late = {name: ratio for name, ratio in report["worst"]["plain"].items() if not ratio <= 1}
+        assert len(report["worst"]["plain"]) == 21 and not late
+    assert_weights(tmp_path / "final" / "model.safetensors", single)
+
+
 def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken").mkdir()
