@@ -69,7 +69,7 @@ def main(argv=None) -> int:
     args = common.parse(common.parser("02a_elementwise", __doc__), argv)
     sheet = common.Sheet(args)
     sheet.ceilings()
-    widths, lengths = (TINY, (64, 33)) if args.small else (LLAMA_8B, TOKENS)
+    widths, lengths = (TINY, (33,)) if args.small else (LLAMA_8B, TOKENS)
     liger = liger_forms(args.device)
     if not liger:
         sheet.skip("liger", "not installed, or no GPU for it")

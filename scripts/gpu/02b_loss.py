@@ -130,7 +130,7 @@ def main(argv=None) -> int:
     args = common.parse(common.parser("02b_loss", __doc__), argv)
     sheet = common.Sheet(args)
     sheet.ceilings()
-    widths, lengths = (TINY, (48, 33)) if args.small else (LLAMA_8B, TOKENS)
+    widths, lengths = (TINY, (33,)) if args.small else (LLAMA_8B, TOKENS)
     functions = {}
     for impl, function in forms(args).items():
         if isinstance(function, str):
@@ -142,7 +142,7 @@ def main(argv=None) -> int:
         if T <= EXACT_UP_TO:
             truth = exact(*make(T, widths, args.device, 0.0)[:3])
         jobs = [(impl, function, 0.0) for impl, function in functions.items()]
-        if T in (lengths[1], lengths[0]):
+        if T in lengths[:2]:
             jobs += [(impl, functions[impl], 0.9) for impl in ("hfpatch", "liger", "torch") if impl in functions]
         for impl, function, masked in jobs:
             if sheet.late(f"{impl} {T}"):

@@ -176,7 +176,6 @@ class Error:
 
     def see(self, got: Tensor, plain: Tensor, exact: Tensor) -> None:
         off = got.double() - exact
-        # max() passes over NaN in no version of torch; float("nan") in `got` then fails every comparison.
         self.got = _larger(self.got, off.abs().max().item())
         self.plain = _larger(self.plain, (plain.double() - exact).abs().max().item())
         self.largest = _larger(self.largest, exact.abs().max().item())
@@ -195,7 +194,8 @@ class Error:
 
 
 def _larger(a: float, b: float) -> float:
-    return a if a >= b else b  # b where either is NaN
+    """The larger, or NaN where either is: an error that is NaN then stays, and fails every comparison."""
+    return a if a >= b or a != a else b
 
 
 def errors(op: Op, function, rows, shared, fixed, ups, *, chunk: int = CHUNK, only: list | None = None) -> dict:

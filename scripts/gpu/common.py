@@ -39,10 +39,11 @@ def parser(entry: str, doc: str) -> argparse.ArgumentParser:
     return made
 
 
-def parse(made: argparse.ArgumentParser, argv) -> argparse.Namespace:
+def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argparse.Namespace:
+    """The arguments, with device and command line. Exits with a sentence where a GPU is needed and none is here."""
     args = made.parse_args(argv)
     args.entry, args.cuda = made.prog, torch.cuda.is_available()
-    if not args.cuda and not args.small:
+    if needs_gpu and not args.cuda and not args.small:
         made.error("expected a CUDA GPU, none is here; add --small to try the code path on a CPU.")
     args.device = torch.device("cuda" if args.cuda else "cpu")
     args.command = shlex.join(["python", f"scripts/gpu/{made.prog}.py", *(sys.argv[1:] if argv is None else argv)])

@@ -184,7 +184,8 @@ def policy_of(model) -> str:
         engine = vars(module).get("_hfpatch_engine")
         if engine is not None and engine.policies:
             p = list(engine.policies.values())[-1]
-            return f"{p.offload} every={p.every} save={int(p.save_attention)} tile={p.tile}"
+            flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)}"
+            return f"{p.offload} every={p.every} {flags} tile={p.tile}"
     return ""
 
 
@@ -384,12 +385,14 @@ def small(sheet, cases: list[dict]) -> list[dict]:
         return cases
     tiny = {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 128}, "ballast_gib": 0}
     tiny |= {"warmup": 1, "steps": 1}
-    shrunk = []
+    shrunk: list[dict] = []
     for case in cases:
         kept = case.get("checkpointing")
         if isinstance(kept, dict):
             case = {**case, "checkpointing": kept | {"tile": 16}}  # three tiles
-        shrunk.append({**case, **tiny, "tokens": 48})
+        case = {**case, **tiny, "tokens": 48, "split": case.get("split", False) and not shrunk}
+        if case not in shrunk:  # lengths are all one here
+            shrunk.append(case)
     return shrunk
 
 

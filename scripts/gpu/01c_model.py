@@ -1,0 +1,190 @@
+"""The whole patched model against float64, the copies' races, and no waiting for the device inside a step.
+
+python scripts/gpu/01c_model.py --out $OUT
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common
+import step
+import torch
+from cases import Error
+
+import hfpatch
+from hfpatch import Checkpointing
+
+sys.path.insert(0, str(common.ROOT / "tests"))
+
+WORDS = """
+`model`: loss and every gradient of the patched model beside the stock one in the same dtype, both against a float64
+twin; `share` is the worst error over twice the stock's own, and `where` names it. `race`: gradients with
+checkpoints on the host against those with checkpoints on the GPU, run after run at a length with many tiles; a race
+shows as an error that moves. `sync`: a forward and backward after warm-up under
+torch.cuda.set_sync_debug_mode("error"); `host_ms` is when backward() returned, `device_ms` when the device was
+done: a host that waits takes as long as the device.
+"""
+
+
+def ways(tile: int) -> dict:
+    """How a layer's tensors may be kept; every one must give the same gradients."""
+    return {
+        "host": Checkpointing(offload="host", every=1, save_attention=True, tile=tile),
+        "host, attention again": Checkpointing(offload="host", every=1, save_attention=False, tile=tile),
+        "gpu": Checkpointing(offload="gpu", every=1, save_attention=True, tile=tile),
+        "every second": Checkpointing(offload="host", every=2, tile=tile),
+        "one tile": Checkpointing(offload="host", every=1, save_attention=True, tile=1 << 20),
+        "auto": "auto",
+    }
+
+
+def gradients(model, batch) -> dict:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    found = {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def batch_of(model, T, device, seed=0):
+    g = torch.Generator(device=device).manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (1, T), device=device, generator=g)
+    labels = ids.clone()
+    labels[:, : T // 5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def against_float64(sheet, name, case, dtype, T, tile) -> None:
+    import tiny
+
+    device = sheet.args.device
+    model = step.build(case, device, dtype)
+    batch = batch_of(model, T, device)
+    twin = tiny.exact(model)
+    true = gradients(twin, batch)
+    del twin
+    common.clean()
+    plain = gradients(model, batch)
+    for way, settings in ways(tile).items():
+        hfpatch.apply(model, checkpointing=settings)
+        got = gradients(model, batch)
+        hfpatch.undo(model)
+        assert got.keys() == true.keys(), "the same parameters must have gradients"
+        worst, share = "", -1.0
+        for key, value in got.items():
+            error = Error()
+            error.see(value, plain[key], true[key])
+            allowed = error.allowed(dtype)
+            here = error.got / allowed if allowed else 0.0
+            if not here <= share:
+                worst, share = key, here
+        sheet.add(
+            check="model", model=name, dtype=str(dtype).removeprefix("torch."), tokens=T, way=way, passed=share <= 1.0,
+            share=share, where=worst,
+        )  # fmt: skip
+        del got
+
+
+def races(sheet, case, T, tile, runs) -> None:
+    """Host-tier gradients against GPU-tier ones: equal up to the order of the flash backward's atomic adds."""
+    device = sheet.args.device
+    model = step.build(case, device)
+    batch = batch_of(model, T, device)
+    hfpatch.apply(model, checkpointing=ways(tile)["gpu"])
+    base = gradients(model, batch)
+    spread = _apart(gradients(model, batch), base)
+    for way in ("host", "host, attention again"):
+        hfpatch.apply(model, checkpointing=ways(tile)[way])
+        for i in range(runs):
+            off = _apart(gradients(model, batch), base)
+            # bf16 gradients of equal sums differ in last digits; a tile of another layer's data differs by order one.
+            sheet.add(
+                check="race", tokens=T, way=way, run=i, passed=off < max(1e-2, 4 * spread), share=off, spread=spread
+            )
+    hfpatch.undo(model)
+
+
+def _apart(a: dict, b: dict) -> float:
+    return max(((a[k].float() - b[k].float()).norm() / b[k].float().norm().clamp_min(1e-30)).item() for k in b)
+
+
+def no_sync(sheet, case, T, tile) -> None:
+    device = sheet.args.device
+    model = step.build(case, device)
+    plain = batch_of(model, T, device)
+    positions = torch.arange(T, device=device).remainder(T // 3 + 1).unsqueeze(0)
+    batches = {
+        "labels": plain,
+        "num_items_in_batch": plain | {"num_items_in_batch": torch.tensor(T - T // 5, device=device)},
+        "attention_mask of ones": plain | {"attention_mask": torch.ones(1, T, dtype=torch.long, device=device)},
+        "packed": plain | {"position_ids": positions},
+    }
+    for way in ("host", "gpu"):
+        hfpatch.apply(model, checkpointing=ways(tile)[way])
+        for name, batch in batches.items():
+            for _ in range(2):
+                model(**batch, use_cache=False).loss.backward()
+                model.zero_grad(set_to_none=True)
+            common.synchronize()
+            message, times = "", []
+            if sheet.args.cuda:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                start = time.perf_counter()
+                model(**batch, use_cache=False).loss.backward()
+                times.append((time.perf_counter() - start) * 1e3)
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                message = common.one_line(error)
+            finally:
+                if sheet.args.cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+            common.synchronize()
+            total = (time.perf_counter() - start) * 1e3
+            model.zero_grad(set_to_none=True)
+            sheet.add(
+                check="sync", tokens=T, way=way, batch=name, passed=not message, host_ms=times[0] if times else None,
+                device_ms=total, message=message,
+            )  # fmt: skip
+    hfpatch.undo(model)
+
+
+def main(argv=None) -> int:
+    args = common.parse(common.parser("01c_model", __doc__), argv)
+    sheet = common.Sheet(args)
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "vocab_size": 97} if args.small else {
+        "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4099, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64,
+    }  # fmt: skip
+    narrow = {"preset": "llama-tiny", "layers": 4, "tokens": 4096, "changes": sizes | {"initializer_range": 0.05}}
+    wide = narrow if args.small else {"layers": 2, "tokens": 4096, "changes": {"initializer_range": 0.02}}
+    T, tile = (45, 16) if args.small else (1030, 256)
+    jobs = [
+        ("small", against_float64, ("small", narrow, dtype, T, tile))
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 1 if args.small else 3]
+    ]
+    if not args.small:
+        jobs += [
+            ("8B", against_float64, ("8B widths", wide, dtype, 2051, 512)) for dtype in (torch.bfloat16, torch.float32)
+        ]
+    long = (48, 16, 1) if args.small else (32768, 2048, 4)
+    jobs.append(("race", races, (wide if args.small else wide | {"layers": 4, "tokens": 32768}, *long)))
+    jobs.append(("sync", no_sync, (wide if args.small else wide | {"layers": 4, "tokens": 32768}, *long[:2])))
+    for name, job, arguments in jobs:
+        if not sheet.late(name):
+            job(sheet, *arguments)
+            common.clean()
+    failed = [r for r in sheet.rows if not r["passed"]]
+    sheet.page(f"The patched model: {len(sheet.rows) - len(failed)} of {len(sheet.rows)} checks pass", WORDS)
+    for row in failed:
+        print("  FAILED", row)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

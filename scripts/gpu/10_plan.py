@@ -1,0 +1,126 @@
+"""The plan beside what was measured: peak GPU, peak host and seconds of every run that the other entries wrote down.
+
+    python scripts/gpu/10_plan.py --results profiles/ --out profiles/plan-measured
+
+Needs no GPU: it reads the CSVs.
+"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import common
+
+from hfpatch.placement import PLACEMENTS
+from hfpatch.planner.formula import ModelShape, Policy, step_flops, step_memory
+from hfpatch.planner.hardware import GPUS, gpu_row
+from hfpatch.planner.presets import preset_config
+
+WORDS = """
+Every row of the other entries with a step of Llama-3.1-8B's shape: what the closed form says for that length, depth
+and policy, and what was measured. The seconds take the GPU's row of the table that `hfpatch plan --gpu` uses, not
+rates measured in the run. Within 3% of the peak on the GPU, 5% of pinned host memory, 15% of the seconds counts as
+right.
+"""
+TOLERANCE = {"gpu": 0.03, "host": 0.05, "seconds": 0.15}
+SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles")
+
+
+def policy_from(text: str) -> Policy | None:
+    """The Policy that step.policy_of wrote, or None."""
+    found = re.fullmatch(r"(\w+) every=(\d+) save=(\d) stream=(\d) tile=(\d+)", text or "")
+    if not found:
+        return None
+    offload, every, save, stream, tile = found.groups()
+    return Policy(offload, int(every), save == "1", stream == "1", int(tile))
+
+
+def planned(row: dict, gpu) -> dict | None:
+    """Bytes on the GPU and the host, and seconds, that the closed form gives for a row; None where it has none."""
+    policy = policy_from(row.get("policy"))
+    if policy is None and row.get("impl") != "stock":
+        return None
+    policy = policy or "stock-checkpointing"
+    layers = int(row.get("run") or row["layers"])
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_layers": layers})
+    tokens = int(row["tokens"])
+    memory = step_memory(shape, policy, batch=1, tokens=tokens)
+    peak = memory.peak
+    if row.get("placement"):
+        # The optimizer's states beside the parameters and gradients that the step's memory counts, 2 bytes each.
+        placed = PLACEMENTS[row["placement"]]
+        peak += (placed.gpu_bytes - (2 if placed.fused else 4)) * shape.parameters
+        peak -= memory.peak_moment.gradients if placed.fused else 0
+    flops = step_flops(shape, policy, batch=1, tokens=tokens)
+    seconds = flops.matmul / gpu.matmul_flops
+    seconds += flops.attention_forward / gpu.attention_forward + flops.attention_backward / gpu.attention_backward
+    return {"gpu": peak, "host": memory.host, "seconds": seconds}
+
+
+def measured(row: dict) -> dict:
+    """The same figures as the entry measured them; None where it did not."""
+
+    def number(*names, scale=1.0):
+        return next((float(row[n]) * scale for n in names if row.get(n) not in (None, "")), None)
+
+    return {
+        "gpu": number("peak_gib", "peak_gpu_gib", scale=common.GiB),
+        "host": number("pinned_gib", scale=common.GiB),
+        "seconds": number("step_s"),
+    }
+
+
+def main(argv=None) -> int:
+    made = common.parser("10_plan", __doc__)
+    made.add_argument("--results", nargs="+", default=[str(common.ROOT / "profiles")], help="folders with the CSVs")
+    made.add_argument("--gpu", help="a row of the planner's table; found by the rows' device without it")
+    args = common.parse(made, argv, needs_gpu=False)
+    sheet = common.Sheet(args)
+    files = sorted({f for folder in args.results for name in SOURCES for f in Path(folder).rglob(f"{name}.csv")})
+    for file in files:
+        for row in csv.DictReader(file.open(encoding="utf-8")):
+            if not row.get("step_s"):
+                continue
+            name = args.gpu or next((n for n in GPUS if n in row["device"].lower().replace(" ", "")), None)
+            if name is None:
+                sheet.skip(f"{file.name} {row.get('impl')} {row['tokens']}", f"no row of the plan for {row['device']}")
+                continue
+            expected = planned(row, gpu_row(name))
+            if expected is None:
+                continue
+            found, values, right = measured(row), {}, True
+            for key, tolerance in TOLERANCE.items():
+                unit = 1.0 if key == "seconds" else common.GiB
+                values[f"{key}_planned"] = expected[key] / unit
+                if found[key]:
+                    off = expected[key] / found[key] - 1
+                    values |= {f"{key}_measured": found[key] / unit, f"{key}_off": off}
+                    right &= abs(off) <= tolerance
+            sheet.add(
+                entry=file.stem, impl=row.get("impl"), tokens=int(row["tokens"]), layers=row.get("run") or row["layers"],
+                policy=row.get("policy"), **values, right=right, measured_at=row["commit"], measured_on=row["device"],
+            )  # fmt: skip
+    if not sheet.rows:
+        sheet.skip("everything", f"no measured step in {', '.join(args.results)}")
+
+    def draw(axes):
+        for axis, key in zip(axes, TOLERANCE):
+            points = [(r[f"{key}_measured"], r[f"{key}_planned"]) for r in sheet.rows if f"{key}_measured" in r]
+            if points:
+                axis.scatter(*zip(*points), s=12)
+                top = 1.05 * max(max(p) for p in points)
+                axis.plot([0, top], [0, top], color="gray", linewidth=0.8)
+            axis.set(title=key, xlabel="measured", ylabel="planned")
+
+    right = sum(r["right"] for r in sheet.rows)
+    sheet.page(
+        f"The plan, measured: {right} of {len(sheet.rows)} rows right", WORDS, picture=sheet.picture(draw, wide=3)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

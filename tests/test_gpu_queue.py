@@ -1,0 +1,278 @@
+"""The GPU queue's entries, each run whole on a CPU at tiny size, and what their figures are made of."""
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "scripts" / "gpu"
+sys.path.insert(0, str(FOLDER))
+
+import cases  # noqa: E402
+import common  # noqa: E402
+import floor  # noqa: E402
+import step  # noqa: E402
+
+from hfpatch.planner.presets import preset_config  # noqa: E402
+from hfpatch.planner.shape import ModelShape, Policy  # noqa: E402
+
+# torchao and deepspeed warn on import of versions that are not ours to change.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+# Entry, arguments, columns that a row must fill.
+ENTRIES = {
+    "01b_float64": ([], ["what", "passed", "share", "where"]),
+    "01c_model": ([], ["check", "passed", "way"]),
+    "02a_elementwise": ([], ["op", "impl", "fwd_ms", "bwd_share", "err_grad"]),
+    "02b_loss": ([], ["impl", "both_ms", "share"]),
+    "03_models": ([], ["impl", "tokens"]),
+    "04_attention": ([], ["backend", "group", "bwd_tflop_s", "err_grad"]),
+    "05_step_128k": ([], ["step_s", "floor_s", "ratio", "attention_s", "copy_wait_s", "policy"]),
+    "06_offload_peer": ([], ["step_s", "tokens_s"]),
+    "07_short_steps": ([], ["impl", "tier"]),
+    "08_longest": (["--layers", "4", "--tokens", "48"], ["layers", "run", "fits", "needs_host_gib"]),
+    "09_gpu8bit": ([], ["first_loss", "last_loss", "used_ids", "policy"]),
+    "12_tiles": ([], ["what"]),
+}
+SLOW = {"01a_tests", "11_learning"}  # they start programs that import everything again
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location("gpu_" + name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(folder: Path) -> list[dict]:
+    (path,) = folder.glob("*.csv")
+    return list(csv.DictReader(path.open()))
+
+
+def test_every_entry_is_tested():
+    entries = {p.stem for p in FOLDER.glob("[0-9]*.py")}
+    assert entries == {*ENTRIES, *SLOW, "10_plan"}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entry_at_small_size(name, tmp_path):
+    arguments, columns = ENTRIES[name]
+    module = load(name)
+    assert module.main(["--small", "--commit", "abc1234", "--out", str(tmp_path), *arguments]) == 0
+    rows = rows_of(tmp_path)
+    assert rows and all(row["commit"] == "abc1234" and "torch=" in row["versions"] for row in rows)
+    for column in columns:
+        assert any(row.get(column) not in (None, "") for row in rows), f"no row of {name} has {column}"
+    for row in rows:
+        # Liger alone has no CPU path; anything else that fails here fails on a GPU too.
+        assert not row.get("error") or row.get("impl") == "liger", row["error"]
+        assert row.get("passed", "True") == "True", row
+    (page,) = tmp_path.glob("*.md")
+    assert "code path was tried" in page.read_text()
+    assert [p.name for p in tmp_path.glob("*.png")] == (
+        [] if name == "01b_float64" or name == "01c_model" else [f"{page.stem}.png"]
+    )
+
+
+def test_an_entry_refuses_a_machine_without_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        load("02b_loss").main(["--out", str(tmp_path)])
+    assert "--small" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name, arguments", [("01a_tests", ["--tests", "tests/ops/test_linear_cross_entropy.py"]), ("11_learning", [])]
+)
+def test_slow_entry_at_small_size(name, arguments, tmp_path):
+    assert load(name).main(["--small", "--out", str(tmp_path), *arguments]) == 0
+    assert rows_of(tmp_path)
+
+
+@pytest.mark.long
+def test_cases_in_a_process_of_their_own(tmp_path):
+    args = common.parse(common.parser("03_models", "x"), ["--small", "--out", str(tmp_path)])
+    sheet = common.Sheet(args)
+    wanted = step.small(
+        sheet, [{"impl": "hfpatch", "layers": 32, "tokens": 8192}, {"impl": "stock", "layers": 32, "tokens": 8192}]
+    )
+    args.small = False  # from here on as on a GPU
+    rows = step.run_cases(sheet, wanted)
+    assert [r["impl"] for r in rows] == ["hfpatch", "stock"] and all(r["step_s"] > 0 for r in rows)
+
+
+def test_a_case_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
+    args = common.parse(common.parser("03_models", "x"), ["--small", "--out", str(tmp_path)])
+    sheet = common.Sheet(args)
+    wanted = step.small(sheet, [{"impl": "hfpatch", "checkpointing": "off", "label": {"run": i}} for i in (1, 2)])
+    real, seen = step.measure, []
+
+    def once(*arguments):
+        seen.append(1)
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return real(*arguments)
+
+    monkeypatch.setattr(step, "measure", once)
+    first, second = step.run_cases(sheet, wanted)
+    assert first["error"] == "out of memory" and "step_s" in second
+
+
+# A stage's time is the time between its mark and the one before: the second of these does ten times the first's work.
+def test_timed_gives_each_stage_its_own_time():
+    x = torch.randn(200, 200)
+
+    def stages(i, mark):
+        x @ x
+        mark()
+        for _ in range(50):
+            x @ x
+        mark()
+
+    first, second = common.timed(stages, budget_ms=50)
+    assert second > 5 * first > 0
+
+
+def test_rows_are_on_disk_before_the_run_ends(tmp_path):
+    sheet = common.Sheet(common.parse(common.parser("02b_loss", "x"), ["--small", "--out", str(tmp_path)]))
+    sheet.add(impl="a", ms=1.23456789)
+    sheet.add(impl="b", share=0.5)
+    first, second = rows_of(tmp_path)
+    assert (first["impl"], first["ms"], first["share"], second["share"]) == ("a", "1.2346", "", "0.5")
+    assert first["device"] == second["device"] and first["command"].startswith("python scripts/gpu/02b_loss.py")
+
+
+def test_time_that_is_over_is_said(tmp_path):
+    sheet = common.Sheet(
+        common.parse(common.parser("02b_loss", "x"), ["--small", "--out", str(tmp_path), "--seconds", "0"])
+    )
+    assert sheet.late("liger 4096") and "liger 4096" in sheet.page("t", "w").read_text()
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_errors_pass_a_right_op_and_name_a_wrong_one(name):
+    op = cases.OPS[name]
+    rows, shared, fixed = op.make(37, cases.TINY, torch.bfloat16, torch.device("cpu"), seed=3)
+    ups = [torch.randn_like(o) for o in op.plain(*rows, *shared, *fixed)]
+
+    def wrong(*tensors):
+        return tuple(o * 1.06 for o in op.ours(*tensors))  # an error of some rounding steps of bf16
+
+    def broken(*tensors):
+        return tuple(o.masked_fill(torch.arange(o.numel()).view(o.shape) == 5, float("nan")) for o in op.ours(*tensors))
+
+    verdicts = []
+    for function in (op.ours, wrong, broken):
+        # Chunks of 16 do not divide 37.
+        found = cases.errors(op, function, rows, shared, fixed, ups, chunk=16)
+        assert {k[:3] for k in found} == {"out", "gra"}
+        verdicts.append(all(e.within(torch.bfloat16) for e in found.values()))
+    assert verdicts == [True, False, False]
+
+
+def test_errors_in_chunks_are_those_of_the_whole():
+    op = cases.OPS["add_rms_norm"]
+    rows, shared, fixed = op.make(37, cases.TINY, torch.bfloat16, torch.device("cpu"), seed=3)
+    ups = [torch.randn_like(o) for o in op.plain(*rows, *shared, *fixed)]
+    whole, parts = (cases.errors(op, op.ours, rows, shared, fixed, ups, chunk=c) for c in (64, 10))
+    for key in whole:
+        assert whole[key].got == pytest.approx(parts[key].got, rel=1e-9)
+        assert whole[key].relative == pytest.approx(parts[key].relative, rel=1e-9)
+
+
+# A device's counters, played: the highest total comes at the second gradient, when one gradient (400 bytes) is alive.
+def test_grad_watch_takes_the_gradients_alive_at_the_peak(monkeypatch):
+    totals = iter([5000, 9000, 8700])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(totals))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 10, bias=False))
+    watch = step.GradWatch(model)
+    model(torch.randn(3, 10)).sum().backward()
+    found = watch.close(before=1000)
+    GiB = common.GiB
+    assert found["parameters_gib"] == 800 / GiB and found["gradients_gib"] == 800 / GiB
+    assert found["peak_gib"] == 8000 / GiB and found["beyond_gib"] == pytest.approx((9000 - 400 - 800 - 1000) / GiB)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# The model's figures by hand: 8B at 131,072 tokens takes 2.35e16 FLOPs where attention forward is not repeated.
+def test_floor_counts_the_least_flops_of_a_step(monkeypatch):
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
+    rate = 1e15
+    per_token = 2 * (shape.layer_parameters - 2 * shape.hidden_size) / rate
+    gemm = {"forward": per_token * 8192, "input gradient": per_token * 8192, "weight gradient": per_token * 8192}
+    one_way = 2 * 131072**2 * shape.q_size / rate
+    monkeypatch.setattr(floor, "gemm_seconds", lambda *a: gemm)
+    monkeypatch.setattr(floor.common, "matmul_rate", lambda *a: rate)
+    monkeypatch.setattr(
+        floor,
+        "attention_seconds",
+        lambda *a: {"backend": "x", "group": 1, "forward": one_way, "backward": 2.5 * one_way},
+    )
+    found = floor.floor(shape, 131072, torch.device("cpu"), False)
+    assert found["floor_s"] == pytest.approx(2.35e16 / rate, rel=0.005)
+    assert found["floor_cube_s"] == pytest.approx(found["floor_s"], rel=1e-6)
+    assert found["gemm_tflop_s"] == pytest.approx(rate / 1e12)
+
+
+def test_longest_counts_host_memory_as_the_engine_reserves_it():
+    longest = load("08_longest")
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
+    GiB = common.GiB
+    assert longest.host_bytes(shape, 131072, 32, 1, True) == 32 * (2 * GiB + 131072 * 32 * 4)
+    assert longest.host_bytes(shape, 524288, 32, 1, False) == 128 * GiB
+    assert longest.kept_for(shape, 524288, 32, 100.0) == {"offload": "host", "every": 2, "save_attention": False}
+    assert longest.kept_for(shape, 131072, 32, 100.0)["save_attention"] is True
+
+
+# One row as 05 writes it, its figures set to the closed form's own, times a known error.
+def test_plan_is_held_against_measured_rows(tmp_path):
+    plan = load("10_plan")
+    row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
+    expected = plan.planned(row, plan.gpu_row("h100"))
+    assert plan.policy_from(row["policy"]) == Policy("host", 1, True, False, 8192) and plan.policy_from("") is None
+    GiB = common.GiB
+    row |= {
+        "peak_gib": expected["gpu"] / GiB,
+        "pinned_gib": expected["host"] / GiB / 1.1,
+        "step_s": expected["seconds"] * 2,
+    }
+    row |= {"device": "NVIDIA H100 80GB HBM3", "commit": "abc"}
+    other = row | {"impl": "liger", "policy": ""}
+    with (tmp_path / "05_step_128k.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows([row, other])
+    out = tmp_path / "out"
+    assert plan.main(["--results", str(tmp_path), "--out", str(out)]) == 0
+    (found,) = rows_of(out)
+    assert float(found["gpu_off"]) == pytest.approx(0, abs=1e-4)
+    assert float(found["host_off"]) == pytest.approx(0.1, abs=1e-4)
+    assert float(found["seconds_off"]) == pytest.approx(-0.5, abs=1e-4) and found["right"] == "False"
+
+
+# gpu8bit holds 6.03 bytes a parameter in place of the 4 of a step without optimizer.
+def test_plan_adds_the_optimizer_that_a_placement_brings():
+    plan = load("10_plan")
+    row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
+    without, with_it = (plan.planned(r, plan.gpu_row("h100"))["gpu"] for r in (row, row | {"placement": "gpu8bit"}))
+    parameters = ModelShape.from_config(preset_config("llama-3.1-8b")).parameters
+    assert with_it - without == pytest.approx((2 + 2 * 4 / 256) * parameters)
+
+
+def test_the_readme_names_every_entry():
+    text = (FOLDER / "README.md").read_text()
+    for path in FOLDER.glob("[0-9]*.py"):
+        assert path.name in text
+
+
+def test_cases_survive_json():
+    case = {"impl": "hfpatch", "tokens": 8, "checkpointing": {"offload": "host", "every": 1, "save_attention": True}}
+    assert json.loads(json.dumps(case)) == case
