@@ -16,19 +16,24 @@ from hfpatch.ops._library import define, use_kernel, wide_dtype
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch, differentiable in all four arguments; float64 stays float64."""
-    return tuple(_rotate(x, cos, sin, False, torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
+    dtypes = _dtypes(q, k, cos, None)
+    return tuple(torch.cat(_halves(x, cos, sin, False), -1).to(dtype) for x, dtype in zip((q, k), dtypes))
 
 
-def _rotate(x, cos, sin, transpose, dtype):
+def _halves(x, cos, sin, transpose):
     wide = wide_dtype(x.dtype, cos.dtype)
     x1, x2 = x.to(wide).chunk(2, -1)
     cos1, cos2 = cos.to(wide).unsqueeze(1).chunk(2, -1)
     sin1, sin2 = sin.to(wide).unsqueeze(1).chunk(2, -1)
     if transpose:
-        y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
-    else:
-        y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    return torch.cat((y1, y2), -1).to(dtype)
+        return torch.addcmul(x1 * cos1, x2, sin2), torch.addcmul(x2 * cos2, x1, sin1, value=-1)
+    return torch.addcmul(x1 * cos1, x2, sin1, value=-1), torch.addcmul(x2 * cos2, x1, sin2)
+
+
+def _rotate_into(out, x, cos, sin, transpose):
+    # Both halves are computed before one is written: out may be x.
+    for half, values in zip(out.chunk(2, -1), _halves(x, cos, sin, transpose)):
+        half.copy_(values)
 
 
 def _dtypes(q, k, cos, dtype):
@@ -50,7 +55,7 @@ def _rope(q, k, cos, sin, transpose, dtype):
         kernels.rope((q, k), outs, cos, sin, transpose)
     else:
         for x, out in zip((q, k), outs):
-            out.copy_(_rotate(x, cos, sin, transpose, out.dtype))
+            _rotate_into(out, x, cos, sin, transpose)
     return outs
 
 
@@ -65,7 +70,7 @@ def _rope_inplace(q, k, cos, sin):
         kernels.rope((q, k), (q, k), cos, sin, False)
     else:
         for x in (q, k):
-            x.copy_(_rotate(x, cos, sin, False, x.dtype))
+            _rotate_into(x, x, cos, sin, False)
 
 
 def _setup_context(ctx, inputs, output):

@@ -6,8 +6,6 @@ Legend: N tokens, F intermediate. Any leading dims; gate and up may be strided (
 Backward reads dy, gate and up once and writes dgate and dup once; nothing else is saved.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +22,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
@@ -35,29 +34,20 @@ def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 def _act(x, name):
     if name == "silu":
         return F.silu(x)
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
-def _act_and_slope(x, name):
-    # sigmoid(-x) in place of 1 - s, which would lose its digits where s is near 1 and be multiplied by x.
-    if name == "silu":
-        s = torch.sigmoid(x)
-        return x * s, s * (1 + x * torch.sigmoid(-x))
-    if name == "gelu":
-        cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    # gelu_tanh is x * sigmoid(2 v) with v the cubic below: 0.5 * (1 + tanh v) = sigmoid(2 v), without cancellation.
-    c = math.sqrt(2 / math.pi)
-    v2 = 2 * c * (x + 0.044715 * x * x * x)
-    s = torch.sigmoid(v2)
-    return x * s, s + x * s * torch.sigmoid(-v2) * (2 * c * (1 + 3 * 0.044715 * x * x))
+    return F.gelu(x, approximate=_APPROXIMATE[name])
 
 
 def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
     wide = wide_dtype(gate.dtype, up.dtype)
-    act, slope = _act_and_slope(gate.to(wide), activation)
-    dgate = (dy.to(wide) * up.to(wide) * slope).to(gate.dtype) if need_dgate else None
-    return dgate, (dy.to(wide) * act).to(up.dtype) if need_dup else None
+    dy, gate_wide = dy.to(wide), gate.to(wide)
+    dgate = dup = None
+    if need_dgate and activation == "silu":
+        dgate = torch.ops.aten.silu_backward(dy * up, gate_wide).to(gate.dtype)
+    elif need_dgate:
+        dgate = torch.ops.aten.gelu_backward(dy * up, gate_wide, approximate=_APPROXIMATE[activation]).to(gate.dtype)
+    if need_dup:
+        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype)
+    return dgate, dup
 
 
 # The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.

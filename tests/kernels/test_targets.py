@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_80, sm_90 and sm_100 without a GPU, spills nothing, and is what profiles/kernels says."""
+"""Every kernel compiles for sm_80, sm_90 and sm_100 without a GPU, spills nothing, and is as profiles/kernels says."""
 
 import csv
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "profiles" / "kernels" / "table.csv"
 KEY = ("kernel", "variant", "dtype", "shape", "sm")
@@ -42,6 +42,7 @@ def compare(new: dict, *, whole: bool) -> None:
     assert not changed, f"run `python -m hfpatch.kernels.targets` and look at the difference: {changed}"
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
 def test_llama_8b_rows_for_hopper(tmp_path):
     compare(compiled(tmp_path / "table.csv", "--short", "--sm", "90"), whole=False)
 
