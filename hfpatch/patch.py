@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hfpatch.checkpoint.engine import Engine
-from hfpatch.checkpoint.policy import Checkpointing
+from hfpatch.checkpoint.policy import Checkpointing, choose
 from hfpatch.models.fused import fuse, is_fused_head, runs_its_own_way
 from hfpatch.models.generic import WholeLayer, whole_layer_class
 from hfpatch.ops._library import HAS_TRITON
-from hfpatch.planner.formula import ModelShape
+from hfpatch.planner.formula import ModelShape, step_memory
 from hfpatch.spec import EMBEDDING, HEAD, SPECS, Swap
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
@@ -178,6 +178,7 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
         report.notes.append(_path_note())
     if engine is not None:
         report.notes.append(_checkpointing_note(settings, len(layers)))
+        report.notes.append(_memory_note(config, settings, next(model.parameters()).element_size()))
         dropout = getattr(config, "attention_dropout", 0.0)
         if dropout:
             report.notes.append(
@@ -232,6 +233,17 @@ def _path_note() -> str:
     if not HAS_TRITON:
         return "fused ops run as plain PyTorch: Triton is not installed."
     return "fused ops run as Triton kernels on a GPU, as plain PyTorch on a CPU."
+
+
+def _memory_note(config, settings: Checkpointing, itemsize: int) -> str:
+    """What the closed form expects of one long sequence on a GPU with the host memory it asks for."""
+    shape, tokens = ModelShape.from_config(config), min(config.max_position_embeddings, 131072)
+    policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
+    memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)
+    return (
+        f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} GiB beyond parameters and "
+        f"gradients, {memory.host / 2**30:.2f} GiB of host memory (see `hfpatch plan`)."
+    )
 
 
 def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
