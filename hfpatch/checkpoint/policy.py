@@ -2,12 +2,13 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hfpatch.planner.formula import ModelShape, Policy
+from hfpatch.planner.formula import GiB, ModelShape, Policy, step_memory
 
 PLACES = ("auto", "gpu", "host")
-TILE_MOST = 8192
+TILE_LEAST, TILE_MOST = 1024, 8192
+SMALL_SHARE = 1 / 16  # of the free device memory: checkpoints below it stay there, without any copy
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
 
 
@@ -70,8 +71,8 @@ def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: flo
 def auto_tile(tokens: int) -> int:
     """Tokens a tile: all of them up to 8192, 4096 up to 32,768, 8192 beyond.
 
-    One tile needs no second q, k, v and no float32 sums, and up to 8192 rows its intermediates are small; 4096 rows keep matmuls
-    at their rate, and the MLP's intermediates below what the layer holds anyway.
+    One tile needs no second q, k, v and no float32 sums, and up to 8192 rows its intermediates are small; 4096 rows
+    keep matmuls at their rate, and the MLP's intermediates below what the layer holds anyway.
     """
     return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
 
@@ -91,34 +92,53 @@ def choose(
 
     gpu_free, host_free: bytes left for the step on the device and on this machine (shared by its n_ranks), None
     where unknown. Raises ValueError when the host cannot hold what was asked for, naming what would.
+
+    Host memory is saved in the order of what it costs: first on the attention outputs (their forward runs again: at
+    128k tokens a fifth of the step), then on layers' inputs, for which the layers between run again as well. On the
+    device, attention outputs are streamed per KV group, then tiles shrink, where the step would not fit otherwise.
     """
-    rows = batch * tokens
-    inputs = rows * shape.hidden_size * itemsize
-    outputs = rows * (shape.q_size * itemsize + shape.num_heads * 4)
-    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
     n = shape.num_layers
+    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
+    inputs = batch * tokens * shape.hidden_size * itemsize
+    every, save = checkpointing.every, checkpointing.save_attention
+    tile = auto_tile(batch * tokens) if checkpointing.tile == "auto" else checkpointing.tile
+
+    def kept(every, save):
+        policy = Policy(offload="host", every=every, save_attention=save, tile=tile)
+        return step_memory(shape, policy, batch=batch, tokens=tokens, itemsize=itemsize).host
 
     offload = "disk" if checkpointing.directory else checkpointing.offload
     if offload == "auto":
-        offload = "gpu" if host is not None and host < n * inputs // 4 else "host"
-    budget = host if offload == "host" else None
+        small = gpu_free is not None and kept(1, True) <= gpu_free * SMALL_SHARE
+        short = host is not None and kept(best_interval(n, inputs, inputs), False) > host
+        offload = "gpu" if small or short else "host"
+    budget = host if offload == "host" else gpu_free if offload == "gpu" else None
 
-    def need(every, save):
-        return -(-n // every) * (inputs + (outputs if save and every == 1 else 0))
-
-    save, every = checkpointing.save_attention, checkpointing.every
-    if save == "auto":
-        save = budget is None or need(1 if every == "auto" else every, True) <= budget
-    if every == "auto":
-        every = 1
-        if budget is not None and need(1, save) > budget:
-            every = next((k for k in range(1, n + 1) if need(k, save) <= budget), n)
-    if budget is not None and need(every, save) > budget:
-        saves = need(every, save) - need(best_interval(n, inputs, inputs), False)
+    # Attention outputs are kept with every layer's input or not at all.
+    spans = (every,) if every != "auto" else (1,) if save is True else range(1, n + 1)
+    keeps = (True, False) if save == "auto" else (save,)
+    options = [(k, s) for k in spans for s in keeps if not (s and k > 1 and save == "auto")]
+    every, save = next((o for o in options if budget is None or kept(*o) <= budget), options[0])
+    if offload == "gpu" and budget is not None and kept(every, save) > budget and len(options) > 1:
+        # More than the device has, whatever is kept: the interval that keeps the fewest bytes comes closest.
+        every, save = best_interval(n, inputs, inputs) if len(spans) > 1 else every, keeps[-1]
+    if offload == "host" and budget is not None and kept(every, save) > budget:
+        least = best_interval(n, inputs, inputs)
         raise ValueError(
-            f"hfpatch: checkpoints need {need(every, save) / 2**30:.1f} GiB of host memory, "
-            f"{budget / 2**30:.1f} GiB are free to a rank; save_attention=False with every="
-            f"{best_interval(n, inputs, inputs)} saves {saves / 2**30:.1f} GiB, or pass a directory as offload."
+            f"hfpatch: checkpoints need {kept(every, save) / GiB:.1f} GiB of host memory, {budget / GiB:.1f} GiB are "
+            f"free to a rank; Checkpointing(save_attention=False, every={least}) saves "
+            f"{(kept(every, save) - kept(least, False)) / GiB:.1f} GiB, a directory as offload saves all."
         )
-    tile = auto_tile(rows) if checkpointing.tile == "auto" else checkpointing.tile
-    return Policy(offload=offload, every=every, save_attention=save, stream_attention=False, tile=tile)
+
+    def fits(policy):
+        return gpu_free is None or (
+            step_memory(shape, policy, batch=batch, tokens=tokens, itemsize=itemsize).beyond <= gpu_free
+        )
+
+    policy = Policy(offload=offload, every=every, save_attention=save, stream_attention=False, tile=tile)
+    if not fits(policy) and save and every == 1 and offload != "gpu":
+        policy = replace(policy, stream_attention=True)
+    if checkpointing.tile == "auto" and not fits(policy):
+        smaller = (replace(policy, tile=tile >> i) for i in range(1, 4) if tile >> i >= TILE_LEAST)
+        policy = next((p for p in smaller if fits(p)), policy)
+    return policy

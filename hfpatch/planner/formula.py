@@ -244,9 +244,8 @@ def _stock(z: _Sizes, checkpointing: bool):
     kept = n * (z.u if checkpointing else saved)
     logits = z.rows * shape.vocab_size
     final = wide + z.u
-    last = (0 if checkpointing else z.u) + final + z.always
+    last = z.u + final + z.always
     moments = [Moment("loss", 0, checkpoints=kept, layer=last, loss=3 * 4 * logits)]
-    # The head's backward, its input gradient beside the logits' gradient in the working dtype.
     working = saved - z.f + 3 * z.f + z.u + z.always  # gate, silu, up, their gradients and that of the product
     if checkpointing:
         moments.append(Moment("last layer", z.head_gradient, checkpoints=kept, layer=working))

@@ -28,12 +28,14 @@ class Simulation:
     """The memory of one simulated run. Sizes in bytes.
 
     peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
-    was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment.
+    was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
+    the highest such difference at any moment, which is what counts where gradients leave the device as they come.
     host_peak_bytes: of the memory the offload engine takes. curve: (bytes on the device) after each event.
     """
 
     peak_bytes: int
     beyond_bytes: int
+    most_beyond_bytes: int
     host_peak_bytes: int
     peak_phase: str
     peak_module: str
@@ -63,6 +65,7 @@ class Simulation:
 def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and what was alive at it."""
     device, host, top, top_at, host_top = 0, 0, -1, 0, 0
+    beyond = most_beyond = 0
     curve, phase_peaks = [], {}
     borders = iter([*ledger.phases, (len(ledger.events) + 1, "")])
     phase, top_phase, upcoming = "setup", "setup", next(borders)
@@ -74,12 +77,15 @@ def summarize(ledger: Ledger) -> Simulation:
             host_top = max(host_top, host)
         else:
             device += delta
+            if ledger.blocks[index].category not in ("parameters", "gradients"):
+                beyond += delta
+                most_beyond = max(most_beyond, beyond)
             phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
             if device > top:
                 top, top_at, top_phase = device, at, phase
         curve.append(device)
     result = Simulation(
-        peak_bytes=max(top, 0), beyond_bytes=0, host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
+        peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
         categories={}, modules=[], operations=[], phase_peaks=phase_peaks, curve=curve, phases=ledger.phases,
         flops={
             "matmul": dict(ledger.matmul_flops),

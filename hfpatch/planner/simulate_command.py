@@ -11,7 +11,7 @@ from hfpatch.planner.formula import Policy
 from hfpatch.planner.presets import preset_config
 from hfpatch.planner.simulate import simulate
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", "hfpatch")
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", "hfpatch", "hfpatch-off")
 
 
 def build(config: dict, dtype=torch.bfloat16):
@@ -24,12 +24,25 @@ def build(config: dict, dtype=torch.bfloat16):
         return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
 
 
+def hub_config(name: str) -> dict:
+    """The config.json of a model on the hub (or in the local cache). ValueError where it cannot be had."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"hfpatch: no config of {name!r} could be had ({reason}); pass a preset or a config.json."
+        ) from None
+
+
 def prepare(model, implementation: str):
     """Turns the stock model into one of IMPLEMENTATIONS, in place."""
-    if implementation == "hfpatch":
+    if implementation in ("hfpatch", "hfpatch-off"):
         import hfpatch
 
-        hfpatch.apply(model)
+        hfpatch.apply(model, checkpointing="off" if implementation == "hfpatch-off" else "auto")
     elif implementation.startswith("liger"):
         from hfpatch.planner import liger
 

@@ -1,0 +1,102 @@
+"""`hfpatch plan`: the arguments, and the answer as text, JSON, a sweep's table or its picture."""
+
+import json
+import sys
+from dataclasses import replace
+
+from hfpatch.checkpoint.policy import Checkpointing
+from hfpatch.planner.hardware import GPUS
+from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.planner.plan import WHOLE, plan
+from hfpatch.planner.presets import PRESETS
+from hfpatch.planner.show import picture, sweep_table
+
+EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
+example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
+
+
+def _word(text: str):
+    """auto, a number, true or false."""
+    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
+
+
+def add_arguments(parser) -> None:
+    """The arguments of `hfpatch plan` on an argparse parser."""
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--model", required=True, help=f"{', '.join(PRESETS)}; or a config.json, a folder, a hub id")
+    add("--seq-len", type=int, default=131072, help="tokens a sequence (131072)")
+    add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
+    add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
+    add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
+    add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
+    add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
+    where = "auto, gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
+    add("--checkpointing", default="auto", metavar="WHERE", help=where)
+    add("--every", default="auto", type=_word, help="keep every k-th layer's input (auto)")
+    add("--save-attention", default="auto", type=_word, help="keep attention outputs: true, false (auto)")
+    add("--tile", default="auto", type=_word, help="tokens a tile (auto)")
+    add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
+    add("--sweep", metavar="LENGTHS", help="a table over lengths, as 8192,32768,131072, and all placements asked for")
+    add("--png", metavar="FILE", help="draw the sweep")
+    add("--simulate", action="store_true", help="also run the step on fake tensors (needs torch, under a minute)")
+    add("--json", action="store_true", help="one JSON object (a list of them for a sweep)")
+
+
+def _checkpointing(args):
+    fields = {"every": args.every, "save_attention": args.save_attention, "tile": args.tile}
+    if args.checkpointing in WHOLE:
+        set_by_hand = [name for name, value in fields.items() if value != "auto"]
+        if set_by_hand:
+            raise ValueError(
+                f"hfpatch: --checkpointing {args.checkpointing} keeps layers whole, {set_by_hand[0]} came; drop one."
+            )
+        return args.checkpointing
+    return Checkpointing(offload=args.checkpointing, **fields)
+
+
+def _simulated(args, found):
+    """The plan with the activations of a simulated step of the same model and policy beside its own."""
+    from hfpatch.planner.formula import Policy
+    from hfpatch.planner.models import resolve
+    from hfpatch.planner.simulate import simulate
+    from hfpatch.planner.simulate_command import build, prepare
+
+    _, shape, config = resolve(args.model)
+    tiled = isinstance(found.policy, dict)
+    whole = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
+    implementation = "hfpatch" if tiled else whole[found.policy]
+    policy = Policy(**found.policy) if tiled else None
+    result = simulate(prepare(build(config), implementation), found.batch, found.seq_len, policy=policy)
+    # Where gradients do not stay, the moment is that of the most activations.
+    own = resident(found.placement, shape, found.gpus).gradients is None
+    return replace(found, simulated_beyond_bytes=result.beyond_bytes if own else result.most_beyond_bytes)
+
+
+def main(args) -> int:
+    """Runs the command; returns its exit code."""
+    common = {
+        "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
+        "checkpointing": _checkpointing(args),
+    }  # fmt: skip
+    if args.png and not args.sweep:
+        raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
+    if args.sweep:
+        try:
+            lengths = [int(length) for length in args.sweep.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"hfpatch: --sweep takes lengths like 8192,32768, {args.sweep!r} came; write whole numbers."
+            ) from None
+        names = candidates(args.placement, args.gpus)
+        plans = [plan(args.model, seq_len=n, placement=p, **common) for p in names for n in lengths]
+        print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
+        if args.png:
+            picture(plans, args.png)
+            print(f"wrote {args.png}", file=sys.stderr)
+        return 0 if any(p.fits for p in plans) else 3
+    found = plan(args.model, seq_len=args.seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
+    if args.simulate:
+        found = _simulated(args, found)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    return 0 if found.fits else 3

@@ -1,0 +1,89 @@
+"""Where weights, gradients and optimizer states live: their bytes on a GPU, on the host and over the link each step.
+
+The names are those of `--placement` (one GPU) and of the engine configurations (several). Standard library only.
+"""
+
+from dataclasses import dataclass
+
+from hfpatch.planner.shape import ModelShape
+
+LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that stand all step long on one GPU, and what the placement does to the rest.
+
+    parameters, optimizer: on the GPU. gradients: on the GPU, None where they are the step's own (all of them, kept).
+    host: on the machine, for all its ranks. link: over one GPU's host link each step. host_optimizer: bytes of host
+    memory that the optimizer step walks through, 0 where it runs on the GPU.
+    """
+
+    parameters: int
+    gradients: int | None
+    optimizer: int
+    host: int = 0
+    link: int = 0
+    host_optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One row: what `--placement` accepts, in the order in which auto tries them."""
+
+    name: str
+    many: bool
+    one: bool
+    summary: str
+
+
+PLACEMENTS = {
+    p.name: p
+    for p in (
+        Placement("fsdp2", True, False, "fp32 shards, gradients and Adam states on the GPUs"),
+        Placement("zero3", True, False, "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs"),
+        Placement("zero3-offload", True, True, "fp32 master weights and Adam states in host memory"),
+        Placement("fsdp2-offload", True, False, "fp32 shards, gradients and Adam states in host memory"),
+        Placement("gpu8bit", False, True, "bf16 weights rounded at random, 8-bit Adam states, all on the GPU"),
+        Placement("gpu8bit-fused", False, True, "gpu8bit stepping inside backward: one layer's gradients at a time"),
+    )
+}
+
+
+def candidates(name: str, gpus: int) -> list[str]:
+    """The placements to try. ValueError for an unknown name, or one that this number of GPUs cannot have."""
+    possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
+    if name == "auto":
+        return possible
+    if name not in PLACEMENTS:
+        raise ValueError(f"hfpatch: the placements are auto, {', '.join(PLACEMENTS)}, {name!r} came; pass one of them.")
+    if name not in possible:
+        raise ValueError(
+            f"hfpatch: --placement {name} is for {'several GPUs' if gpus == 1 else 'one GPU'}, --gpus {gpus} came; "
+            f"pass one of {', '.join(possible)}."
+        )
+    return [name]
+
+
+def resident(name: str, shape: ModelShape, gpus: int) -> Resident:
+    """The bytes of a placement on each of `gpus` GPUs of one machine."""
+    P, layer = shape.parameters, shape.layer_parameters
+    root = shape.parameters - shape.num_layers * layer
+    largest = max(layer, shape.embedding_parameters)
+    share = -(-P // gpus)
+    if name == "gpu8bit":
+        return Resident(2 * P, None, 2 * P + 8 * P // 256)
+    if name == "gpu8bit-fused":
+        return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
+    if name == "zero3-offload":
+        # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter read, 14 written.
+        live = 2 * min(P, LIVE_PARAMETERS)
+        return Resident(live, 2 * largest, 0, host=18 * P, link=6 * share, host_optimizer=30 * P)
+    if name == "zero3":
+        live = 2 * min(P, LIVE_PARAMETERS)
+        return Resident(2 * share + live, 2 * share + 2 * largest, 12 * share)
+    # FSDP2: the layer that runs and the next one gathered in bf16, and the root unit (embedding, norm, head) all step.
+    gathered = 2 * (2 * layer + root)
+    if name == "fsdp2":
+        return Resident(4 * share + gathered, 4 * share + 2 * largest, 8 * share)
+    return Resident(gathered, 2 * largest + 4 * largest // gpus, 0, host=16 * P, link=12 * share, host_optimizer=28 * P)

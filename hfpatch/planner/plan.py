@@ -1,0 +1,285 @@
+"""`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does not fit.
+
+Bytes come from formula.py, the memory model that the layer engine's policy asks too; seconds from seconds.py. No torch.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from hfpatch.checkpoint.policy import HOST_SHARE, Checkpointing, choose
+from hfpatch.planner.formula import (
+    STOCK,
+    STOCK_CHECKPOINTING,
+    UNTILED,
+    GiB,
+    ModelShape,
+    Policy,
+    step_flops,
+    step_memory,
+)
+from hfpatch.planner.hardware import GPUS, Gpu, gpu_row, parse_bytes
+from hfpatch.planner.models import resolve
+from hfpatch.planner.placements import candidates, resident
+from hfpatch.planner.seconds import step_time
+
+# What the caching allocator holds beyond what is allocated: rounding to blocks and fragments. Assumed.
+SLACK_SHARE, SLACK_LEAST = 0.04, 256 << 20
+PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
+WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
+
+    policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
+    checkpoints, layer, loss and workspace at the peak's moment.
+    """
+
+    model: str
+    gpu: str
+    gpus: int
+    batch: int
+    seq_len: int
+    placement: str
+    fits: bool
+    gpu_peak_bytes: int
+    gpu_usable_bytes: int
+    gpu_bytes: dict
+    host_peak_bytes: int
+    host_usable_bytes: int | None
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    policy: dict | str
+    why: str
+    suggestions: list
+    moment: str
+    split: dict
+    seconds: dict
+    link_bytes: int
+    flops: float
+    rates: str
+    max_seq_len: int | None = None
+    simulated_beyond_bytes: int | None = field(default=None)
+
+    def to_dict(self) -> dict:
+        """All fields, ready for JSON."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        from hfpatch.planner.show import text
+
+        return text(self)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is asked, resolved: everything but the placement."""
+
+    name: str
+    shape: ModelShape
+    gpu: Gpu
+    gpus: int
+    host: int | None
+    batch: int
+    seq_len: int
+    checkpointing: Checkpointing | str
+
+
+def _reserve(gpu_bytes: int) -> int:
+    return max(SLACK_LEAST, int(SLACK_SHARE * gpu_bytes))
+
+
+def _policy(run: _Run, stays, need_gradients: int):
+    """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
+    if run.checkpointing in WHOLE:
+        return run.checkpointing, ""
+    gpu_free = run.gpu.usable_bytes - stays.parameters - stays.optimizer - need_gradients
+    host_free = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": max(0, int(gpu_free * (1 - SLACK_SHARE)))}
+    try:
+        host = None if host_free is None else max(0, int(host_free))
+        return choose(run.checkpointing, run.shape, host_free=host, n_ranks=run.gpus, **sizes), ""
+    except ValueError as error:
+        return choose(run.checkpointing, run.shape, host_free=None, **sizes), str(error)
+
+
+def _evaluate(run: _Run, placement: str) -> Plan:
+    """The plan under one placement, without suggestions."""
+    stays = resident(placement, run.shape, run.gpus)
+    own = 2 * run.shape.parameters if stays.gradients is None else stays.gradients
+    policy, why_not = _policy(run, stays, own)
+    sizes = {"batch": run.batch, "tokens": run.seq_len}
+    memory = step_memory(run.shape, policy, **sizes)
+    # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
+    gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
+    moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
+    parts = {
+        "parameters": stays.parameters, "gradients": gradients(moment), "optimizer": stays.optimizer,
+        "activations": moment.beyond,
+    }  # fmt: skip
+    parts["slack"] = _reserve(sum(parts.values()))
+    peak = sum(parts.values())
+    on_host = 0 if isinstance(policy, Policy) and policy.offload == "disk" else memory.host
+    host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
+    host_usable = None if run.host is None else int(HOST_SHARE * run.host)
+    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
+    flops = step_flops(run.shape, policy, **sizes)
+    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
+    return Plan(
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
+        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
+        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
+        tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
+        mfu=flops.model / time.total / run.gpu.peak_flops,
+        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why_not or _why(run, policy, stays),
+        suggestions=[], moment=moment.name,
+        split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
+        seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+    )  # fmt: skip
+
+
+def _why(run: _Run, policy, stays) -> str:
+    """One sentence on the policy."""
+    if not isinstance(policy, Policy):
+        return "layers run whole, as asked"
+    if policy.offload == "disk":
+        return "checkpoints wait in files, as asked"
+    if policy.offload == "gpu":
+        return "checkpoints stay on the GPU: they are small there, or the host has no room"
+    reasons = ["checkpoints wait in pinned host memory"]
+    if policy.every > 1:
+        reasons.append(f"the host has room for one layer's input in {policy.every}")
+    elif policy.save_attention:
+        reasons.append("attention outputs too, so that its forward runs once")
+    else:
+        reasons.append("attention outputs do not fit beside them, its forward runs again")
+    if policy.stream_attention:
+        reasons.append("attention outputs come back per KV group, the GPU being short")
+    return ", ".join(reasons)
+
+
+def _best(run: _Run, names) -> Plan:
+    """The first placement that fits, or the one that lacks the least."""
+    plans = [_evaluate(run, name) for name in names]
+    return next((p for p in plans if p.fits), min(plans, key=_lack))
+
+
+def _lack(plan: Plan) -> int:
+    host = 0 if plan.host_usable_bytes is None else max(0, plan.host_peak_bytes - plan.host_usable_bytes)
+    return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
+
+
+def longest(run: _Run, names, *, step: int = 1024) -> int:
+    """The longest sequence, in multiples of `step` tokens, that fits; 0 where none does."""
+
+    def fits(blocks):
+        return _best(replace(run, seq_len=blocks * step), names).fits
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high * step <= 1 << 26 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
+    """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
+    found = []
+
+    def offer(change, other_run, names, cost=""):
+        other = _best(other_run, names)
+        if other.fits:
+            slower = other.step_seconds / plan.step_seconds - 1
+            paid = cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})"
+            found.append({
+                "change": change, "cost": paid, "step_seconds": other.step_seconds,
+                "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
+            })  # fmt: skip
+
+    names = candidates(asked, run.gpus)
+    for name in candidates("auto", run.gpus):
+        if name != plan.placement and name not in names:
+            offer(f"--placement {name}", run, [name])
+    if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
+        offer("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
+    if run.checkpointing not in WHOLE and run.checkpointing.offload in ("auto", "host"):
+        disk = replace(run.checkpointing, offload="./checkpoints")
+        offer("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names,
+              "checkpoints at the disk's speed instead of the link's")  # fmt: skip
+    if run.batch > 1:
+        offer("--batch 1", replace(run, batch=1), names, f"{run.batch} accumulation steps for the same batch")
+    for gpus in (2, 4, 8):
+        if gpus > run.gpus:
+            before = len(found)
+            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus), f"{gpus} GPUs")
+            if len(found) > before:
+                break
+    larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
+    for gpu in larger:
+        before = len(found)
+        offer(f"--gpu {gpu.name}", replace(run, gpu=gpu), names, f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB")
+        if len(found) > before:
+            break
+    if run.host is not None:
+        roomy = _best(replace(run, host=None), names)
+        if roomy.fits:
+            more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
+            offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")
+    length = longest(run, names)
+    if length:
+        offer(f"--seq-len {length}", replace(run, seq_len=length), names,
+              f"{1 - length / run.seq_len:.0%} of the context")  # fmt: skip
+    return sorted(found, key=lambda s: s["step_seconds"])
+
+
+def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto") -> _Run:
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong."""
+    name, shape, _ = resolve(model)
+    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+    if isinstance(gpu, Gpu):
+        row = gpu
+    elif gpu == "this":
+        from hfpatch.planner.measure import measure_this
+
+        row = measure_this()
+    else:
+        row = gpu_row(gpu)
+    if checkpointing == "auto":
+        checkpointing = Checkpointing()
+    elif checkpointing not in (UNTILED, STOCK, STOCK_CHECKPOINTING) and not isinstance(checkpointing, Checkpointing):
+        checkpointing = Checkpointing(offload=checkpointing)
+    if host_ram is None and gpu == "this":
+        from hfpatch.checkpoint.memory import host_limit
+
+        host_ram = host_limit()
+    host = None if host_ram is None else parse_bytes(host_ram)
+    return _Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)
+
+
+def plan(
+    model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
+    checkpointing="auto", max_seq_len: bool = False,
+) -> Plan:  # fmt: skip
+    """Whether training all weights of `model` at [batch, seq_len] tokens a GPU fits, and how long a step takes.
+
+    model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
+    measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
+    "auto", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
+    alone. max_seq_len: also search the longest sequence. Raises ValueError for what is unknown or unsupported.
+    """
+    run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
+                   checkpointing=checkpointing)  # fmt: skip
+    names = candidates(placement, gpus)
+    found = _best(run, names)
+    if not found.fits:
+        found = replace(found, suggestions=_suggestions(run, found, placement))
+    if max_seq_len:
+        found = replace(found, max_seq_len=longest(run, names))
+    return found

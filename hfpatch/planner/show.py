@@ -1,0 +1,120 @@
+"""A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
+
+GiB = 1 << 30
+COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
+           "slack": "#bab0ac"}  # fmt: skip
+
+
+def gib(nbytes) -> str:
+    """As in 12.3 GiB."""
+    return "unlimited" if nbytes is None else f"{nbytes / GiB:.1f} GiB"
+
+
+def table(rows, header) -> str:
+    """Columns aligned, the first to the left and the others to the right."""
+    cells = [tuple(header), *[tuple(str(c) for c in row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    pad = lambda i, c: c.ljust(widths[i]) if i == 0 else c.rjust(widths[i])  # noqa: E731
+    lines = ["  ".join(pad(i, c) for i, c in enumerate(row)).rstrip() for row in cells]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def policy_text(policy) -> str:
+    """The policy in a few words."""
+    if not isinstance(policy, dict):
+        return str(policy)
+    kept = "inputs and attention outputs" if policy["save_attention"] and policy["every"] == 1 else "inputs"
+    every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
+    streamed = ", attention streamed per KV group" if policy["stream_attention"] else ""
+    return f"{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
+
+
+def text(plan) -> str:
+    """The answer in full, a screen long."""
+    verdict = "fits" if plan.fits else "does NOT fit"
+    times = "" if plan.gpus == 1 else f"{plan.gpus} x "
+    lines = [
+        f"{plan.model}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}): {verdict}",
+        "",
+        table(
+            [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
+            + [("peak on the GPU", gib(plan.gpu_peak_bytes)), ("usable", gib(plan.gpu_usable_bytes))],
+            ("GPU memory", ""),
+        ),
+        f"  activations at the peak ({plan.moment}): "
+        + ", ".join(f"{name} {gib(n)}" for name, n in plan.split.items() if n),
+        f"host memory     {gib(plan.host_peak_bytes)} of {gib(plan.host_usable_bytes)}",
+        f"step            {plan.step_seconds:.1f} s: "
+        + ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05),
+        f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} FLOPs   "
+        f"{gib(plan.link_bytes)} over the host link",
+        f"policy          {policy_text(plan.policy)}",
+        f"why             {plan.why}",
+        f"rates           {plan.rates}",
+    ]
+    if plan.simulated_beyond_bytes is not None:
+        lines.append(
+            f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the model on fake tensors, "
+            f"{gib(plan.gpu_bytes['activations'])} by the closed form"
+        )
+    if plan.max_seq_len is not None:
+        lines.append(f"longest         {plan.max_seq_len:,} tokens fit")
+    if not plan.fits:
+        lines.append("")
+        rows = [(s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"])) for s in plan.suggestions]
+        lines.append(
+            table(rows, ("what would fit", "cost", "GPU", "host")) if rows else "no single change makes it fit"
+        )
+    return "\n".join(lines)
+
+
+def sweep_table(plans) -> str:
+    """One line a plan."""
+    rows = [
+        (f"{p.seq_len:,}", p.placement, "yes" if p.fits else "no", gib(p.gpu_peak_bytes), gib(p.host_peak_bytes),
+         f"{p.step_seconds:.1f}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.0%}")
+        for p in plans
+    ]  # fmt: skip
+    return table(rows, ("tokens", "placement", "fits", "GPU", "host", "s/step", "tokens/s", "MFU"))
+
+
+def picture(plans, path) -> None:
+    """Stacked bars of GPU memory, one a length, one panel a placement, with the usable memory as a line.
+
+    Raises ValueError where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(
+            "hfpatch: --png draws with matplotlib, which is absent; pip install hfpatch[report]."
+        ) from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    placements = list(dict.fromkeys(p.placement for p in plans))
+    figure, axes = plt.subplots(
+        1, len(placements), figsize=(1.5 + 3.5 * len(placements), 4.2), sharey=True, squeeze=False
+    )
+    for axis, placement in zip(axes[0], placements):
+        chosen = [p for p in plans if p.placement == placement]
+        below = [0.0] * len(chosen)
+        for part, colour in COLOURS.items():
+            heights = [p.gpu_bytes[part] / GiB for p in chosen]
+            axis.bar(range(len(chosen)), heights, bottom=below, color=colour, label=part)
+            below = [a + b for a, b in zip(below, heights)]
+        axis.axhline(chosen[0].gpu_usable_bytes / GiB, color="black", linestyle="--", linewidth=1, label="usable")
+        axis.set_xticks(range(len(chosen)), [f"{p.seq_len // 1024}k" for p in chosen])
+        axis.set_title(placement)
+        axis.set_xlabel("tokens")
+    # What does not fit may dwarf what does: bars beyond twice the memory are cut.
+    usable = plans[0].gpu_usable_bytes / GiB
+    axes[0][0].set_ylim(0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans))))
+    axes[0][0].set_ylabel("GPU memory, GiB (planned)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncol=6, frameon=False)
+    first = plans[0]
+    figure.suptitle(f"{first.model}, batch {first.batch}, {first.gpus} x {first.gpu}")
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
