@@ -66,7 +66,7 @@ def train(argv) -> int:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))
         return 0
-    checks.memory_of(config, model_args, args)
+    checks.memory_of(config, model_args, data_args, args)
     record = checks.run_record(config, model_args, data_args, args, data.fingerprint)
     if checkpoint:
         checks.checkpoint_matches(checkpoint, record)

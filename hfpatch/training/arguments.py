@@ -10,6 +10,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from hfpatch import configs
+from hfpatch.checkpoint.policy import Checkpointing
 from hfpatch.placement import single_process_environment
 from hfpatch.planner.presets import PRESETS
 from hfpatch.planner.shape import ModelShape
@@ -197,18 +198,17 @@ def _use_engine(values: dict, explicit: set[str]) -> None:
     single_process_environment()
 
 
+def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
+    """What `hfpatch.apply(checkpointing=...)` takes."""
+    if model.checkpointing == "off":
+        return "off"
+    every, tile = (value if value == "auto" else int(value) for value in (model.checkpoint_every, model.tile))
+    return Checkpointing(offload=model.offload, every=every, tile=tile)
+
+
 def apply_options(model: ModelArguments) -> bool | dict:
     """What `hfpatch.Callback(apply=...)` takes: False unless --impl hfpatch."""
-    if model.impl != "hfpatch":
-        return False
-    if model.checkpointing == "off":
-        return {"checkpointing": "off"}
-    if (model.offload, model.checkpoint_every, model.tile) == ("auto", "auto", "auto"):
-        return True
-    from hfpatch.checkpoint.policy import Checkpointing
-
-    every, tile = (value if value == "auto" else int(value) for value in (model.checkpoint_every, model.tile))
-    return {"checkpointing": Checkpointing(offload=model.offload, every=every, tile=tile)}
+    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model)}
 
 
 def _refuse(message):

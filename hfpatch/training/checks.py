@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import torch
 
-from hfpatch.checkpoint.memory import host_limit
-from hfpatch.planner.shape import LLAMA_LIKE, ModelShape
+from hfpatch.checkpoint.memory import host_free, host_limit
+from hfpatch.checkpoint.policy import Checkpointing, choose
+from hfpatch.planner.formula import LLAMA_LIKE, GiB, ModelShape, step_memory
+from hfpatch.training.arguments import checkpointing_of
 from hfpatch.training.trainer import RUN_FILE
 
 _SIZES = (
@@ -148,30 +151,51 @@ def length(seq_length: int, config) -> None:
         )
 
 
-def memory_of(config, model, args) -> None:
-    """Weights, gradients and Adam's two moments against the memory of this machine. Raises ValueError.
+def memory_of(config, model, data, args) -> None:
+    """Weights, gradients, Adam's moments and, on a GPU, the planner's activations against what there is. ValueError.
 
     An engine or a placement spreads or moves them, so there its own plan answers; so it does for families without a
     closed form.
     """
     if args.deepspeed or args.fsdp or model.placement or config.model_type not in LLAMA_LIKE:
         return
-    parameters = ModelShape.from_config(config).parameters
+    shape = ModelShape.from_config(config)
     default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, default)
-    trained = 0 if model.lora_r else parameters
+    itemsize = torch.finfo(dtype).bits // 8
+    trained = 0 if model.lora_r else shape.parameters
     moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
-    need = (parameters + trained * (1 + moments)) * torch.finfo(dtype).bits // 8
-    if args.device.type == "cuda":
-        have, where = torch.cuda.mem_get_info()[1], "the GPU has"
-    else:
-        have, where = host_limit(), "this machine has"
-    if have is not None and need > have:
+    states = (shape.parameters + trained * (1 + moments)) * itemsize
+    have, gpu = device_memory(args)
+    step = _activations(shape, model, data, args, 2 if args.bf16 or args.fp16 else itemsize) if gpu else 0
+    if have is not None and states + step > have:
+        activations = f" and {step / GiB:.1f} GiB of activations" if gpu else " before any activation"
         raise ValueError(
-            f"hfpatch: weights, gradients and optimizer states of {parameters / 1e9:.2f}B parameters need "
-            f"{need / 2**30:.1f} GiB before any activation, {where} {have / 2**30:.1f} GiB; see `hfpatch plan`, "
-            "--placement, --engine zero3_cpu_offload, or --lora_r."
+            f"hfpatch: weights, gradients and optimizer states of {shape.parameters / 1e9:.2f}B parameters need "
+            f"{states / GiB:.1f} GiB{activations}, {'the GPU' if gpu else 'this machine'} has {have / GiB:.1f} GiB; "
+            "see `hfpatch plan`, --placement, --engine zero3_cpu_offload, or --lora_r."
         )
+
+
+def device_memory(args) -> tuple[int | None, bool]:
+    """Bytes of the device that trains (None if unknown), and whether it is a GPU."""
+    if args.device.type == "cuda":
+        return torch.cuda.mem_get_info(args.device)[1], True
+    return host_limit(), False
+
+
+def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
+    """Bytes of a step on the device beyond weights and gradients, by the closed form; 0 for Liger, which it lacks."""
+    if model.impl == "liger":
+        return 0
+    sizes = {"batch": args.per_device_train_batch_size, "tokens": data.seq_length, "itemsize": itemsize}
+    policy = checkpointing_of(model) if model.impl == "hfpatch" else "stock"
+    if isinstance(policy, Checkpointing):
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        policy = choose(policy, shape, **sizes, host_free=host_free(), n_ranks=ranks)
+    elif policy == "stock" and args.gradient_checkpointing:
+        policy = "stock-checkpointing"
+    return step_memory(shape, policy, **sizes).beyond
 
 
 def run_record(config, model, data, args, fingerprint: str) -> dict:

@@ -118,6 +118,20 @@ def test_too_little_memory(refused, monkeypatch):
     refused("need 59.8 GiB", **flags, dtype="bfloat16")
 
 
+def test_plan_that_does_not_fit_a_gpu(refused, monkeypatch):
+    """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
+    monkeypatch.setattr("hfpatch.training.checks.device_memory", lambda args: (80 << 30, True))
+    monkeypatch.setattr("hfpatch.training.checks.host_free", lambda: 200 << 30)
+    flags = {"preset": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16", "seq_length": 131072,
+             "per_device_train_batch_size": 1}  # fmt: skip
+    refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf")
+    refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf", gradient_checkpointing=True)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        refused("", **flags)
+    monkeypatch.setattr("hfpatch.training.checks.host_free", lambda: 1 << 30)
+    refused("of host memory", **flags, offload="host", checkpoint_every=1)
+
+
 def test_folder_of_another_run_is_left_alone(refused, run_train):
     code, _, err, folder = run_train("first", max_steps=2, save_strategy="steps", save_steps=2)
     assert code == 0, err
