@@ -85,7 +85,8 @@ def summarize(ledger: Ledger) -> Simulation:
                 top, top_at, top_phase = device, at, phase
         curve.append(device)
     result = Simulation(
-        peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
+        peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond,
+        host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
         categories={}, modules=[], operations=[], phase_peaks=phase_peaks, curve=curve, phases=ledger.phases,
         flops={
             "matmul": dict(ledger.matmul_flops),
