@@ -1,0 +1,95 @@
+"""scripts/launch_multinode.sh: two "machines" on this one really meet, and a wrong environment is one sentence."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "launch_multinode.sh"
+WORKER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("sum", int(total), "of", dist.get_world_size(), sys.argv[1:], flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def environment(**settings) -> dict:
+    gone = (
+        "WORLD_SIZE",
+        "RANK",
+        "MACHINE_RANK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GPUS",
+        "LAUNCHER",
+        "CONFIG_FILE",
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in gone}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in settings.items()}}
+
+
+def run(*arguments, **settings) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments], env=environment(**settings), capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_two_machines_meet(launcher, tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = [
+        subprocess.Popen(
+            ["bash", str(SCRIPT), "--launcher", launcher, str(tmp_path / "worker.py"), "--flag", "a b"],
+            env=environment(WORLD_SIZE=2, MACHINE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GPUS=1),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+    for machine, output in zip(machines, outputs):
+        assert machine.returncode == 0, output
+        assert "sum 3 of 2 ['--flag', 'a b']" in output
+
+
+def test_the_command_says_what_the_environment_said():
+    found = run("t.py", "x", WORLD_SIZE=3, MACHINE_RANK=2, MASTER_ADDR="m0", MASTER_PORT=1234, GPUS=8, DRY_RUN=1)
+    assert found.returncode == 0
+    for part in ("--num_machines 3", "--machine_rank 2", "--num_processes 24", "--main_process_ip m0",
+                 "--main_process_port 1234", "t.py x"):  # fmt: skip
+        assert part in found.stdout
+    config = ROOT / "fsdp_configs" / "fsdp2.yaml"
+    found = run("t.py", GPUS=8, DRY_RUN=1, CONFIG_FILE=config)
+    assert f"--config_file {config} t.py" in found.stdout and "--multi_gpu" not in found.stdout
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (dict(WORLD_SIZE=2), "MASTER_ADDR: expected the address of machine 0"),
+        (dict(WORLD_SIZE=2, MACHINE_RANK=2, MASTER_ADDR="a"), "MACHINE_RANK: expected 0 to 1, came 2"),
+        (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a whole number, came 'two'"),
+        (dict(LAUNCHER="mpirun"), "expected accelerate or torchrun, came 'mpirun'"),
+        (dict(CONFIG_FILE="none.yaml"), "CONFIG_FILE: no file none.yaml"),
+    ],
+)
+def test_a_wrong_environment_is_one_sentence(settings, message):
+    found = run("t.py", **{"GPUS": 1, "DRY_RUN": 1, **settings})
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.startswith("hfpatch: ") and message in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_nothing_to_launch_is_one_sentence():
+    assert run(GPUS=1).stderr.startswith("hfpatch: expected a script to launch")
