@@ -227,13 +227,16 @@ def test_fully_sharded_refused(one_process, where):
     refused(model, "FSDPLlama", "call apply() before fully_shard()")
 
 
-def test_liger_refused(monkeypatch):
+def test_liger_refused():
     """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is not done."""
-    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
     model = tiny.llama()
     kept = {n: getattr(hf, n) for n in dir(hf)}
     try:
-        liger.apply_liger_kernel_to_llama(model=model)
+        try:
+            liger.apply_liger_kernel_to_llama(model=model)
+        except ImportError as error:
+            pytest.skip(str(error))  # this Liger wants another transformers
         refused(model, "Liger", "use_liger_kernel")
     finally:
         for name, value in kept.items():
@@ -265,9 +268,8 @@ def test_classification_trains_exactly(head):
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
     assert ("loss", "no LlamaForCausalLM in this model") in report.skipped and report.count("rms_norm") == 5
     rows = head == "LlamaForSequenceClassification"
-    labels = torch.tensor([0, 2]) if rows else tiny.ids() % 3
-    batch = {"input_ids": tiny.ids(), "attention_mask": tiny.ids().ge(0).long(), "labels": labels}
-    ours.zero_grad(), stock.zero_grad()
+    labels = torch.arange(8) % 3 if rows else tiny.ids(8) % 3
+    batch = {"input_ids": tiny.ids(8), "attention_mask": torch.ones(8, tiny.TOKENS, dtype=torch.long), "labels": labels}
     tiny.assert_as_good(ours, stock, batch)
 
 

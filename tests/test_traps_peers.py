@@ -1,0 +1,316 @@
+"""What Liger and others get wrong, one test each: the loss, the head, autograd, and what must not be computed or held."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hfpatch
+from hfpatch import ops
+from hfpatch.ops._linear_ce_loop import BYTES_PER_TOKEN
+
+
+class HeadMatmuls(TorchDispatchMode):
+    """Rows of each matmul whose result is as wide as the vocabulary."""
+
+    def __init__(self, vocab: int):
+        super().__init__()
+        self.vocab, self.rows = vocab, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and out.shape[-1] == self.vocab:
+            self.rows.append(out.shape[0])
+        return out
+
+
+def patched_both(stock):
+    return {way: tiny.patched(stock, checkpointing=setting) for way, setting in tiny.WAYS.items()}
+
+
+# --- labels ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize("num_items", [None, torch.tensor(5.0)], ids=["mean", "num_items"])
+def test_no_valid_label(way, num_items):
+    """stock: nan for a mean, 0.0 with num_items_in_batch; sequence-parallel ranks hit it. Gradients are zeros, not NaN."""
+    stock = tiny.llama()
+    batch = {"input_ids": tiny.ids(), "labels": torch.full((2, tiny.TOKENS), -100), "num_items_in_batch": num_items}
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    got = tiny.step(ours, batch)
+    plain = stock(**batch).loss
+    loss = got.pop("loss")
+    assert loss.isnan() if num_items is None else loss == 0
+    assert loss.isnan() == plain.isnan()
+    assert got.keys() == {n for n, _ in stock.named_parameters()}, "every parameter still has a gradient: engines wait for it"
+    assert all((g == 0).all() for g in got.values())
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize("label", [tiny.VOCAB, tiny.VOCAB + 1000, -1, -101])
+def test_label_out_of_range_raises(label, way):
+    """Liger accepts a label equal to the vocabulary's size, and a larger one crashes the process."""
+    batch = tiny.labelled()
+    batch["labels"][1, 3] = label
+    ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
+    with pytest.raises(ValueError, match="^hfpatch: .*label"):
+        ours(**batch)
+    with torch.no_grad(), pytest.raises(ValueError, match="^hfpatch: .*label"):
+        ours.eval()(**batch, skip_logits=True)
+
+
+def test_ignore_index_is_honoured():
+    stock = tiny.llama()
+    batch = tiny.labelled()
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, 5)
+    tiny.assert_as_good(tiny.patched(stock), stock, {**batch, "ignore_index": 5})
+
+
+def test_ignored_tokens_skip_the_matmul():
+    """Liger sends every token through the head. Rows that reach a matmul with the vocabulary's side are counted."""
+    batch = tiny.labelled()
+    batch["labels"][:, 4:] = -100
+    batch["labels"][1, 1:4] = 7
+    with HeadMatmuls(tiny.VOCAB) as seen:
+        tiny.step(tiny.patched(tiny.llama()), batch)
+    assert 0 < sum(seen.rows) <= 3, seen.rows
+
+
+# --- frozen parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize(
+    "trains", ["lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn.q_proj", "layernorm", "embed_tokens"]
+)
+def test_only_one_part_trains(trains, way):
+    """Frozen hidden states with a trainable lm_head leave Liger's weight.grad None; others go through a frozen layer."""
+    stock = tiny.llama()
+    for name, p in stock.named_parameters():
+        p.requires_grad_(trains in name)
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    assert any(trains in n for n in tiny.step(ours, tiny.labelled()))
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_head_frozen(way):
+    stock = tiny.llama()
+    stock.lm_head.weight.requires_grad_(False)
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+
+
+def test_hidden_without_gradient_at_the_op():
+    hidden, weight = torch.randn(6, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1, 5, -100, 0, 10, 3])
+    ops.linear_cross_entropy(hidden, weight, labels).backward()
+    expected = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.T, labels), weight)[0]
+    assert torch.allclose(weight.grad, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_all_frozen_and_no_grad(way):
+    stock = tiny.llama().requires_grad_(False)
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    loss = ours(**tiny.labelled()).loss
+    assert not loss.requires_grad
+    tiny.numerics.assert_close(loss, stock(**tiny.labelled()).loss, tiny.exact(stock)(**tiny.labelled()).loss)
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_second_backward_under_retain_graph(way):
+    """Liger: gradients twice too large, SwiGLU garbage."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    once = tiny.step(ours, tiny.labelled())
+    ours.zero_grad()
+    loss = ours(**tiny.labelled()).loss
+    loss.backward(retain_graph=True)
+    ours.zero_grad()
+    (2 * loss).backward()
+    for name, p in ours.named_parameters():
+        assert torch.equal(p.grad, 2 * once[name]), name
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_second_backward_without_retain_graph_raises(way):
+    ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
+    loss = ours(**tiny.labelled()).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_loss_scaled_and_added(way):
+    """Several losses of one graph, scaled as GradScaler and accumulation do."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+
+    def loss(model):
+        return lambda out: 1024.0 * out.loss + model(tiny.ids(seed=9), labels=tiny.ids(seed=9)).loss / 3
+
+    got, plain, exact = (tiny.step(m, tiny.labelled(), loss(m)) for m in (ours, stock, tiny.exact(stock)))
+    for name in got:
+        tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_gradients_accumulate(way):
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    once = tiny.step(ours, tiny.labelled())
+    ours(**tiny.labelled()).loss.backward()
+    for name, p in ours.named_parameters():
+        assert torch.allclose(p.grad, 2 * once[name], rtol=1e-6, atol=0), name
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_double_backward_is_refused_by_a_sentence(way):
+    ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
+    loss = ours(**tiny.labelled()).loss
+    with pytest.raises(RuntimeError, match="hfpatch: .*create_graph"):
+        torch.autograd.grad(loss, [ours.model.layers[0].mlp.gate_proj.weight], create_graph=True)
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_backward_twice_through_different_batches_interleaved(way):
+    """Two graphs alive, walked back in the order they were made (not the reverse), as contrastive losses do."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+
+    def both(model):
+        model.zero_grad()
+        losses = [model(tiny.ids(seed=s), labels=tiny.ids(seed=s)).loss for s in (1, 2)]
+        for value in losses:
+            value.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    got, plain, exact = both(ours), both(stock), both(tiny.exact(stock))
+    for name in got:
+        tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
+
+
+# --- hooks -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_hooks_on_lm_head_fire(way):
+    """Engines gather weights in them; Liger reads lm_head.weight and never calls the module."""
+    ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
+    seen = []
+    ours.lm_head.register_forward_pre_hook(lambda *_: seen.append("before"))
+    ours.lm_head.register_forward_hook(lambda *_: seen.append("after"))
+    ours.lm_head.register_full_backward_hook(lambda *_: seen.append("backward"))
+    ours.lm_head.weight.register_hook(lambda g: seen.append("weight"))
+    ours.lm_head.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    ours(**tiny.labelled()).loss.backward()
+    assert sorted(seen) == sorted(["before", "after", "backward", "weight", "accumulated"])
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_parameter_hooks_fire_once_with_the_whole_gradient(way):
+    """Engines reduce a gradient in its hook: once a step and not once a tile."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    seen = {n: [] for n, _ in ours.named_parameters()}
+    for name, p in ours.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, n=name: seen[n].append(p.grad.clone()))
+    got = tiny.step(ours, tiny.labelled())
+    for name, grads in seen.items():
+        assert len(grads) == 1 and torch.equal(grads[0], got[name]), name
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_hooks_that_change_the_layer_are_honoured(way):
+    """A hook on a layer's input and output (adapters, steering vectors) takes part in forward and in gradients."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    for model in (ours, stock):
+        model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 1.5, *a[1:]))
+        model.model.layers[0].register_forward_hook(lambda m, a, out: out + 0.25 if torch.is_tensor(out) else out)
+        model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: 2 * out)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+# --- precision ---------------------------------------------------------------------------------------------------------------
+
+
+def test_head_gradient_is_accumulated_wide():
+    """Liger adds dW up in bf16: 1.5e-2 relative at 128 chunks, against 1.7e-3 for one rounding."""
+    generator = torch.Generator().manual_seed(0)
+    N, D, V = 4200, 32, 64
+    hidden = torch.randn(N, D, generator=generator).bfloat16()
+    weight = (0.2 * torch.randn(V, D, generator=generator)).bfloat16()
+    labels = torch.randint(0, V, (N,), generator=generator)
+    grads, chunks = [], []
+    for w, options in ((weight, {"workspace_bytes": N * BYTES_PER_TOKEN + 200 * V * 4}), (weight.double(), {})):
+        w = w.detach().clone().requires_grad_()
+        with HeadMatmuls(V) as seen:
+            ops.linear_cross_entropy(hidden.to(w.dtype), w, labels, **options).backward()
+        grads.append(w.grad.double())
+        chunks.append(len(seen.rows))
+    assert chunks[0] >= 32 > chunks[1]
+    assert ((grads[0] - grads[1]).norm() / grads[1].norm()).item() <= 2e-3
+
+
+@pytest.mark.parametrize("way", ["tiled", "segments"])
+def test_layer_gradients_are_accumulated_wide(way):
+    """Many tiles in bf16 must not be worse than one: error of each weight gradient against the whole layer's."""
+    stock = tiny.llama(dtype=torch.bfloat16)
+    batch = tiny.labelled(2, 256)
+    true = tiny.step(tiny.exact(stock), batch)
+    every = 2 if way == "segments" else 1
+    errors = {}
+    for tile in (8, 512):
+        got = tiny.step(tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile, every=every)), batch)
+        errors[tile] = {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in got if n != "loss"}
+    for name in errors[8]:
+        assert errors[8][name] <= 1.5 * errors[512][name] + torch.finfo(torch.bfloat16).eps, name
+
+
+def test_one_token_more_costs_no_more():
+    """Liger's number of chunks jumps at 131,073 tokens: here the chunk depends on the workspace, not on the count."""
+    sizes = []
+    for N in (128, 129):
+        hidden, weight = torch.randn(N, 8, requires_grad=True), torch.randn(61, 8, requires_grad=True)
+        with HeadMatmuls(61) as seen:
+            ops.linear_cross_entropy(hidden, weight, torch.arange(N) % 61, workspace_bytes=16 * 61 * 8).backward()
+        sizes.append((max(seen.rows), len(seen.rows)))
+    assert sizes[0][0] == sizes[1][0] < 128 and sizes[1][1] - sizes[0][1] <= 1, sizes
+
+
+# --- no surprises for others -------------------------------------------------------------------------------------------------
+
+
+def test_no_host_read_of_a_device_tensor():
+    """`.item()` and `torch.equal` in Liger wait for the device: none of the ops reads a tensor on the host."""
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            assert op.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero), op
+            return op(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 8, requires_grad=True)
+    cos, sin = torch.randn(1, 4, 8), torch.randn(1, 4, 8)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with Reads():
+        ops.rms_norm(x, torch.ones(8, requires_grad=True)).sum().backward()
+        ops.swiglu(x, x).sum().backward()
+        sum(t.sum() for t in ops.rope(q, q, cos, sin)).backward()
+
+
+def test_inputs_are_not_overwritten():
+    """The caller's labels, embeddings and masks are the caller's."""
+    stock = tiny.llama()
+    batch = {"inputs_embeds": torch.randn(2, tiny.TOKENS, 64), "labels": tiny.ids(), "attention_mask": torch.ones(2, tiny.TOKENS)}
+    before = copy.deepcopy(batch)
+    for ours in patched_both(stock).values():
+        tiny.step(ours, batch)
+        assert all(torch.equal(batch[n], before[n]) for n in batch)
