@@ -98,7 +98,7 @@ def test_tiles_are_at_most_8192_rows():
     assert [auto_tile(n) for n in (1, 8192, 8193, 32768, 32769, 1 << 20)] == [8192, 8192, 4096, 4096, 8192, 8192]
 
 
-# --- the readers, on a root folder of our making ------------------------------------------------------------------------
+# --- the readers, on a root folder of our making ---------------------------------------------------------------------
 
 
 def machine(tmp_path, *, total=64, available=48, cgroup="0::/box", files=()):
@@ -122,7 +122,8 @@ def test_no_cgroup_is_the_machine(tmp_path):
 # v2: a limit at the leaf, one at a parent, none ("max"), and page cache that counts as free.
 @pytest.mark.parametrize("files, limit, free", [
     ([("box/memory.max", 16 * GiB), ("box/memory.current", 4 * GiB)], 16, 12),
-    ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB), ("memory.max", 8 * GiB), ("memory.current", GiB)], 8, 7),
+    ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB), ("memory.max", 8 * GiB), ("memory.current", GiB)],
+     8, 7),
     ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB)], 64, 48),
     ([("box/memory.max", 16 * GiB), ("box/memory.current", 15 * GiB),
       ("box/memory.stat", f"anon {GiB}\ninactive_file {10 * GiB}")], 16, 11),

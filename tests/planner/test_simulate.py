@@ -136,7 +136,7 @@ def test_gradients_accumulate_in_place(fake):
             h = h + torch.sin(h)
         h.sum().backward()
 
-    assert top - 4000 == real_peak(bare)
+    assert abs(top - 4000 - real_peak(bare)) < 100  # one buffer more would be 4000
 
 
 def test_a_gradient_that_another_holds_is_not_overwritten():

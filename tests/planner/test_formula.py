@@ -1,0 +1,135 @@
+"""The closed form against the simulator, which runs the code that the closed form describes."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from hfpatch.checkpoint.policy import auto_tile
+from hfpatch.planner.formula import ModelShape, Policy, heads_per_group, loss_chunk_rows, step_flops, step_memory
+from hfpatch.planner.hardware import GPUS, gpu_row, parse_bytes
+from hfpatch.planner.presets import PRESETS, preset_config
+
+LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
+WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
+POLICIES = (
+    Policy("host"), Policy("host", save_attention=False), Policy("gpu"), Policy("host", stream_attention=True),
+    Policy("host", every=2, save_attention=False), Policy("gpu", every=3, save_attention=False),
+)  # fmt: skip
+
+
+def compare(preset, tokens, batch, policy, layers=LAYERS):
+    from hfpatch.planner.simulate import simulate
+    from hfpatch.planner.simulate_command import build, prepare
+
+    config = preset_config(preset) | {"num_hidden_layers": layers}
+    shape = ModelShape.from_config(config)
+    tiled = isinstance(policy, Policy)
+    model = prepare(build(config), "hfpatch" if tiled else WHOLE[policy])
+    found = simulate(model, batch, tokens, policy=policy if tiled else None)
+    planned = step_memory(shape, policy, batch=batch, tokens=tokens)
+    flops = step_flops(shape, policy, batch=batch, tokens=tokens)
+    assert planned.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
+    assert planned.peak == pytest.approx(found.peak_bytes, rel=0.03)
+    if not shape.tied:  # a tied weight's gradient, until it is whole, is the simulator's activation and our gradient
+        # The peak may lie at either of two moments that are equal within the rounding of 512 bytes.
+        near = [m.beyond for m in planned.moments if m.total >= 0.999 * planned.peak_moment.total]
+        assert any(b == pytest.approx(found.beyond_bytes, rel=0.03) for b in near), (near, found.beyond_bytes)
+    assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.03)
+    assert flops.total == pytest.approx(found.flops["total"], rel=1e-3)
+
+
+# Short: each policy once, at a length of several tiles; one tile; a batch; layers that run whole; tied weights.
+@pytest.mark.parametrize("preset, tokens, batch, policy", [
+    *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=auto_tile(32768))) for p in POLICIES),
+    ("llama-3.1-8b", 131072, 1, Policy("host")), ("llama-160m", 5000, 3, Policy("host", tile=4096)),
+    ("llama-3.2-1b", 8192, 1, Policy("host")), ("llama-3.1-8b", 16384, 1, "stock"),
+    ("llama-3.1-8b", 16384, 1, "stock-checkpointing"), ("llama-3.1-8b", 16384, 1, "off"),
+])  # fmt: skip
+def test_agrees_with_the_simulator(preset, tokens, batch, policy):
+    compare(preset, tokens, batch, policy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["llama-160m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"])
+@pytest.mark.parametrize("tokens", [2048, 8192, 20000, 65536, 131072])
+@pytest.mark.parametrize("policy", [*POLICIES, *WHOLE])
+def test_agrees_with_the_simulator_everywhere(preset, tokens, policy):
+    if isinstance(policy, Policy):
+        policy = dataclasses.replace(policy, tile=auto_tile(tokens))
+    compare(preset, tokens, 1, policy)
+
+
+def test_llama_8b_at_128k_keeps_its_promise():
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
+    sizes = {"batch": 1, "tokens": 131072}
+    GiB = 2**30
+    assert step_memory(shape, Policy("host"), **sizes).beyond <= 7.5 * GiB
+    assert step_memory(shape, Policy("host", stream_attention=True), **sizes).beyond <= 6.0 * GiB
+    assert step_memory(shape, Policy("host", tile=4096), batch=1, tokens=32768).beyond <= 2.5 * GiB
+    million = step_memory(shape, Policy("host"), batch=1, tokens=1 << 20).beyond
+    assert million <= 56 * 1024 * (1 << 20)
+    assert step_flops(shape, Policy("host"), **sizes).total == pytest.approx(2.35e16, rel=0.01)
+
+
+def test_heads_per_group_is_that_of_the_kernels():
+    from hfpatch.ops import attention
+
+    for preset in PRESETS:
+        shape = ModelShape.from_config(preset_config(preset))
+        for tokens in (1, 100, 1000, 4096, 30000, 131072):
+            for batch in (1, 3):
+                theirs = attention.heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
+                assert heads_per_group(batch, tokens, shape) == theirs
+
+
+def test_loss_chunks_are_those_of_the_op():
+    from hfpatch.ops._linear_ce_loop import BYTES_PER_TOKEN, chunk_bounds
+
+    for preset in PRESETS:
+        shape = ModelShape.from_config(preset_config(preset))
+        for rows in (1, 500, 2092, 2093, 8192, 131072):
+            room = (512 << 20) - rows * BYTES_PER_TOKEN
+            bounds = chunk_bounds(rows, -(-shape.vocab_size // 8) * 8 * 2, room)
+            assert loss_chunk_rows(shape, rows, 2) == (max(b - a for a, b in bounds), len(bounds))
+
+
+def test_parameters_of_presets():
+    counts = {name: ModelShape.from_config(preset_config(name)).parameters for name in PRESETS}
+    # As the model cards and transformers' own count have them.
+    assert counts == {"llama-tiny": 158016, "llama-160m": 162417408, "llama-3.2-1b": 1235814400,
+                      "llama-3.2-3b": 3212749824, "llama-3.1-8b": 8030261248, "llama-3.1-70b": 70553706496}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"model_type": "mamba"}, "'mamba' came"), ({"hidden_size": None}, "lacks hidden_size"),
+    ({"num_attention_heads": 3}, "multiple"), ({"num_hidden_layers": 0}, "at least 1"),
+])  # fmt: skip
+def test_shape_refuses_in_one_sentence(change, word):
+    with pytest.raises(ValueError, match=f"^hfpatch: [^\n]*{word}[^\n]*$"):
+        ModelShape.from_config(preset_config("llama-tiny") | change)
+
+
+def test_hardware_rows():
+    assert gpu_row("A100-80GB") is gpu_row("a100") is GPUS["a100-80gb"]
+    assert gpu_row("RTX 4090") is GPUS["rtx4090"]
+    with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*'gtx' came"):
+        gpu_row("gtx")
+    assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
+
+
+@pytest.mark.parametrize("text, expected", [("256GiB", 256 << 30), ("1.5 TB", 1_500_000_000_000), (12, 12), ("7", 7)])
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["x", "12 parsecs", "-3GiB", "", None, True])
+def test_sizes_refused(text):
+    with pytest.raises(ValueError, match="^hfpatch: a size is"):
+        parse_bytes(text)
+
+
+def test_needs_no_torch():
+    code = "import sys, hfpatch.planner.plan, hfpatch.planner.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,175 @@
+"""`hfpatch plan` as a caller meets it: answers, exit codes, JSON keys, errors of one sentence."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import hfpatch
+from hfpatch import cli
+from hfpatch.checkpoint.policy import Checkpointing
+from hfpatch.planner.hardware import GPUS
+from hfpatch.planner.placements import PLACEMENTS
+from hfpatch.planner.plan import plan
+from hfpatch.planner.presets import preset_config
+
+GiB = 2**30
+KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
+        "suggestions")  # fmt: skip
+RUN = {"seq_len": 131072, "gpu": "a100-80gb", "host_ram": "256GiB"}
+
+
+def test_the_job_this_is_for_fits():
+    found = hfpatch.plan("llama-3.1-8b", **RUN)
+    assert found.fits and found.suggestions == []
+    assert sum(found.gpu_bytes.values()) == found.gpu_peak_bytes <= found.gpu_usable_bytes
+    assert set(found.gpu_bytes) == {"parameters", "gradients", "optimizer", "activations", "slack"}
+    assert found.gpu_bytes["activations"] == sum(found.split.values())
+    assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
+    assert 0.2 < found.mfu < 0.7
+    assert "fits" in str(found) and "zero3-offload" in str(found)
+
+
+def test_stock_does_not_fit_and_is_told_what_would():
+    found = plan("llama-3.1-8b", checkpointing="stock-checkpointing", **RUN)
+    assert not found.fits
+    changes = {s["change"].split()[0] for s in found.suggestions}
+    assert {"--checkpointing", "--seq-len"} <= changes
+    assert all(s["cost"] for s in found.suggestions)
+    length = next(int(s["change"].split()[1]) for s in found.suggestions if s["change"].startswith("--seq-len"))
+    again = RUN | {"seq_len": length}
+    assert plan("llama-3.1-8b", checkpointing="stock-checkpointing", **again).fits
+    assert not plan("llama-3.1-8b", checkpointing="stock-checkpointing", **again | {"seq_len": length + 1024}).fits
+
+
+# Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by placement.
+@pytest.mark.parametrize("run", [
+    {"gpu": "rtx4090", "host_ram": "64GiB", "seq_len": 131072},
+    {"gpu": "a100-40gb", "host_ram": "64GiB", "seq_len": 262144, "placement": "gpu8bit"},
+    {"gpu": "h100", "host_ram": "128GiB", "seq_len": 32768, "placement": "zero3-offload"},
+    {"gpu": "h100", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 4},
+])  # fmt: skip
+def test_suggestions_hold(run):
+    found = plan("llama-3.1-8b", **run)
+    assert not found.fits and found.suggestions
+    names = {"--gpu": "gpu", "--gpus": "gpus", "--host-ram": "host_ram", "--placement": "placement", "--batch": "batch",
+             "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
+    for suggestion in found.suggestions:
+        flag, value = suggestion["change"].split()[:2]
+        if value == "DIR":
+            value = "./checkpoints"
+        changed = run | {names[flag]: int(value) if value.isdigit() else value}
+        if flag == "--gpus":
+            changed["placement"] = "auto"
+        assert plan("llama-3.1-8b", **changed).fits, suggestion
+
+
+def test_more_of_anything_never_costs_less():
+    def peak(**change):
+        return plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "checkpointing": "host"} | change).gpu_peak_bytes
+
+    assert peak(seq_len=16384) < peak(seq_len=65536) < peak() < peak(batch=2)
+    assert peak(placement="gpu8bit-fused") < peak()
+    assert plan("llama-3.2-3b", **RUN).step_seconds < plan("llama-3.1-8b", **RUN).step_seconds
+    slow, quick = (plan("llama-3.1-8b", **RUN | {"gpu": g}).step_seconds for g in ("a100-80gb", "h100"))
+    assert quick < slow
+
+
+def test_longest_sequence_is_the_longest():
+    found = plan("llama-3.1-8b", **RUN, placement="gpu8bit", max_seq_len=True)
+    same = RUN | {"placement": "gpu8bit"}
+    assert plan("llama-3.1-8b", **same | {"seq_len": found.max_seq_len}).fits
+    assert not plan("llama-3.1-8b", **same | {"seq_len": found.max_seq_len + 1024}).fits
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_every_placement_answers(gpus):
+    for row in PLACEMENTS.values():
+        if row.one if gpus == 1 else row.many:
+            found = plan("llama-3.1-8b", **RUN | {"gpus": gpus, "placement": row.name, "host_ram": "2TiB"})
+            assert found.placement == row.name and found.step_seconds > 0
+            assert found.tokens_per_second == pytest.approx(gpus * 131072 / found.step_seconds)
+
+
+def test_every_gpu_answers():
+    for name in GPUS:
+        found = plan("llama-3.2-1b", seq_len=32768, gpu=name)
+        assert found.fits and 0 < found.mfu < 1, name
+
+
+def test_settings_reach_the_policy(tmp_path):
+    settings = Checkpointing(offload=str(tmp_path), every=2, save_attention=False, tile=2048)
+    found = plan("llama-3.1-8b", **RUN, checkpointing=settings)
+    assert found.policy == {
+        "offload": "disk",
+        "every": 2,
+        "save_attention": False,
+        "stream_attention": False,
+        "tile": 2048,
+    }
+    assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
+
+
+def test_models_in_every_form(tmp_path):
+    from transformers import LlamaConfig
+
+    values = preset_config("llama-tiny")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    forms = ["llama-tiny", values, LlamaConfig(**values), str(tmp_path), str(tmp_path / "config.json")]
+    peaks = {plan(form, seq_len=4096).gpu_peak_bytes for form in forms}
+    assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"model": "nonesuch"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"), ({"placement": "moon"}, "zero3-offload"),
+    ({"placement": "fsdp2"}, "several GPUs"), ({"seq_len": 0}, "seq_len"), ({"batch": -1}, "batch"),
+    ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"), ({"checkpointing": "maybe"}, "offload"),
+    ({"model": {"model_type": "mamba"}}, "mamba"), ({"gpu": "this"}, "CUDA"),
+])  # fmt: skip
+def test_errors_are_one_sentence(change, words, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = {"model": "llama-tiny", "seq_len": 4096} | change
+    with pytest.raises(ValueError, match=rf"^hfpatch: [^\n]*{words}[^\n]*\.$"):
+        plan(arguments.pop("model"), **arguments)
+
+
+def test_command_json_and_exit_codes(capsys):
+    common = ["plan", "--model", "llama-3.1-8b", "--host-ram", "256GiB", "--json"]
+    assert cli.main([*common, "--gpu", "a100-80gb"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert all(key in answer for key in KEYS) and answer["fits"] is True
+    assert cli.main([*common, "--gpu", "rtx4090", "--placement", "gpu8bit"]) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert cli.main([*common, "--gpu", "abacus"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+
+
+def test_command_sweep_and_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "sweep.png"
+    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--sweep", "8192,131072", "--png", str(picture)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("131,072") == 3 and "\x1b" not in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["plan", "--model", "llama-tiny", "--png", "x.png"]) == 2
+
+
+def test_command_simulates_too(capsys):
+    assert cli.main(["plan", "--model", "llama-160m", "--seq-len", "16384", "--simulate", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["simulated_beyond_bytes"] == pytest.approx(answer["gpu_bytes"]["activations"], rel=0.03)
+
+
+def test_starts_at_once():
+    started = time.process_time()
+    code = "import resource; from hfpatch.cli import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \
+           "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout.splitlines()[-1]) < 1.0
+    assert time.process_time() - started < 5
