@@ -361,8 +361,7 @@ def linear_cross_entropy(
             )
         labels = shift_labels(labels, ignore_index)
     if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.full((), num_items, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        num_items = num_items.to(hidden.device) if hidden.device.type == "cpu" else num_items
+        num_items = torch.full((), num_items, dtype=wide_dtype(dtype), device=hidden.device)
     grad = torch.is_grad_enabled()
     needs = tuple(grad and t is not None and t.requires_grad for t in (hidden, weight, bias))
     opts = Options(ignore_index, reduction, num_valid, label_smoothing, softcap or 0.0, z_loss, workspace_bytes, dtype)
