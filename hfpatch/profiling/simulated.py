@@ -1,14 +1,16 @@
 """A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
 
 import contextlib
-from unittest import mock
+import dataclasses
 
 import torch
 
-from hfpatch.checkpoint import memory
+from hfpatch.checkpoint.policy import Checkpointing, choose
 from hfpatch.planner import liger
 from hfpatch.planner.follow import current
+from hfpatch.planner.shape import ModelShape
 from hfpatch.planner.simulate import simulate
+from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
 from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
 from hfpatch.profiling.timeline import Allocation, Run, measure
@@ -18,7 +20,6 @@ def simulated_run(options: Options) -> Run:
     """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
     dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
     model = _meta_model(options, dtype)
-    # What this machine has free decides nothing here: host memory is taken for as large as it must be.
     fields = {"offload": "host"} | (options.checkpointing or {})
     if options.impl == "liger":
         liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
@@ -30,8 +31,9 @@ def simulated_run(options: Options) -> Run:
             return make_optimizer(parameters, options.optimizer)
 
     inputs: set = set()
-    with _layer_inputs(model, inputs), mock.patch.object(memory, "host_free", lambda *_, **__: None):
-        found = simulate(model, options.batch, options.seq_len, optimizer=optimizer)
+    policy = _policy(model, options, fields, dtype) if options.impl == "hfpatch" else None
+    with _layer_inputs(model, inputs):
+        found = simulate(model, options.batch, options.seq_len, optimizer=optimizer, policy=policy)
     run = Run(
         impl=options.impl,
         seq_len=options.seq_len,
@@ -44,6 +46,7 @@ def simulated_run(options: Options) -> Run:
     run.setup["gradient_checkpointing"] = options.gradient_checkpointing
     run.setup["checkpointing"] = fields if options.impl == "hfpatch" else None
     run.versions = versions()
+    run.planned = planned(model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy)
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
     end = len(found.ledger.events)
@@ -52,6 +55,19 @@ def simulated_run(options: Options) -> Run:
     forward_end = next((stop for name, _, stop in run.phases if name == "forward"), end)
     head = head_name(model)
     return measure(run, [_owned(b, inputs, forward_end, head) for b in found.ledger.blocks], end)
+
+
+def _policy(model, options, fields, dtype):
+    """The tiled layers' policy where host memory is as large as it must be: what this machine has free decides nothing.
+
+    None for layers that the closed form does not know, which then choose themselves.
+    """
+    try:
+        shape = ModelShape.from_config(model.config)
+    except ValueError:
+        return None
+    settings = Checkpointing(**fields)
+    return choose(settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize)
 
 
 def _meta_model(options, dtype):

@@ -32,6 +32,7 @@ def main(argv) -> int:
 
 
 def _run(step, options, progress):
+    from hfpatch.profiling.planned import planned
     from hfpatch.profiling.timeline import Run
 
     if options.simulate:
@@ -50,7 +51,8 @@ def _run(step, options, progress):
         text = f"out of memory while the model was built: {str(error).strip().splitlines()[0]}"
         return Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, error=text)
     run = step.record_run(model, optimizer, batch, options, progress=progress)
-    run.notes += notes
+    run.planned = planned(model, options, itemsize=options.torch_dtype.itemsize)
+    run.notes += [note.strip() for note in notes]
     return run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hfpatch.cli import main
 from hfpatch.profiling import run as runner
-from hfpatch.profiling.command import lengths
+from hfpatch.profiling.command import checkpointing_fields, lengths
 
 
 def call(capfd, *arguments):
@@ -35,12 +35,26 @@ def test_stock_runs_where_liger_cannot(capfd, tmp_path):
 
 def test_json_of_a_simulated_run(capfd, tmp_path):
     code, out, _ = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 4096, "--impl", "hf", "--simulate", "--json", "--out", tmp_path
+        capfd,
+        "--model",
+        "llama-tiny",
+        "--seq-len",
+        4096,
+        "--impl",
+        "hf",
+        "--simulate",
+        "--json",
+        "--optimizer",
+        "none",
+        "--out",
+        tmp_path,
     )
     values = json.loads(out)
     assert code == 0 and values["runs"][0]["source"] == "simulated"
     assert values["runs"][0]["peak_bytes"] == sum(values["runs"][0]["peak_split"].values())
     assert "curve" not in values["runs"][0]
+    planned = values["runs"][0]["planned"]["gpu_peak_bytes"]
+    assert planned == pytest.approx(values["runs"][0]["peak_bytes"], rel=0.03), "closed form and simulator agree"
     assert "(simulated)" in (tmp_path / "report.md").read_text()
 
 
@@ -60,6 +74,14 @@ def test_nothing_to_run_is_an_error(capfd, tmp_path):
     code, _, err = call(capfd, "--model", "llama-tiny", "--impl", "nonsense", "--out", tmp_path)
     assert code == 2 and "hf, liger, hfpatch" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpointing_fields():
+    assert checkpointing_fields([]) is None
+    found = checkpointing_fields(["offload=host", "tile=4096", "save_attention=false"])
+    assert found == {"offload": "host", "tile": 4096, "save_attention": False}
+    with pytest.raises(ValueError, match="^hfpatch: --checkpointing"):
+        checkpointing_fields(["tiles=4"])
 
 
 def test_lengths():

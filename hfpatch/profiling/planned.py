@@ -1,0 +1,43 @@
+"""What the closed form says of a run, to stand beside what was measured or simulated."""
+
+import sys
+
+from hfpatch.planner.formula import STOCK, STOCK_CHECKPOINTING, step_memory
+from hfpatch.planner.shape import ModelShape
+
+STATES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors of a parameter's size and type that each optimizer keeps
+
+
+def planned(model, options, *, itemsize: int, policy=None) -> dict:
+    """The closed form's peak for this model and these options, in bytes; policy: hfpatch's where its layers tell none.
+
+    Empty for what the closed form does not describe: other layers than Llama's, Liger, layers that did not run tiled.
+    """
+    try:
+        shape = ModelShape.from_config(model.config)
+    except ValueError:
+        return {}
+    if options.impl == "hf":
+        policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
+    elif options.impl == "hfpatch":
+        policy = policy or _policy(model)
+    if policy is None:
+        return {}
+    memory = step_memory(shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize)
+    states = STATES[options.optimizer] * memory.parameters
+    # Recorded from the first step on, the states are born when the activations are gone.
+    late = max(memory.peak, memory.parameters + memory.gradients + states)
+    peak = memory.peak + states if options.warmup else late
+    return {"gpu_peak_bytes": peak, "host_peak_bytes": memory.host, "moment": memory.peak_moment.name}
+
+
+def _policy(model):
+    """What the engine of a patched model resolved for the shape it ran last; None without an engine."""
+    engine = sys.modules.get("hfpatch.checkpoint.engine")
+    if engine is None:
+        return None
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, engine.Engine) and value.policies:
+                return list(value.policies.values())[-1]
+    return None
