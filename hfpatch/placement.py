@@ -11,15 +11,13 @@ weight) would always be lost by rounding to nearest, and is kept on average by r
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hfpatch import configs
 
 GiB = 1 << 30
-HOST_SHARE = 0.9  # of the free host memory; the rest is for the process, the data loader and page tables
-LIVE_PARAMETERS = 1_000_000_000  # what ZeRO-3 keeps gathered or buffered at most, ds_configs/zero3_cpu_offload.json
 
 
 @dataclass(frozen=True)
@@ -100,30 +98,28 @@ def trainer_arguments(model, args, name: str) -> dict:
     return {"optimizer_cls_and_kwargs": (AdamW8bitInBackward, settings)}
 
 
-def choose(
-    parameters: int, *, gpu_free: int, host_free: int, gpu_activations: int = 0, host_activations: int = 0,
-    largest_gradients: int = 0, fused: bool = True,
-) -> str:  # fmt: skip
-    """The most faithful placement that fits: zero3-offload, then gpu8bit, then gpu8bit-fused. All sizes in bytes.
+def fitting(config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, fused: bool = True) -> str:
+    """What "auto" stands for: the most faithful placement whose plan fits, in the order of PLACEMENTS.
 
-    gpu_activations, host_activations: what a step needs beyond weights, gradients and optimizer states.
-    largest_gradients: gradients alive at once when the step runs in backward (the largest layer, or the head).
+    config: of the model. seq_len, batch: tokens a row and rows a step on the GPU. gpu_free, host_free: bytes.
     fused: False where clipping or accumulation is wanted. ValueError says what each lacks when none fits.
     """
+    from hfpatch.planner.hardware import CONTEXT_BYTES, GPUS
+    from hfpatch.planner.plan import plan
+
+    # Only the memory matters here: the row's speeds decide nothing. The CUDA context is already taken from gpu_free.
+    gpu = replace(GPUS["h100"], name="this GPU", memory_bytes=gpu_free + CONTEXT_BYTES)
     short = []
-    for placement in PLACEMENTS.values():
+    for name, placement in PLACEMENTS.items():
         if placement.fused and not fused:
             continue
-        host = int(parameters * placement.host_bytes) + host_activations
-        gpu = int(parameters * placement.gpu_bytes) + gpu_activations
-        gpu += largest_gradients if placement.fused else 0
-        if placement.host_bytes:
-            gpu += 2 * min(parameters, LIVE_PARAMETERS)
-        if host <= HOST_SHARE * host_free and gpu <= gpu_free:
-            return placement.name
-        short.append(f"{placement.name} needs {gpu / GiB:.1f} GiB on the GPU and {host / GiB:.1f} on the host")
+        found = plan(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free, placement=name)
+        if found.fits:
+            return name
+        needs = f"{found.gpu_peak_bytes / GiB:.1f} GiB on the GPU and {found.host_peak_bytes / GiB:.1f} on the host"
+        short.append(f"{name} needs {needs}")
     raise ValueError(
-        f"hfpatch: no placement fits {gpu_free / GiB:.1f} GiB on the GPU and {HOST_SHARE * host_free / GiB:.1f} "
+        f"hfpatch: no placement fits {gpu_free / GiB:.1f} GiB on the GPU and {found.host_usable_bytes / GiB:.1f} "
         f"usable on the host: {'; '.join(short)}; shorten the sequence, add GPUs or train with LoRA."
     )
 

@@ -13,7 +13,6 @@ from hfpatch import configs
 from hfpatch.checkpoint.policy import Checkpointing
 from hfpatch.placement import single_process_environment
 from hfpatch.planner.presets import PRESETS
-from hfpatch.planner.shape import ModelShape
 
 
 def _flag(default, help, **more):
@@ -168,13 +167,10 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
     gpu = gpu_free()
     if gpu is None:
         raise ValueError("hfpatch: --placement auto looks at a GPU's memory, no GPU came; name a placement.")
-    shape = ModelShape.from_config(load_config(model))
     # Fused steps in backward know neither accumulation nor a global norm; who asked for one of them does without.
     fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & explicit)
-    largest = 2 * max(shape.layer_parameters, shape.embedding_parameters)
-    return placement.choose(
-        shape.parameters, gpu_free=gpu, host_free=host_free(), largest_gradients=largest, fused=fused
-    )
+    sizes = {"seq_len": values["seq_length"], "batch": values["per_device_train_batch_size"]}
+    return placement.fitting(load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, **sizes)
 
 
 def _use_engine(values: dict, explicit: set[str]) -> None:

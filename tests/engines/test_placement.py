@@ -182,11 +182,17 @@ def test_zero3_offload_is_the_shipped_config(monkeypatch):
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
 
 
-def test_choose_takes_the_most_faithful_that_fits():
-    parameters, gib = 8_030_261_248, 1 << 30
-    sizes = dict(gpu_free=78 * gib, gpu_activations=8 * gib, host_activations=70 * gib, largest_gradients=gib)
-    assert placement.choose(parameters, host_free=256 * gib, **sizes) == "zero3-offload"
-    assert placement.choose(parameters, host_free=100 * gib, **sizes) == "gpu8bit"
-    assert placement.choose(parameters, host_free=100 * gib, **{**sizes, "gpu_free": 44 * gib}) == "gpu8bit-fused"
-    with pytest.raises(ValueError, match="gpu8bit needs 53.1 GiB on the GPU"):
-        placement.choose(parameters, host_free=100 * gib, fused=False, **{**sizes, "gpu_free": 44 * gib})
+def test_auto_takes_the_most_faithful_plan_that_fits():
+    from hfpatch.planner.plan import plan
+
+    config, gib = "llama-3.1-8b", 1 << 30
+
+    sizes = dict(seq_len=32768, batch=1, gpu_free=78 * gib)
+    assert placement.fitting(config, host_free=256 * gib, **sizes) == "zero3-offload"
+    assert placement.fitting(config, host_free=100 * gib, **sizes) == "gpu8bit"
+    small = {**sizes, "gpu_free": 40 * gib}
+    assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
+    needed = plan(config, seq_len=32768, gpu="h100", placement="gpu8bit").gpu_peak_bytes / gib
+    with pytest.raises(ValueError, match=f"gpu8bit needs {needed:.1f} GiB on the GPU") as caught:
+        placement.fitting(config, host_free=100 * gib, fused=False, **small)
+    assert "fused" not in str(caught.value)
