@@ -183,8 +183,6 @@ def test_zero3_offload_is_the_shipped_config(monkeypatch):
 
 
 def test_auto_takes_the_most_faithful_plan_that_fits():
-    from hfpatch.planner.plan import plan
-
     config, gib = "llama-3.1-8b", 1 << 30
 
     sizes = dict(seq_len=32768, batch=1, gpu_free=78 * gib)
@@ -192,7 +190,6 @@ def test_auto_takes_the_most_faithful_plan_that_fits():
     assert placement.fitting(config, host_free=100 * gib, **sizes) == "gpu8bit"
     small = {**sizes, "gpu_free": 40 * gib}
     assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
-    needed = plan(config, seq_len=32768, gpu="h100", placement="gpu8bit").gpu_peak_bytes / gib
-    with pytest.raises(ValueError, match=f"gpu8bit needs {needed:.1f} GiB on the GPU") as caught:
+    with pytest.raises(ValueError, match=r"no placement fits 40.0 GiB .*gpu8bit needs 4\d.\d GiB on the GPU") as caught:
         placement.fitting(config, host_free=100 * gib, fused=False, **small)
     assert "fused" not in str(caught.value)
