@@ -298,8 +298,10 @@ class Follower(TorchDispatchMode):
             kind, flops = attention
             ledger.attention_flops[kind] = ledger.attention_flops.get(kind, 0) + flops
             ledger.attention_calls[kind] = ledger.attention_calls.get(kind, 0) + 1
-        if self.cuda:
-            self.transient(kernels_cost.scratch_bytes(func, args, kwargs), f"{func.__name__} scratch")
+        scratch = (
+            kernels_cost.scratch_bytes(func, args, kwargs) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
+        )
+        self.transient(scratch, f"{func.__name__} scratch")
 
 
 def _dense(tensor: Tensor) -> bool:

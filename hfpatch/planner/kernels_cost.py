@@ -100,3 +100,17 @@ def scratch_bytes(func, args, kwargs) -> int:
         partials = (count // 10 + min(count, int(vocabulary))) * width * 4
         return partials + 4 * 8 * count  # sorted ids and positions, and the sort's own copies
     return 0
+
+
+def cpu_scratch_bytes(func, args) -> int:
+    """The same of the CPU's flash attention (native/cpu/FlashAttentionKernel.cpp) in float32: each thread's buffers."""
+    name = func.__name__.split(".")[0]
+    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    backward = name.endswith("backward")
+    q, k = args[1:3] if backward else args[0:2]
+    rows, columns, width = q.shape[2], k.shape[2], q.shape[3]
+    rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+    columns = min(columns, 512)
+    cells = 2 * rows * columns if backward else rows * columns + 2 * rows + rows * width
+    return 4 * cells * torch.get_num_threads()
