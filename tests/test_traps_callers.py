@@ -106,7 +106,8 @@ def test_columns_are_detected(tmp_path):
     """Trainer drops the dataset's columns that forward's signature lacks."""
     ours = tiny.patched(tiny.llama())
     names = set(inspect.signature(ours.forward).parameters)
-    assert set(inspect.signature(tiny.llama().forward).parameters) <= names
+    # Up to 5.3 generate() passes cache_position; it travels in **kwargs and is no column of a dataset.
+    assert set(inspect.signature(tiny.llama().forward).parameters) - {"cache_position"} <= names
     trainer = Trainer(model=ours, args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
     trainer._set_signature_columns_if_needed()
     assert {"input_ids", "attention_mask", "position_ids", "labels"} <= set(trainer._signature_columns)
