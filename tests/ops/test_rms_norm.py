@@ -50,6 +50,14 @@ def test_wide(width):
     check(*both_add(0.0), (x, randn(6, width, dtype=BF16, seed=2), w))
 
 
+# A program of the backward walks several steps of rows, the last one short: 4 programs stand for a GPU's hundreds.
+@pytest.mark.parametrize("width", [96, 12289])
+def test_many_rows(width):
+    rows = (300 if width == 96 else 71) if DEVICE == "cpu" else 9001
+    x, w = randn(rows, width, dtype=BF16), randn(width, dtype=BF16, seed=1)
+    check(*both(0.0), (x, w))
+
+
 # The settings of autocast training: fp32 parameters, half activations or an fp32 residual stream.
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("x_dtype, r_dtype, w_dtype", [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32)])
