@@ -1,6 +1,6 @@
 """The three sentences a report opens with: the peak, who holds it, the change that would lower it most."""
 
-from hfpatch.profiling.timeline import LASTING, Run, generic, size
+from hfpatch.profiling.timeline import LASTING, NOWHERE, Run, generic, size
 
 APPLY = {
     "loss": "the head and loss then run in tiles of tokens, and logits are never whole",
@@ -55,7 +55,7 @@ def holder(run: Run) -> tuple[str, str, int]:
     """(module, phase, bytes): who holds most of the peak beyond what lasts, and in which phase it was born."""
     held: dict = {}
     for row in run.rows:
-        if row["category"] not in LASTING and row["phase"]:
+        if row["category"] not in LASTING and row["phase"] and row["module"] != NOWHERE:
             key = (generic(row["module"]) or "the model's own forward", row["phase"])
             held[key] = held.get(key, 0) + row["bytes"]
     if not held:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
-from hfpatch.profiling.timeline import Allocation
+from hfpatch.profiling.timeline import NOWHERE, Allocation
 
 MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
 # Frames that say nothing about who asked for the memory.
@@ -347,7 +347,16 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
         else:
             category = "working set" if phase_name else "other"
     where = line(events, node)
-    return Allocation(count, (born - zero) / 1e9, died_s, category, module or "", phase_name, operator(node), where)
+    return Allocation(
+        count,
+        (born - zero) / 1e9,
+        died_s,
+        category,
+        NOWHERE if module is None else module,
+        phase_name,
+        operator(node),
+        where,
+    )
 
 
 def holds(head: str, module: str) -> bool:

@@ -13,7 +13,7 @@ from hfpatch.planner.simulate import simulate
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
 from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
-from hfpatch.profiling.timeline import Allocation, Run, measure
+from hfpatch.profiling.timeline import NOWHERE, Allocation, Run, measure
 
 
 def simulated_run(options: Options) -> Run:
@@ -54,7 +54,7 @@ def simulated_run(options: Options) -> Run:
     run.phases = [[name, start, borders[i + 1][0]] for i, (start, name) in enumerate(found.phases)]
     forward_end = next((stop for name, _, stop in run.phases if name == "forward"), end)
     head = head_name(model)
-    return measure(run, [_owned(b, inputs, forward_end, head) for b in found.ledger.blocks], end)
+    return measure(run, [_owned(b, inputs, forward_end, head, type(model).__name__) for b in found.ledger.blocks], end)
 
 
 def _policy(model, options, fields, dtype):
@@ -95,7 +95,9 @@ def _layer_inputs(model, into: set):
         handle.remove()
 
 
-def _owned(block, inputs, forward_end, head) -> Allocation:
+def _owned(block, inputs, forward_end, head, root) -> Allocation:
+    """root: the name under which the follower lists the model itself."""
+    module = "" if block.module == root else block.module or NOWHERE
     category = block.category if block.category in ("parameters", "gradients", "optimizer") else None
     if block.host:
         category = "host"
@@ -103,10 +105,10 @@ def _owned(block, inputs, forward_end, head) -> Allocation:
         category = "other"
     elif category is None and block.op != "workspace" and id(block) in inputs:
         category = "checkpoints"
-    elif category is None and block.phase != "optimizer" and holds(head, block.module or "-"):
+    elif category is None and block.phase != "optimizer" and module != NOWHERE and holds(head, module):
         category = "loss"
     elif category is None:
         kept = block.phase == "forward" and (block.died is None or block.died > forward_end)
         category = "activations" if kept else "working set"
     phase = "before the step" if block.phase == "setup" else block.phase
-    return Allocation(block.nbytes, block.born, block.died, category, block.module, phase, block.op)
+    return Allocation(block.nbytes, block.born, block.died, category, module, phase, block.op)

@@ -29,6 +29,7 @@ MEANING = {
     "working set": "born and freed within a phase, recomputation included",
     "other": "batch, and tensors that were there before the step",
 }
+NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
 POINTS = 400  # of a stored curve: enough for a page, small enough for a repository
 ROWS = 60  # of the stored peak
 
