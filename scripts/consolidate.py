@@ -11,8 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "chat_template.jinja")  # fmt: skip

@@ -14,11 +14,15 @@ import os
 import sys
 from pathlib import Path
 
-import gguf
-import numpy as np
-import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+
+import gguf  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

@@ -1,6 +1,8 @@
 """A trained Llama written as GGUF and read back through transformers' own loader."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -188,3 +190,12 @@ def test_a_value_beyond_float16_is_refused(tmp_path):
     with pytest.raises(ValueError, match="beyond float16"):
         export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f16")
     assert not list(tmp_path.glob("m.gguf*"))
+
+
+@pytest.mark.parametrize("script", ["export_gguf", "consolidate", "placement_curves"])
+def test_runs_as_a_script(script):
+    """From its own folder, whose profile.py would hide the standard library's."""
+    found = subprocess.run(
+        [sys.executable, f"{script}.py", "--help"], cwd=ROOT / "scripts", capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0 and found.stdout.startswith(f"usage: {script}.py"), found.stderr
