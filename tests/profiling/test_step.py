@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 
 import pytest
 import torch
@@ -174,3 +175,19 @@ def test_hfpatch_keeps_host_memory_apart(tmp_path, warmup):
 def test_options_refuse(tmp_path, wrong, named):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{named}"):
         options(tmp_path, **wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["hf", "hfpatch"])
+def test_gpu_peak_is_the_allocators(tmp_path, impl):
+    """The followed peak is max_memory_allocated, but for what other users of the device's memory took (3%)."""
+    wanted = options(tmp_path, impl=impl, device="cuda", seq_len=4096, model="llama-160m")
+    model = step.build_model(wanted)
+    notes = step.become(model, impl)
+    optimizer = step.make_optimizer(model.parameters(), "adamw")
+    run = step.record_run(model, optimizer, step.make_batch(32000, wanted, torch.device("cuda", 0)), wanted)
+    assert run.peak_bytes == pytest.approx(run.memory["allocated_peak_bytes"], rel=0.03), notes
+    assert run.memory["reserved_peak_bytes"] >= run.memory["allocated_peak_bytes"]
+    assert run.families["matmul"] > 0 and run.memory["copy_wait_seconds"] >= 0
+    snapshot = pickle.loads((tmp_path / run.memory["snapshot_file"]).read_bytes())
+    assert snapshot["segments"] and snapshot["device_traces"], "what PyTorch's memory viewer reads"
