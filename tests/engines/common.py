@@ -133,16 +133,19 @@ def reference_gradients(kind: str, dtype) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def worst(kind: str, got: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Each gradient's error over its budget (tests/numerics.py); above one is a failure. Missing ones are infinite."""
-    plain, exact = reference_gradients(kind, torch.float32), reference_gradients(kind, torch.float64)
+def worst(kind: str, got: dict[str, torch.Tensor], plain=None, dtype=None) -> dict[str, float]:
+    """Each gradient's error over its budget (tests/numerics.py); above one, and infinite where missing, is a failure.
+
+    plain: what stock gives, where that is not the float32 gradient; dtype: what it was computed in.
+    """
+    plain, exact = plain or reference_gradients(kind, torch.float32), reference_gradients(kind, torch.float64)
     found = {}
     for name in exact:
-        if name not in got or got[name] is None:
+        if got.get(name) is None or got[name].dtype != plain[name].dtype:
             found[name] = float("inf")
             continue
         error = (got[name].double() - exact[name]).abs().max().item()
-        found[name] = error / numerics.budget(plain[name], exact[name])
+        found[name] = error / numerics.budget(plain[name], exact[name], dtype)
     return found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
@@ -20,17 +20,17 @@ import hfpatch
 from hfpatch import configs
 
 
-def fsdp2(model):
+def fsdp2(model, **settings):
     for layer in [m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"]:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **settings)
+    return fully_shard(model, **settings)
 
 
-def gradients(kind: str, version: int) -> dict[str, torch.Tensor]:
+def gradients(kind: str, version: int, patched: bool = True, **settings) -> dict[str, torch.Tensor]:
     """Two accumulated backward passes a rank, as a hand-written loop does them; whole gradients, on every rank."""
-    model = common.variant(kind)
+    model = common.variant(kind, patched=patched)
     if version == 2:
-        model = fsdp2(model)
+        model = fsdp2(model, **settings)
     else:
         layers = {type(m) for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"}
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
@@ -81,6 +81,10 @@ def main(name: str, folder: str) -> None:
     resumed = run("resumed", resume=str(out / "whole" / "checkpoint-2"))
     version = config.values["version"]
     found = {kind: common.worst(kind, gradients(kind, version)) for kind in common.KINDS}
+    if version == 2:
+        mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        stock = gradients("plain", 2, patched=False, **mixed)
+        found["bfloat16"] = common.worst("plain", gradients("plain", 2, **mixed), stock, torch.bfloat16)
     common.report(
         folder, losses=common.losses(whole), resumed=common.losses(resumed), local=local, classes=classes,
         dtensors=all(isinstance(p, DTensor) for p in parameters), worst=found,

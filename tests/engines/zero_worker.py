@@ -18,14 +18,14 @@ import hfpatch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gradients(kind: str, offload: dict) -> dict[str, torch.Tensor]:
+def gradients(kind: str, offload: dict, stage: int = 3) -> dict[str, torch.Tensor]:
     """Two accumulated backward passes a rank through deepspeed.initialize; whole gradients, on every rank."""
     from deepspeed.utils import safe_get_full_grad
 
     model = common.variant(kind)
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3, **offload},
+        "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage, **offload},
     }  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=0.0), config=config)
@@ -62,6 +62,9 @@ def main(folder: str) -> None:
     host = {"device": "cpu"}
     found = {k: common.worst(k, gradients(k, {"offload_param": host, "offload_optimizer": host})) for k in common.KINDS}
     found["plain without offload"] = common.worst("plain", gradients("plain", {}))
+    found["plain, stage 2"] = common.worst("plain", gradients("plain", {}, stage=2))
+    found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
+    found["lora, stage 2 with offload"] = common.worst("lora", gradients("lora", {"offload_optimizer": host}, stage=2))
     common.report(
         folder, losses=common.losses(whole), resumed=common.losses(resumed), local=local, zero=zero,
         offloaded=[str(getattr(d, "value", d)) for d in offloaded], worst=found,
