@@ -75,7 +75,7 @@ def _tensors(tree, out):
 
 def _called_by_engine() -> bool:
     """Whether the operation being dispatched was issued by the autograd engine itself, not by Python code."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
         if "_compile.py" in name or "_dynamo" in name or "_python_dispatch" in name or "_library" in name:
@@ -110,11 +110,18 @@ class Follower(TorchDispatchMode):
         self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
         self.phase = "setup"
         self._host = 0
+        self._alone: tuple | None = None
+        self._calibrating = False
         self._slow: set = set(_BY_VALUE)
 
     def __enter__(self):
+        super().__enter__()
         _current.append(self)
-        return super().__enter__()
+        if self._alone is None:
+            noted, self.ledger, self._refs = (self.ledger, self._refs), Ledger(), {}
+            self._calibrate()
+            self.ledger, self._refs = noted
+        return self
 
     def __exit__(self, *exception):
         _current.remove(self)
@@ -269,12 +276,11 @@ class Follower(TorchDispatchMode):
             )
         return out
 
-    @staticmethod
-    def _accumulates(args, kwargs) -> bool:
+    def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd adding up gradients, which a bare run does in place.
 
         The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would have done: it
-        needs the last reference to the old gradient and to its storage. The counts are those reached from here.
+        needs the last reference to the old gradient and to its storage.
         """
         if kwargs or len(args) != 2 or torch.is_grad_enabled():
             return False
@@ -285,8 +291,20 @@ class Follower(TorchDispatchMode):
             return False
         if torch._C._current_autograd_node() is None or not _called_by_engine():
             return False
-        storage = old.untyped_storage()
-        return old._use_count() <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
+        found = _holders(args)
+        if self._calibrating:
+            self._alone = found
+            return False
+        return all(have <= alone for have, alone in zip(found, self._alone))
+
+    def _calibrate(self) -> None:
+        """Notes what `_holders` says, seen from here, of a gradient that the engine alone holds."""
+        self._calibrating = True
+        with torch.enable_grad():
+            x = torch.ones(2, requires_grad=True)
+            h = x * 2
+            (torch.sin(h) + h * 3).sum().backward()
+        self._calibrating = False
 
     def _cost(self, func, args, kwargs, out) -> None:
         ledger, phase = self.ledger, self.phase
@@ -302,6 +320,11 @@ class Follower(TorchDispatchMode):
             kernels_cost.scratch_bytes(func, args, kwargs) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
         )
         self.transient(scratch, f"{func.__name__} scratch")
+
+
+def _holders(args) -> tuple[int, int]:
+    """How many hold the first argument, and its storage."""
+    return args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
 
 
 def _dense(tensor: Tensor) -> bool:
