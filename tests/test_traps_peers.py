@@ -240,6 +240,32 @@ def test_hooks_that_change_the_layer_are_honoured(way):
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_gradients_that_a_hook_keeps_stay_what_they_were(way):
+    """The layer writes dx over the gradient that comes in, but never over one that somebody else holds."""
+    stock = tiny.llama(num_hidden_layers=3)
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+
+    def kept(model):
+        grads = {}
+
+        def watch(module, args, out, n):
+            out = out[0] if isinstance(out, tuple) else out
+            out.register_hook(lambda g: grads.__setitem__(n, g))
+            out.retain_grad()
+            grads[f"{n} itself"] = out
+
+        hooks = [layer.register_forward_hook(lambda m, a, o, n=n: watch(m, a, o, n)) for n, layer in enumerate(model.model.layers)]
+        tiny.step(model, tiny.labelled())
+        for hook in hooks:
+            hook.remove()
+        return {n: g.grad if "itself" in str(n) else g for n, g in grads.items()}
+
+    plain, true, got = kept(stock), kept(tiny.exact(stock)), kept(ours)
+    for name in true:
+        tiny.numerics.assert_close(got[name], plain[name], true[name], str(name))
+
+
 # --- precision ---------------------------------------------------------------------------------------------------------------
 
 
@@ -261,19 +287,15 @@ def test_head_gradient_is_accumulated_wide():
     assert ((grads[0] - grads[1]).norm() / grads[1].norm()).item() <= 2e-3
 
 
-@pytest.mark.parametrize("way", ["tiled", "segments"])
-def test_layer_gradients_are_accumulated_wide(way):
-    """Many tiles in bf16 must not be worse than one: error of each weight gradient against the whole layer's."""
-    stock = tiny.llama(dtype=torch.bfloat16)
-    batch = tiny.labelled(2, 256)
-    true = tiny.step(tiny.exact(stock), batch)
-    every = 2 if way == "segments" else 1
-    errors = {}
-    for tile in (8, 512):
-        got = tiny.step(tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile, every=every)), batch)
-        errors[tile] = {n: ((got[n].double() - true[n]).norm() / true[n].norm()).item() for n in got if n != "loss"}
-    for name in errors[8]:
-        assert errors[8][name] <= 1.5 * errors[512][name] + torch.finfo(torch.bfloat16).eps, name
+def test_layer_gradients_are_accumulated_wide():
+    """128 tiles differ from one by no more than each tile's own rounding: half a step of bf16; a bf16 sum is off by more
+    than one. The last layer's gradients: what reaches it is the same to the bit.
+    """
+    stock, batch = tiny.llama(dtype=torch.bfloat16), tiny.labelled(2, 256)
+    many, one = (tiny.step(tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=t)), batch) for t in (4, 512))
+    for name in (n for n in one if ".layers.1." in n):
+        difference = (many[name].double() - one[name].double()).norm() / one[name].double().norm()
+        assert difference <= torch.finfo(torch.bfloat16).eps / 2, name
 
 
 def test_one_token_more_costs_no_more():
