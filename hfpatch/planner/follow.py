@@ -322,9 +322,10 @@ class Follower(TorchDispatchMode):
         self.transient(scratch, f"{func.__name__} scratch")
 
 
-def _holders(args) -> tuple[int, int]:
-    """How many hold the first argument, and its storage."""
-    return args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+def _holders(args) -> tuple[int, int, int]:
+    """How many hold the first argument in Python, in C++, and its storage."""
+    users = args[0]._use_count() if hasattr(args[0], "_use_count") else 0  # absent in older versions
+    return sys.getrefcount(args[0]), users, torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
 
 
 def _dense(tensor: Tensor) -> bool:
