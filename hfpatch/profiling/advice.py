@@ -39,8 +39,10 @@ def best_change(run: Run) -> tuple[str, int]:
         changes.append((int(saved), text))
 
     if run.impl == "hfpatch":
+        on_host = run.memory.get("host_peak_bytes") or run.memory.get("pinned_host_peak_bytes")
         for category, part, text in CHANGES:
-            add(category, part, text, category)
+            if not (on_host and "offload=" in text):  # what a layer keeps waits there already
+                add(category, part, text, category)
     else:
         most = max(APPLY, key=lambda name: split[name])
         saved = min(sum(split[name] for name in APPLY), run.peak_bytes - run.relief.get("step", run.peak_bytes))

@@ -63,33 +63,25 @@ def _tick_label(value: float) -> str:
 
 
 def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
-    """One step-shaped area per category, the lowest first, as SVG paths."""
-    end = max(run.curve[-1][0], 1e-12)
-    start = min(0.0, run.curve[0][0])
-    lower = [0.0] * len(run.curve)
-    out = []
-
-    def x(at):
-        return x0 + (at - start) / (end - start) * width
-
-    def y(level):
-        return TOP + HEIGHT * (1 - level / top)
-
-    for i, name in enumerate(CATEGORIES):
-        upper = [base + level[i] for base, (_, level) in zip(lower, run.curve)]
-        if max(u - b for u, b in zip(upper, lower)) > 0:
-            forth, back = [], []
-            for j, (at, _) in enumerate(run.curve):
-                right = x(run.curve[j + 1][0]) if j + 1 < len(run.curve) else x(at)
-                forth.append(f"{x(at):.1f},{y(upper[j]):.1f} {right:.1f},{y(upper[j]):.1f}")
-                back.append(f"{right:.1f},{y(lower[j]):.1f} {x(at):.1f},{y(lower[j]):.1f}")
-            points = " ".join(forth + back[::-1])
-            most = max(u - b for u, b in zip(upper, lower))
-            out.append(
-                f'<polygon points="{points}" fill="{COLOURS[name]}">'
-                f"<title>{escape(run.impl)}: {name}, at most {size(most)}</title></polygon>"
-            )
-        lower = upper
+    """Step-shaped areas from the axis up to each category, the highest first, each painted over by those below it."""
+    end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
+    base, out = TOP + HEIGHT, []
+    for i, name in reversed(list(enumerate(CATEGORIES))):
+        most = max(level[i] for _, level in run.curve)
+        if most == 0:
+            continue
+        path, height = [], None
+        for at, level in run.curve:
+            y = round(base - HEIGHT * sum(level[: i + 1]) / top, 1)
+            x = round(x0 + (at - start) / (end - start) * width, 1)
+            if height is None:
+                path.append(f"M{x:g} {base}V{y:g}")
+            elif y != height:
+                path.append(f"H{x:g}V{y:g}")
+            height = y
+        path.append(f"H{x0 + width:.1f}V{base}Z")
+        title = f"<title>{escape(run.impl)}: {name}, at most {size(most)}</title>"
+        out.append(f'<path d="{"".join(path)}" fill="{COLOURS[name]}">{title}</path>')
     return out
 
 

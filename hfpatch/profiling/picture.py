@@ -43,6 +43,7 @@ def draw(runs: list[Run], path: str) -> bool:
             axis.set_xlim(min(0, times[0]), max(times[-1], 1e-9))
             axis.set_title(f"{title}, {length:,} tokens", fontsize=10, loc="left")
             axis.set_xlabel("seconds" if run.time_unit == "s" else run.time_unit, fontsize=9)
+            axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="y", alpha=0.3)
             axis.set_ylabel(name if i == 0 else "")
     order = [c for c in CATEGORIES if c in shown]

@@ -13,7 +13,7 @@ from hfpatch.planner.simulate import simulate
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
 from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
-from hfpatch.profiling.timeline import NOWHERE, Allocation, Run, measure
+from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
 
 
 def simulated_run(options: Options) -> Run:
@@ -49,12 +49,24 @@ def simulated_run(options: Options) -> Run:
     run.planned = planned(model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy)
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
-    end = len(found.ledger.events)
-    borders = [*found.phases, (end, "")]
-    run.phases = [[name, start, borders[i + 1][0]] for i, (start, name) in enumerate(found.phases)]
-    forward_end = next((stop for name, _, stop in run.phases if name == "forward"), end)
+    # From the forward to the last block that a step takes or lets go: what follows is the simulation's own clearing up.
+    blocks = found.ledger.blocks
+    passing = [b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING]
+    end = max([b.born + 1 for b in blocks] + passing, default=0)
+    zero = found.phases[0][0]
+    borders = [*(start for start, _ in found.phases), end]
+    run.phases = [[name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(found.phases)]
+    forward_end = borders[1]
     head = head_name(model)
-    return measure(run, [_owned(b, inputs, forward_end, head, type(model).__name__) for b in found.ledger.blocks], end)
+    root = type(model).__name__
+    owned = [_owned(block, inputs, forward_end, head, root) for block in blocks]
+    return measure(run, [_within(a, zero, end) for a in owned], end - zero)
+
+
+def _within(a: Allocation, zero: int, end: int) -> Allocation:
+    """The allocation on a time axis that starts at zero; what dies at the end or after outlives it."""
+    died = None if a.died is None or a.died >= end else max(0, a.died - zero)
+    return dataclasses.replace(a, born=max(0, a.born - zero), died=died)
 
 
 def _policy(model, options, fields, dtype):

@@ -148,22 +148,32 @@ def _highest(allocations) -> int:
 
 
 def thin(points: list, end: float, limit: int = POINTS, borders=()) -> list:
-    """At most about limit points of a curve: the highest and the last of each slice of time; borders end a slice."""
+    """At most about limit points of a curve: each slice of time shows its highest level, then its last one.
+
+    The highest is held through its slice, so that a peak of one moment stays wide enough to see; borders end a slice.
+    """
     if not points:
         return []
-    kept, width = [], max(end, points[-1][0], 1e-12) * 2 / limit
-    current, best, last = None, None, None
+    end = max(end, points[-1][0])
+    width = max(end, 1e-12) * 2 / limit
+    kept: list = []
+    slot, begun, best, last = None, 0.0, None, None
+
+    def close(at):
+        kept.append([begun, best])
+        if last != best:
+            kept.append([max(at, begun), last])
+
     for at, level in points:
-        slot = (int(at / width), bisect.bisect_right(borders, at))
-        if best is not None and slot != current:
-            kept += sorted({best[1:], last[1:]})
-            best = None
-        current = slot
-        entry = (sum(level), at, level)
-        best = entry if best is None or entry[0] > best[0] else best
-        last = entry
-    kept += sorted({best[1:], last[1:]})
-    kept.append((max(end, kept[-1][0]), kept[-1][1]))
+        mine = (int(at / width), bisect.bisect_right(borders, at))
+        if mine != slot:
+            if slot is not None:
+                border = borders[slot[1]] if slot[1] < len(borders) else at
+                close(min(at, border, (slot[0] + 1) * width))
+            slot, begun, best = mine, at, level
+        best, last = max(best, level, key=sum), level
+    close(points[-1][0])
+    kept.append([end, last])
     return [[round(at, 6), list(level)] for at, level in kept]
 
 
