@@ -36,6 +36,11 @@ class Placement:
     one: bool
     summary: str
 
+    @property
+    def sharded(self) -> bool:
+        """Whether an engine gathers the weights layer by layer."""
+        return not self.name.startswith("gpu8bit")
+
 
 PLACEMENTS = {
     p.name: p

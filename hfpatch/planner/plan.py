@@ -18,7 +18,7 @@ from hfpatch.planner.formula import (
 )
 from hfpatch.planner.hardware import GPUS, Gpu, gpu_row, parse_bytes
 from hfpatch.planner.models import resolve
-from hfpatch.planner.placements import candidates, resident
+from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.seconds import step_time
 
 # What the caching allocator holds beyond what is allocated: rounding to blocks and fragments. Assumed.
@@ -90,25 +90,34 @@ def _reserve(gpu_bytes: int) -> int:
     return max(SLACK_LEAST, int(SLACK_SHARE * gpu_bytes))
 
 
-def _policy(run: _Run, stays, need_gradients: int):
+def _policy(run: _Run, placement: str, stays, need_gradients: int):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
+    settings = run.checkpointing
+    if PLACEMENTS[placement].sharded and settings.every == "auto":
+        # Parameters sharded layer by layer do not allow segments of several layers (checkpoint/engine.py).
+        settings = replace(settings, every=1)
     gpu_free = run.gpu.usable_bytes - stays.parameters - stays.optimizer - need_gradients
     host_free = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": max(0, int(gpu_free * (1 - SLACK_SHARE)))}
     try:
         host = None if host_free is None else max(0, int(host_free))
-        return choose(run.checkpointing, run.shape, host_free=host, n_ranks=run.gpus, **sizes), ""
-    except ValueError as error:
-        return choose(run.checkpointing, run.shape, host_free=None, **sizes), str(error)
+        return choose(settings, run.shape, host_free=host, n_ranks=run.gpus, **sizes), ""
+    except ValueError:
+        # Planned with what asks least of the host, so that the lack shown is the least.
+        return choose(_frugal(settings), run.shape, host_free=None, **sizes), "the host cannot hold the checkpoints"
+
+
+def _frugal(settings: Checkpointing) -> Checkpointing:
+    return replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
 
 
 def _evaluate(run: _Run, placement: str) -> Plan:
     """The plan under one placement, without suggestions."""
     stays = resident(placement, run.shape, run.gpus)
     own = 2 * run.shape.parameters if stays.gradients is None else stays.gradients
-    policy, why_not = _policy(run, stays, own)
+    policy, why_not = _policy(run, placement, stays, own)
     sizes = {"batch": run.batch, "tokens": run.seq_len}
     memory = step_memory(run.shape, policy, **sizes)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
@@ -226,7 +235,8 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
         if len(found) > before:
             break
     if run.host is not None:
-        roomy = _best(replace(run, host=None), names)
+        settings = run.checkpointing if run.checkpointing in WHOLE else _frugal(run.checkpointing)
+        roomy = _best(replace(run, host=None, checkpointing=settings), names)
         if roomy.fits:
             more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
             offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")

@@ -93,6 +93,14 @@ def test_every_placement_answers(gpus):
             assert found.tokens_per_second == pytest.approx(gpus * 131072 / found.step_seconds)
 
 
+def test_sharded_weights_take_no_segments_of_layers():
+    run = RUN | {"seq_len": 1 << 20, "gpu": "b200"}
+    assert plan("llama-3.1-8b", **run, placement="gpu8bit").policy["every"] > 1
+    sharded = plan("llama-3.1-8b", **run, placement="zero3-offload")
+    assert sharded.policy["every"] == 1 and not sharded.fits
+    assert any("--host-ram" in s["change"] for s in sharded.suggestions)
+
+
 def test_every_gpu_answers():
     for name in GPUS:
         found = plan("llama-3.2-1b", seq_len=32768, gpu=name)
