@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint import memory
-from hfpatch.checkpoint.layer import LayerCall, private_holders
+from hfpatch.checkpoint.layer import LayerCall, private_holders, tile_bounds
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.policy import Checkpointing, choose
+from hfpatch.checkpoint.shards import Shards, tensor_parallel_group
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 from hfpatch.planner.formula import ModelShape, Policy
 
@@ -33,6 +34,7 @@ class Engine:
         self.policies: dict[tuple, Policy] = {}
         self.transfers: Transfers | None = None
         self.queue: FetchQueue | None = None
+        self.shards: Shards | None = None
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
@@ -64,6 +66,10 @@ class Engine:
                     "do not allow; use Checkpointing(every=1) with a directory as offload where host memory is short."
                 )
             self.policies[key] = policy
+            # Layers that run again from one input keep what they are given; only a layer of its own gives x in parts.
+            group = tensor_parallel_group(layer) if self.shape is not None and policy.every == 1 else None
+            if group is not None and self.shards is None:
+                self.shards = Shards(group)
             if torch.is_grad_enabled():
                 self._open(policy, B, T, x_BTD)
         elif self.transfers is None and torch.is_grad_enabled():
@@ -124,7 +130,10 @@ class Engine:
     def _block_sizes(self, policy: Policy, B: int, T: int, itemsize: int) -> dict[int, int]:
         """How many host blocks of which size one step takes: {bytes: count}."""
         n, s, rows = -(-self.n_layers // policy.every), self.shape, B * T
-        sizes = {rows * s.hidden_size * itemsize: n}
+        kept = rows
+        if self.shards is not None:
+            kept = B * self.shards.bounds(tile_bounds(B, T, policy.tile))[-1][1]
+        sizes = {kept * s.hidden_size * itemsize: n}
         if policy.save_attention and policy.every == 1:
             groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
             for nbytes in (rows * s.q_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):

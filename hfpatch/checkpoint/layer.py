@@ -69,6 +69,12 @@ def is_private(grad: Tensor, holders: tuple, private: tuple) -> bool:
     return whole and sys.maxsize not in holders and all(have <= alone for have, alone in zip(holders, private))
 
 
+def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+    """Where the tiles of at most `tile` tokens, over all rows of the batch, start and end."""
+    step = max(1, tile // batch)
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
 
 
@@ -84,6 +90,7 @@ class LayerCall:
     documents: Documents | None
     places: list
     private: tuple
+    shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
     bounds: list[tuple[int, int]] = field(default_factory=list)
     group: int = 1
     backend: str = ""
@@ -195,12 +202,12 @@ class LayerCall:
     def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> Tensor:
         """y [B, T, D]. keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing."""
         B, T, _ = x_BTD.shape
-        step = max(1, self.policy.tile // B)
-        self.bounds = [(a, min(a + step, T)) for a in range(0, T, step)]
+        self.bounds = tile_bounds(B, T, self.policy.tile)
         if keep == "gpu":
             self.x = self.x or Saved(tuple(x_BTD.shape), x_BTD.dtype, kept=x_BTD, version=x_BTD._version)
         elif keep == "tier" and self.base is None:
-            self.x = self.transfers.save(x_BTD)
+            whole = self.shards is None
+            self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
             q, k, v = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
             outs, lses, states = self._attend(q, k, v)
@@ -261,8 +268,8 @@ class LayerCall:
     def _tile_requests(self, with_out: bool):
         """One request a tile for the fetch queue: x into the ring, out into its whole buffers (or the ring when streamed)."""
 
-        def request(a, b):
-            pieces = [(self.x, a, b, None)]
+        def request(a, b, kept):
+            pieces = [(self.x, *kept, None)]
             if with_out and self.outs and not self.outs[0].resident:
                 if self.policy.stream_attention:
                     pieces += [(o, a, b, None) for o in self.outs]
@@ -275,7 +282,7 @@ class LayerCall:
                     pieces += [(o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)]
             return pieces
 
-        return [lambda a=a, b=b: request(a, b) for a, b in self.bounds]
+        return [lambda a=a, b=b, kept=kept: request(a, b, kept) for (a, b), kept in zip(self.bounds, self.kept_bounds)]
 
     def _phases(self) -> list[bool]:
         """Whether each pass over the tiles fetches out too, in the order of the passes."""
@@ -288,10 +295,19 @@ class LayerCall:
         if self.x is None or self.x.resident or self.gone:
             return
         stream = self.policy.stream_attention and self.outs
-        rows = self.bounds[0][1] * self.x.shape[0]
-        nbytes = rows * (self.x.row_bytes + (sum(o.row_bytes for o in self.outs) if stream else 0))
+        B = self.x.shape[0]
+        nbytes = B * self.kept_bounds[0][1] * self.x.row_bytes
+        nbytes += B * self.bounds[0][1] * (sum(o.row_bytes for o in self.outs) if stream else 0)
         self.transfers.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
         self.engine.queue.push(self, self._tile_requests(self._phases()[0]))
+
+    @property
+    def kept_bounds(self) -> list[tuple[int, int]]:
+        """Where each tile of x lies in what is kept of it."""
+        return self.bounds if self.shards is None else self.shards.bounds(self.bounds)
+
+    def _whole(self, kept: Tensor, length: int) -> Tensor:
+        return kept if self.shards is None else self.shards.whole(kept, length)
 
     def _tiles(self, with_out: bool):
         """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
@@ -299,13 +315,14 @@ class LayerCall:
         for index, (a, b) in enumerate(self.bounds):
             if self.x.resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
-                yield index, self.x.tensor()[:, a:b], outs
+                start, end = self.kept_bounds[index]
+                yield index, self._whole(self.x.tensor()[:, start:end], b - a), outs
                 continue
             ticket, tensors = queue.next()
             outs = tensors[1:]
             if with_out and self.outs and self.outs[0].resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs]
-            yield index, tensors[0], outs
+            yield index, self._whole(tensors[0], b - a), outs
             del tensors, outs
             queue.release(ticket)
 
@@ -504,7 +521,7 @@ def tiled_layer(engine, layer, x, cos, sin, documents: Documents | None = None) 
     places = trainable(layer)
     tensors = [current(p) for p in places]
     policy = engine.policy(layer, x)
-    call = LayerCall(layer, engine, policy, cos, sin, documents, places, ())
+    call = LayerCall(layer, engine, policy, cos, sin, documents, places, (), engine.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
             return call.forward(x, keep=None)

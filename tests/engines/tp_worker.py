@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
+from hfpatch.checkpoint import engine as engine_module
 
 
 def load(folder: Path) -> LlamaForCausalLM:
@@ -35,6 +36,20 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
+def held(model, shared: bool) -> tuple[int, int, dict]:
+    """Host bytes that one step's checkpoints take on this rank, those of the gathered tile, and the gradients."""
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=12))
+    find, engine_module.tensor_parallel_group = engine_module.tensor_parallel_group, lambda _: None
+    if shared:
+        engine_module.tensor_parallel_group = find
+    found = gradients(model)
+    engine_module.tensor_parallel_group = find
+    engine = model.model.layers[0]._hfpatch_engine
+    assert (engine.shards is not None) is shared
+    gathered = engine.shards.buffer.numel() * engine.shards.buffer.element_size() if shared else 0
+    return engine.transfers.pool.bytes_held, gathered, found
+
+
 def main(folder: str) -> None:
     common.quiet()
     shim = common.as_if_on_gpus()
@@ -49,13 +64,17 @@ def main(folder: str) -> None:
     model, said = make()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     split = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
-    found = {"plain": common.worst("plain", gradients(model))}
+    # tiles of 5 tokens do not divide between two ranks; those of 6, which wait on the host, do
+    found = {"tiles of 5": common.worst("plain", gradients(model))}
+    whole_bytes, _, alone = held(make()[0], shared=False)
+    shared_bytes, gathered, together = held(make()[0], shared=True)
+    found |= {"kept whole": common.worst("plain", alone), "kept in parts": common.worst("plain", together)}
     # transformers checkpoints no optimizer of a model sharded at load time, so there is nothing to resume from.
     trainer = common.train(model, out / "whole", batch=2, save_only_model=True, **shim)
     trainer.save_model(str(out / "final"))
     common.report(
-        folder, losses=common.losses(trainer), local=local, split=split, said=said,
-        worst=found,
+        folder, losses=common.losses(trainer), local=local, split=split, said=said, worst=found,
+        whole_bytes=whole_bytes, shared_bytes=shared_bytes, gathered=gathered,
     )  # fmt: skip
 
 

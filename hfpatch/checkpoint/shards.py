@@ -1,0 +1,68 @@
+"""Tensor parallelism: every rank has the same layer input, so each keeps a part and gathers the rest in backward.
+
+The gathered tile lives in one buffer, used again for every tile and layer; it is never kept. What a layer's input
+takes, on the device, the host or the disk, falls by the number of ranks, for an all-gather a tile and pass.
+
+B batch, T tokens, D hidden; t tokens of a tile.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def tensor_parallel_group(layer: nn.Module):
+    """The group of ranks that hold this layer's weights between them and see the same input; None where there is none.
+
+    A norm with a forward or hooks of another library may get a part of the sequence on each rank (sequence parallel
+    norms): then inputs differ and nothing is shared.
+    """
+    norm = getattr(layer, "input_layernorm", None)
+    if norm is None or "forward" in vars(norm) or norm._forward_pre_hooks:
+        return None
+    for parameter in layer.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.ndim == 1 and mesh.size() > 1:
+            if any(placement.is_shard() for placement in parameter.placements):
+                return mesh.get_group()
+    return None
+
+
+class Shards:
+    """This rank's part of tiles that all ranks of `group` have alike."""
+
+    def __init__(self, group):
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.buffer: Tensor | None = None
+
+    def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where the parts of the tiles [a, b) lie in what mine() returns: the same lengths on every rank."""
+        found, start = [], 0
+        for a, b in bounds:
+            length = -(-(b - a) // self.world)
+            found.append((start, start + length))
+            start += length
+        return found
+
+    def mine(self, x_BTD: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+        """This rank's part of every tile, one after the other; zeros where a tile does not divide evenly."""
+        mine = self.bounds(bounds)
+        part = x_BTD.new_zeros(x_BTD.shape[0], mine[-1][1], *x_BTD.shape[2:])
+        for (a, b), (start, end) in zip(bounds, mine):
+            first = min(b, a + self.rank * (end - start))
+            last = min(b, first + end - start)
+            part[:, start : start + last - first] = x_BTD[:, first:last]
+        return part
+
+    def whole(self, part_BtD: Tensor, length: int) -> Tensor:
+        """The tile of `length` tokens from all ranks' parts, in a buffer that the next call overwrites."""
+        B, t = part_BtD.shape[:2]
+        numel = self.world * part_BtD.numel()
+        if self.buffer is None or self.buffer.numel() < numel or self.buffer.dtype != part_BtD.dtype:
+            self.buffer = part_BtD.new_empty(numel)
+        tile = self.buffer[:numel].view(B, self.world * t, *part_BtD.shape[2:])
+        with torch.no_grad():
+            for row in range(B):
+                dist.all_gather_into_tensor(tile[row], part_BtD[row].contiguous(), group=self.group)
+        return tile[:, :length]
