@@ -22,8 +22,8 @@ ROWS = (
 )
 TRITON = ("kernels", "planner.liger")  # the simulator stands in for Liger's kernels
 TRANSFORMERS = (
-    "models", "spec", "patch", "callback", "run", "placement", "planner.simulate", "planner.simulate_command", "planner.liger", "profiling", "training",
-    "doctor", "bench",
+    "models", "spec", "patch", "callback", "run", "placement", "planner.simulate", "planner.simulate_command", "planner.liger",
+    "profiling", "training", "doctor", "bench",
 )  # fmt: skip
 STANDARD_LIBRARY_ONLY = (
     "planner.formula", "planner.hardware", "planner.shape", "planner.presets", "configs", "cli",

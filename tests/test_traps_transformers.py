@@ -425,7 +425,11 @@ def others():
     more = {**small, "num_key_value_heads": 2, "head_dim": 16}
     return {
         "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=tiny.VOCAB, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=tiny.VOCAB, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            )
+        ),
         "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**more, pad_token_id=0)),
         "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**{**more, "num_local_experts": 4}, pad_token_id=0)),
     }  # fmt: skip

@@ -29,7 +29,7 @@ def llama(cls=LlamaForCausalLM, dtype=torch.float32, **changes) -> nn.Module:
     torch.manual_seed(0)
     model = cls(config(**changes)).to(dtype).train()
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 1:
                 p.add_(0.2 * torch.randn(p.shape).to(dtype))
     return model

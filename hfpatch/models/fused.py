@@ -1,8 +1,8 @@
 """What the fused classes of every family share: norm, MLP, head, embedding, attention call, layer, model, loss.
 
 A family's file (llama.py) mixes these into thin subclasses of transformers' own classes, of the same names. A module gets its
-fused class by `module.__class__ = ...`, so parameters, hooks and state_dict keys stay as they were. Projections, norms and the MLP are
-called as modules, never read by `.weight`: LoRA layers, quantised ones and the engines' gathering hooks live there.
+fused class by `module.__class__ = ...`, so parameters, hooks and state_dict keys stay as they were. Projections, norms and the
+MLP are called as modules, never read by `.weight`: LoRA layers, quantised ones and the engines' gathering hooks live there.
 """
 
 import inspect
