@@ -17,6 +17,7 @@ import common  # noqa: E402
 import floor  # noqa: E402
 import step  # noqa: E402
 
+import hfpatch  # noqa: E402
 from hfpatch.planner.presets import preset_config  # noqa: E402
 from hfpatch.planner.shape import ModelShape, Policy  # noqa: E402
 
@@ -34,7 +35,10 @@ ENTRIES = {
     "05_step_128k": ([], ["step_s", "floor_s", "ratio", "attention_s", "copy_wait_s", "policy"]),
     "06_offload_peer": ([], ["step_s", "tokens_s"]),
     "07_short_steps": ([], ["impl", "tier"]),
-    "08_longest": (["--layers", "4", "--tokens", "48"], ["layers", "run", "fits", "needs_host_gib"]),
+    "08_longest": (
+        ["--layers", "4", "--tokens", "48", "--placement", "gpu8bit"],
+        ["layers", "run", "fits", "needs_host_gib", "plan_max"],
+    ),
     "09_gpu8bit": ([], ["first_loss", "last_loss", "used_ids", "policy"]),
     "12_tiles": ([], ["what"]),
 }
@@ -144,7 +148,7 @@ def test_rows_are_on_disk_before_the_run_ends(tmp_path):
     sheet.add(impl="b", share=0.5)
     first, second = rows_of(tmp_path)
     assert (first["impl"], first["ms"], first["share"], second["share"]) == ("a", "1.2346", "", "0.5")
-    assert first["device"] == second["device"] and first["command"].startswith("python scripts/gpu/02b_loss.py")
+    assert first["device"] == second["device"] and first["command"] == "python scripts/gpu/02b_loss.py --small"
 
 
 def test_time_that_is_over_is_said(tmp_path):
@@ -264,7 +268,13 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
     without, with_it = (plan.planned(r, plan.gpu_row("h100"))["gpu"] for r in (row, row | {"placement": "gpu8bit"}))
     parameters = ModelShape.from_config(preset_config("llama-3.1-8b")).parameters
-    assert with_it - without == pytest.approx((2 + 2 * 4 / 256) * parameters)
+    assert with_it - without == pytest.approx((2 + 2 * 4 / 256) * parameters, rel=1e-6)
+    # and what `hfpatch plan` says itself, but for the allocator's slack
+    policy = hfpatch.Checkpointing(offload="host", every=1, save_attention=True, tile=8192)
+    said = hfpatch.plan("llama-3.1-8b", seq_len=131072, gpu="h100", placement="gpu8bit", checkpointing=policy)
+    assert with_it == said.gpu_peak_bytes - said.gpu_bytes["slack"]
+    seconds = plan.planned(row | {"placement": "gpu8bit"}, plan.gpu_row("h100"))["seconds"]
+    assert seconds == pytest.approx(said.step_seconds)
 
 
 def test_the_readme_names_every_entry():

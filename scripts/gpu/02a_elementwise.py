@@ -48,6 +48,7 @@ def measure(sheet, op, impl, function, T, widths, small):
     outs = sum(u.numel() * u.element_size() for u in ups)
     grads = sum(t.numel() * t.element_size() for t in leaves)
     sets.clear()
+    del leaves
     rows, shared, fixed = op.make(T, widths, dtype, device, seed=99)
     ups = [torch.randn_like(o) for o in op.plain(*rows, *shared, *fixed)]
     off = errors(op, function, rows, shared, fixed, ups)

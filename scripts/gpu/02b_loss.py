@@ -39,7 +39,7 @@ def forms(args) -> dict:
         "eager": eager,
     }
     if args.cuda:
-        found["compile"] = lambda x, w, y, n: torch.compile(eager, dynamic=False)(x, w, y, n)
+        found["compile"] = torch.compile(eager, dynamic=False)
         try:
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -155,6 +155,7 @@ def main(argv=None) -> int:
                 sheet.skip(f"{impl} {T}", common.one_line(error))
             common.clean()
         del truth
+        torch.compiler.reset()
         common.clean()
 
     def draw(axes):

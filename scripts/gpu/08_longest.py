@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import step
 
+import hfpatch
+from hfpatch.planner.placements import resident
 from hfpatch.planner.presets import preset_config
 from hfpatch.planner.shape import ModelShape
 
@@ -23,7 +25,7 @@ away for the parameters and gradients of the others: what a layer holds does not
 ends; `kept` says with which checkpoints.
 """
 COLUMNS = (
-    "layers run tokens fits kept step_s peak_gib reserved_gib beyond_gib ballast_gib needs_host_gib host_used_gib "
+    "layers run tokens fits plan_max kept step_s peak_gib reserved_gib beyond_gib ballast_gib needs_host_gib host_used_gib "
     "policy error"
 ).split()
 LENGTHS = {32: (131072, 196608, 262144, 393216, 524288, 655360), 4: (524288, 786432, 1048576, 1310720)}
@@ -47,26 +49,46 @@ def kept_for(shape, tokens: int, layers: int, host: float) -> dict:
 def main(argv=None) -> int:
     made = common.parser("08_longest", __doc__)
     made.add_argument("--layers", type=int, choices=(4, 32), default=32)
+    made.add_argument(
+        "--placement", choices=("none", "gpu8bit"), default="none", help="room for which optimizer's states"
+    )
     made.add_argument("--run", type=int, default=2, help="layers that really run; --layers runs all")
     made.add_argument("--tokens", type=int, nargs="+", help="lengths to try, shortest first")
+    made.add_argument("--gpu", default="h100", help="row of the planner's table, for the plan's longest sequence")
     made.add_argument("--host-gib", type=float, default=100.0, help="host memory for checkpoints")
     args = common.parse(made, argv)
-    sheet = common.Sheet(args, f"08_longest_{args.layers}")
-    shape = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_layers": args.layers})
+    none = args.placement == "none"
+    sheet = common.Sheet(args, f"08_longest_{args.layers}" + ("" if none else f"_{args.placement}"))
+    config = preset_config("llama-3.1-8b") | {"num_hidden_layers": args.layers}
+    shape = ModelShape.from_config(config)
     run = min(args.run, args.layers)
-    # bf16 parameters and gradients of the layers that do not run.
-    ballast = (args.layers - run) * shape.layer_parameters * 4 / common.GiB
+    # bf16 parameters and gradients of the layers that do not run, and the optimizer's states of all.
+    states = 0 if none else resident(args.placement, shape, 1).optimizer
+    ballast = ((args.layers - run) * shape.layer_parameters * 4 + states) / common.GiB
+    planned = None
+    if not none:
+        planned = hfpatch.plan(
+            config,
+            seq_len=131072,
+            gpu=args.gpu,
+            host_ram=f"{args.host_gib}GiB",
+            placement=args.placement,
+            max_seq_len=True,
+        ).max_seq_len
     for tokens in args.tokens or LENGTHS[args.layers]:
         kept = kept_for(shape, tokens, args.layers, args.host_gib)
         needs = host_bytes(shape, tokens, args.layers, kept["every"], kept["save_attention"]) / common.GiB
         case = {
             "impl": "hfpatch", "layers": run, "tokens": tokens, "checkpointing": kept, "warmup": 0, "steps": 1,
             "ballast_gib": ballast, "host_gib": args.host_gib,
-            "label": {"layers": args.layers, "run": run, "ballast_gib": ballast, "needs_host_gib": needs},
+            "label": {
+                "layers": args.layers, "run": run, "ballast_gib": ballast, "needs_host_gib": needs, "plan_max": planned,
+            },
         }  # fmt: skip
         rows = step.run_cases(sheet, step.small(sheet, [case]), PYTORCH_ALLOC_CONF="expandable_segments:True")
         for row in rows:
-            row["fits"] = "step_s" in row
+            # A step that was stopped by the clock says nothing about memory.
+            row["fits"] = True if "step_s" in row else False if row["error"] == "out of memory" else None
         if not rows or not rows[-1]["fits"]:
             break
     longest = max((r["tokens"] for r in sheet.rows if r["fits"]), default=0)

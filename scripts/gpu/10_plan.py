@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 
-from hfpatch.placement import PLACEMENTS
 from hfpatch.planner.formula import ModelShape, Policy, step_flops, step_memory
 from hfpatch.planner.hardware import GPUS, gpu_row
+from hfpatch.planner.placements import Resident, resident
 from hfpatch.planner.presets import preset_config
+from hfpatch.planner.seconds import step_time
 
 WORDS = """
 Every row of the other entries with a step of Llama-3.1-8B's shape: what the closed form says for that length, depth
@@ -47,17 +48,14 @@ def planned(row: dict, gpu) -> dict | None:
     layers = int(row.get("run") or row["layers"])
     shape = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_layers": layers})
     tokens = int(row["tokens"])
-    memory = step_memory(shape, policy, batch=1, tokens=tokens)
-    peak = memory.peak
-    if row.get("placement"):
-        # The optimizer's states beside the parameters and gradients that the step's memory counts, 2 bytes each.
-        placed = PLACEMENTS[row["placement"]]
-        peak += (placed.gpu_bytes - (2 if placed.fused else 4)) * shape.parameters
-        peak -= memory.peak_moment.gradients if placed.fused else 0
-    flops = step_flops(shape, policy, batch=1, tokens=tokens)
-    seconds = flops.matmul / gpu.matmul_flops
-    seconds += flops.attention_forward / gpu.attention_forward + flops.attention_backward / gpu.attention_backward
-    return {"gpu": peak, "host": memory.host, "seconds": seconds}
+    sizes = {"batch": 1, "tokens": tokens}
+    memory = step_memory(shape, policy, **sizes)
+    # bf16 parameters, the step's own gradients, and no optimizer where the row names no placement.
+    stays = resident(row["placement"], shape, 1) if row.get("placement") else Resident(2 * shape.parameters, None, 0)
+    gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
+    peak = stays.parameters + stays.optimizer + max(gradients(m) + m.beyond for m in memory.moments)
+    time, _ = step_time(gpu, step_flops(shape, policy, **sizes), memory, policy, shape, stays, **sizes)
+    return {"gpu": peak, "host": memory.host, "seconds": time.total}
 
 
 def measured(row: dict) -> dict:
@@ -100,8 +98,9 @@ def main(argv=None) -> int:
                     values |= {f"{key}_measured": found[key] / unit, f"{key}_off": off}
                     right &= abs(off) <= tolerance
             sheet.add(
-                entry=file.stem, impl=row.get("impl"), tokens=int(row["tokens"]), layers=row.get("run") or row["layers"],
-                policy=row.get("policy"), **values, right=right, measured_at=row["commit"], measured_on=row["device"],
+                entry=file.stem, impl=row.get("impl"), tokens=int(row["tokens"]), policy=row.get("policy"),
+                layers=row.get("run") or row["layers"], **values, right=right,
+                measured_at=row["commit"], measured_on=row["device"],
             )  # fmt: skip
     if not sheet.rows:
         sheet.skip("everything", f"no measured step in {', '.join(args.results)}")

@@ -198,12 +198,13 @@ def _larger(a: float, b: float) -> float:
     return a if a >= b or a != a else b
 
 
-def errors(op: Op, function, rows, shared, fixed, ups, *, chunk: int = CHUNK, only: list | None = None) -> dict:
-    """{"out0": Error, ..., "grad0": ...} of function against float64. only: [a, b) ranges of tokens to look at."""
-    # Copies, since Liger's backward writes over what it was given.
-    copies = [[t.clone() for t in group] for group in (rows, shared, fixed, ups)]
-    outs, grads = run(function, *copies)
-    del copies
+def errors(op: Op, function, rows, shared, fixed, ups, *, chunk=CHUNK, only: list | None = None, copy=True) -> dict:
+    """{"out0": Error, ..., "grad0": ...} of function against float64.
+
+    only: [a, b) ranges of tokens to look at. copy: call function on copies, since Liger's writes over what it is given.
+    """
+    given = rows, shared, fixed, ups
+    outs, grads = run(function, *([[t.clone() for t in group] for group in given] if copy else given))
     T = rows[0].shape[op.dims[0]]
     found = {f"out{i}": Error() for i in range(len(outs))} | {f"grad{i}": Error() for i in range(len(grads))}
     sums = [[torch.zeros_like(s, dtype=torch.float64) for _ in range(2)] for s in shared]

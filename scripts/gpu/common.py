@@ -46,7 +46,15 @@ def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argpar
     if needs_gpu and not args.cuda and not args.small:
         made.error("expected a CUDA GPU, none is here; add --small to try the code path on a CPU.")
     args.device = torch.device("cuda" if args.cuda else "cpu")
-    args.command = shlex.join(["python", f"scripts/gpu/{made.prog}.py", *(sys.argv[1:] if argv is None else argv)])
+    # Where the files go and how the commit became known say nothing about the run, and may name a machine's folders.
+    words, said = list(sys.argv[1:] if argv is None else argv), []
+    while words:
+        word = words.pop(0)
+        if word in ("--out", "--commit"):
+            words[:1] = []
+        elif not word.startswith(("--out=", "--commit=")):
+            said.append(word)
+    args.command = shlex.join(["python", f"scripts/gpu/{made.prog}.py", *said])
     return args
 
 
