@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import hfpatch
 from hfpatch import placement
 
 # torchao's extension libraries and pytree registration complain at import on a CPU machine
@@ -20,14 +21,17 @@ def eager_optimizer():
     torch.compiler.set_stance("default")
 
 
-def make_model(tied=False, dtype=torch.bfloat16):
+def make_model(tied=False, dtype=torch.bfloat16, patched=False):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=None,
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config).to(dtype)
+    if patched:
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
+    return model
 
 
 def make_data(rows=16):
@@ -36,9 +40,9 @@ def make_data(rows=16):
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def train(folder, name, *, steps=6, resume=None, tied=False, save_at=3, **overrides):
+def train(folder, name, *, steps=4, resume=None, tied=False, patched=False, save_at=2, **overrides):
     """Trains steps steps under a placement. Returns the weights and the losses."""
-    model = make_model(tied)
+    model = make_model(tied, patched=patched)
     flags = placement.training_arguments(name) | overrides
     args = TrainingArguments(
         str(folder), per_device_train_batch_size=2, max_steps=steps, save_steps=save_at, logging_steps=1, use_cpu=True,
@@ -63,7 +67,7 @@ def test_resume_is_bit_equal_with_stochastic_rounding(tmp_path, name):
     optimizer = trainer.optimizer.optimizer
     assert optimizer.bf16_stochastic_round
     assert "OptimState8bit" in {type(v).__name__ for state in optimizer.state.values() for v in state.values()}
-    checkpoint = tmp_path / "a" / "checkpoint-3"
+    checkpoint = tmp_path / "a" / "checkpoint-2"
     resumed, later, _ = train(tmp_path / "b", name, resume=str(checkpoint))
     assert_same(resumed, whole)
     assert later == losses
@@ -92,14 +96,14 @@ def test_stochastic_rounding_keeps_updates_too_small_for_bf16():
     assert abs(moved[True] - 1) < 5 / 64
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_fused_is_the_same_optimizer(tmp_path, tied):
+@pytest.mark.parametrize("tied,patched", [(False, False), (True, True)], ids=["untied", "tied, patched"])
+def test_fused_is_the_same_optimizer(tmp_path, tied, patched):
     """Without the random rounding, whose draws come in another order, both give the same bits."""
     plain = {"optim_args": "bf16_stochastic_round=False"}
-    wanted, losses, _ = train(tmp_path / "a", "gpu8bit", tied=tied, save_at=100, **plain)
-    model = make_model(tied)
+    wanted, losses, _ = train(tmp_path / "a", "gpu8bit", tied=tied, patched=patched, save_at=100, **plain)
+    model = make_model(tied, patched=patched)
     args = TrainingArguments(
-        str(tmp_path / "b"), per_device_train_batch_size=2, max_steps=6, save_strategy="no", logging_steps=1,
+        str(tmp_path / "b"), per_device_train_batch_size=2, max_steps=4, save_strategy="no", logging_steps=1,
         use_cpu=True, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True,
         seed=3, **placement.training_arguments("gpu8bit-fused"),
     )  # fmt: skip
