@@ -131,19 +131,21 @@ class _Sizes:
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
         self.head_gradient = self.embedding + shape.hidden_size * s
 
-    def embedding_moment(self, fused: bool) -> Moment:
+    def embedding_moments(self, fused: bool) -> list:
         """The backward of the token embedding, all other gradients being there."""
         D, V = self.shape.hidden_size, self.shape.vocab_size
         columns = max(1, EMBEDDING_SLICE // (4 * max(1, self.rows))) if fused else D
         if columns >= D:
             slices, scratch = 0, _embedding_partials(self.rows, V, D)
-            if self.shape.tied:
-                scratch = max(scratch, self.embedding - self.u)  # both gradients and their sum
         else:
             slices = (V + self.rows) * columns * self.s
             scratch = _embedding_partials(self.rows, V, columns)
         slices += self.embedding if self.shape.tied else 0
-        return Moment("embedding backward", self.gradients, layer=self.u + slices + self.always, workspace=scratch)
+        moments = [Moment("embedding backward", self.gradients, layer=self.u + slices + self.always, workspace=scratch)]
+        if self.shape.tied and fused and loss_chunk_rows(self.shape, self.rows, self.s)[1] > 1:
+            # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
+            moments.append(Moment("embedding sum", self.gradients, layer=2 * self.embedding + self.always))
+        return moments
 
 
 def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2) -> StepMemory:
@@ -198,20 +200,20 @@ def _tiled(z: _Sizes, policy: Policy):
     tile_D, tile_F = t * D * s, t * F * s
     join = t * Q * s if groups > 1 else 0
     fetched = z.q if save and off and not stream else 0  # the attention outputs, whole on the device
-    recomputed = 0 if save else z.q + z.lse  # ... or computed again
     qkv = z.q + 2 * z.kv
     lse = z.lse if save and off else 0
     mlp_dw = D * F * s
 
-    def layer_moments(name, gradients, checkpoints, extra, x_resident):
+    def layer_moments(name, gradients, checkpoints, extra, x_resident, saved=save):
         ring_here = 0 if x_resident else ring
+        recomputed = 0 if saved else z.q + z.lse  # attention outputs computed again
         if single:
             mlp = max(3 * tile_F + 7 * tile_D, 5 * tile_F + 5 * tile_D, 4 * tile_F + 5 * tile_D + mlp_dw)
             held = fetched + recomputed + qkv + join + lse + z.always + extra
             return [Moment(f"{name}: tile", gradients, checkpoints, mlp + held, workspace=ring_here)]
         wide = 4 * (shape.mlp_parameters + D * Q + D)
         tile = max(5 * tile_F, 4 * tile_F + mlp_dw) + 3 * tile_D + join
-        a = z.u + z.q + fetched + recomputed + (0 if save else qkv) + wide + tile + lse + z.always + extra
+        a = z.u + z.q + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
         outs = (2 * z.q // groups if stream else fetched) + recomputed
         c = z.u + z.q + qkv + outs + lse + z.always + extra + (z.q + 2 * z.kv) // groups
         scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
@@ -230,8 +232,11 @@ def _tiled(z: _Sizes, policy: Policy):
         here = z.head_gradient + (n - k) * z.layer
         moments += layer_moments("segment", here, 0 if off else z.u, segment, True)
     first = 0 if off else each[0] + (each[1] if save else 0)
-    moments += layer_moments("first layer", z.head_gradient + (n - 1) * z.layer, first, 0, not off)
-    moments.append(z.embedding_moment(fused=True))
+    # A segment that ran again has left its first layer's attention outputs on the device.
+    again = z.q + z.lse if k > 1 else 0
+    here = z.head_gradient + (n - 1) * z.layer
+    moments += layer_moments("first layer", here, first, again, not off, save or k > 1)
+    moments += z.embedding_moments(fused=True)
     return moments, host
 
 
@@ -253,7 +258,7 @@ def _stock(z: _Sizes, checkpointing: bool):
     else:
         moments.append(Moment("last layer", z.head_gradient, checkpoints=kept - saved + z.u, layer=working))
         moments.append(Moment("first layer", z.head_gradient + (n - 1) * z.layer, checkpoints=z.u, layer=working))
-    moments.append(z.embedding_moment(fused=False))
+    moments += z.embedding_moments(fused=False)
     return moments
 
 
@@ -265,7 +270,7 @@ def _untiled(z: _Sizes):
     moments = [_loss_moment(z, n * saved)]
     moments.append(Moment("last layer", z.head_gradient, checkpoints=n * saved, layer=working))
     moments.append(Moment("first layer", z.head_gradient + (n - 1) * z.layer, checkpoints=saved, layer=working))
-    moments.append(z.embedding_moment(fused=True))
+    moments += z.embedding_moments(fused=True)
     return moments
 
 
