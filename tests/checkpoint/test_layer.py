@@ -312,8 +312,10 @@ def test_plain_chain_needs_no_copies(monkeypatch):
 # --- autocast, DDP, eval --------------------------------------------------------------------------------------------------
 
 
+# float16 as a GradScaler runs it: the loss scaled, the gradients unscaled by it.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tile", [14, 4096])
-def test_autocast_gives_stock_dtypes_and_values(tile):
+def test_autocast_gives_stock_dtypes_and_values(tile, dtype):
     exact, plain = pair(torch.float32)
     exact = exact.double()
     model = tiny_llama(torch.float32)
@@ -322,14 +324,17 @@ def test_autocast_gives_stock_dtypes_and_values(tile):
     ids = tokens(2, 53)
     stock_step(exact, input_ids=ids, labels=ids)
     for m in (plain, model):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
+        with torch.autocast("cpu", dtype=dtype):
             loss = m(ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         assert loss.dtype == torch.float32
     for name, p in model.named_parameters():
         reference = plain.get_parameter(name).grad
         assert p.grad.dtype == reference.dtype
-        assert_close(p.grad, reference, exact.get_parameter(name).grad, name, dtype=torch.bfloat16)
+        assert_close(p.grad, reference, exact.get_parameter(name).grad, name, dtype=dtype)
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
