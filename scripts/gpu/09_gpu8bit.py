@@ -59,6 +59,7 @@ def train(job: dict) -> dict:
     steps = Steps()
     steps.seconds = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(step.host_memory(job.get("host_gib")))
         if not cuda:  # the optimizer's step would be compiled by a C++ compiler, weight by weight
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         settings = {"max_grad_norm": 1.0, **placement.training_arguments(job["placement"])}

@@ -73,10 +73,6 @@ def become(model, case) -> str:
     if impl == "hfpatch":
         import hfpatch
 
-        if case.get("host_gib"):
-            from hfpatch.checkpoint import memory
-
-            memory.host_free = lambda *args, **kwargs: int(case["host_gib"] * GiB)
         settings = hfpatch.Checkpointing(**kept) if isinstance(kept, dict) else kept
         hfpatch.apply(model, checkpointing=settings)
         return "hfpatch"
@@ -245,6 +241,20 @@ def mfu_of(shape, tokens: int, seconds: float) -> float | None:
 
 
 @contextlib.contextmanager
+def host_memory(gib: float | None):
+    """What the policy takes for the free host memory, where gib says."""
+    before = os.environ.get("HFPATCH_HOST_MEMORY")
+    if gib:
+        os.environ["HFPATCH_HOST_MEMORY"] = str(int(gib * GiB))
+    try:
+        yield
+    finally:
+        os.environ.pop("HFPATCH_HOST_MEMORY", None)
+        if before is not None:
+            os.environ["HFPATCH_HOST_MEMORY"] = before
+
+
+@contextlib.contextmanager
 def ballast(gib: float, device):
     """Takes device memory away, as layers that are not there would."""
     held = [torch.empty(int(gib * GiB), dtype=torch.uint8, device=device)]
@@ -326,7 +336,7 @@ def run(cases: list[dict], write) -> None:
                 common.clean()
                 model = build(case, device)
             become(model, case)
-            with ballast(case.get("ballast_gib", 0), device):
+            with ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")):
                 result |= measure(model, case, device)
         except (RuntimeError, ValueError, MemoryError, ImportError) as error:
             # A device that met an illegal access answers nothing any more; the row says what happened.
