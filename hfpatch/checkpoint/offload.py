@@ -109,6 +109,10 @@ class HostPool:
         self.keep_only(())
 
     def __del__(self):
+        if not self.blocks or sys.is_finalizing():
+            return
+        if self.pinned:
+            torch.cuda.synchronize()
         # Nothing may stay registered whose memory goes with the pool: a later mapping could get the same addresses.
         for block, _ in list(self.blocks.values()):
             self._drop(block)

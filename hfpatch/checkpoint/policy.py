@@ -8,7 +8,7 @@ from hfpatch.planner.formula import GiB, ModelShape, Policy, step_memory
 
 PLACES = ("auto", "gpu", "host")
 TILE_LEAST, TILE_MOST = 1024, 8192
-SMALL_SHARE = 1 / 16  # of the free device memory: checkpoints below it stay there, without any copy
+SMALL_SHARE = 1 / 8  # of the free device memory: checkpoints below it stay there, without any copy
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
 
 
