@@ -56,7 +56,7 @@ class Engine:
         key = (B, T, x_BTD.dtype, x_BTD.device)
         policy = self.policies.get(key)
         if policy is None:
-            policy = self._resolve(B, T, x_BTD)
+            policy = self._resolve(B, T, x_BTD, layer is not None and is_sharded(layer))
             if x_BTD.device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and self.shape is not None:
                 processors = torch.cuda.get_device_properties(x_BTD.device).multi_processor_count
                 self._refuse_large_splits(B, T, processors, memory.gpu_free(x_BTD.device))
@@ -76,8 +76,10 @@ class Engine:
             self._open(policy, B, T, x_BTD)
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor) -> Policy:
+    def _resolve(self, B: int, T: int, x: Tensor, sharded: bool) -> Policy:
         settings = self.checkpointing
+        if sharded and settings.every == "auto":
+            settings = dataclasses.replace(settings, every=1)
         if x.device.type != "cuda" and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
