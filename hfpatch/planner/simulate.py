@@ -160,7 +160,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
                 found.close()
                 stack.callback(found.close)
             if policy is not None:
-                stack.enter_context(mock.patch.object(engine.Engine, "_resolve", lambda self, B, T, x: policy))
+                stack.enter_context(mock.patch.object(engine.Engine, "_resolve", lambda self, *batch: policy))
         yield
 
 
