@@ -6,6 +6,7 @@ it.
 """
 
 import functools
+import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def patch_trainer():
     @functools.wraps(stock)
     def init(self, *args, **kwargs):
         # TRL passes callbacks by keyword; a script may pass them by position (the ninth).
-        position = list(stock.__code__.co_varnames).index("callbacks") - 1
+        position = list(inspect.signature(stock).parameters).index("callbacks") - 1
         args = list(args)
         given = args[position] if len(args) > position else kwargs.get("callbacks")
         given = list(given or [])

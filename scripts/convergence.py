@@ -26,15 +26,16 @@ import transformers  # noqa: E402
 STYLES = {"hf": ("#777777", "-", 3.0), "hfpatch": ("#d62728", "-", 1.0), "liger": ("#1f77b4", "--", 1.0)}
 
 
-def curve(impl: str, dtype: str, steps: int, folder: Path, cache: Path) -> list[dict]:
+def curve(impl: str, dtype: str, seed: int, steps: int, folder: Path, cache: Path) -> list[dict]:
     """The log of one run: its "loss" entries, one a step, and its "eval_loss" entries."""
-    out = folder / f"{impl}-{dtype}"
+    out = folder / f"{impl}-{dtype}-{seed}"
     command = [
         sys.executable, ROOT / "scripts/train.py", "--impl", impl, "--preset", "llama-tiny",
         "--config_overrides", "hidden_size=64,intermediate_size=176,num_hidden_layers=3,tie_word_embeddings=true",
         "--train_tokenizer", 512, "--data", sysconfig.get_path("stdlib"), "--data_glob", "*.py",
         "--validation_split", 0.05, "--seq_length", 128, "--packing", "--long_rows", "split",
-        "--per_device_train_batch_size", 8, "--max_steps", steps, "--learning_rate", 5e-3, "--warmup_steps", 20,
+        "--per_device_train_batch_size", 8, "--max_steps", steps, "--learning_rate", 2e-3, "--warmup_steps", 20,
+        "--seed", seed, "--data_seed", 1,
         "--lr_floor", 0.05, "--weight_decay", 0.1, "--logging_steps", 1, "--eval_strategy", "steps",
         "--eval_steps", max(1, steps // 4), "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
         "--bf16", str(dtype == "bf16").lower(), "--use_cpu", str(not torch.cuda.is_available()),
@@ -46,25 +47,31 @@ def curve(impl: str, dtype: str, steps: int, folder: Path, cache: Path) -> list[
     return json.loads((out / "trainer_state.json").read_text())["log_history"]
 
 
+def losses(log: list[dict]) -> list[float]:
+    """The training loss of each step."""
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
 def draw(logs: dict, path: Path) -> None:
-    """A panel a dtype: the training loss (mean of 10 steps) of each implementation, its held-out loss as points."""
+    """A panel a dtype: the training loss (mean of 10 steps) of each run, its held-out loss as points."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    dtypes = list(dict.fromkeys(dtype for _, dtype in logs))
+    dtypes = list(dict.fromkeys(dtype for _, dtype, _ in logs))
     figure, axes = plt.subplots(1, len(dtypes), figsize=(5.5 * len(dtypes), 4), sharey=True, squeeze=False)
     for axis, dtype in zip(axes[0], dtypes):
-        for (impl, of), log in logs.items():
+        for (impl, of, seed), log in logs.items():
             if of != dtype:
                 continue
             color, line, width = STYLES[impl]
-            losses = [entry["loss"] for entry in log if "loss" in entry]
-            means = [sum(losses[i : i + 10]) / len(losses[i : i + 10]) for i in range(0, len(losses), 10)]
-            axis.plot([10 * i + 5 for i in range(len(means))], means, line, color=color, lw=width, label=impl)
+            every = losses(log)
+            means = [sum(every[i : i + 10]) / len(every[i : i + 10]) for i in range(0, len(every), 10)]
+            label = impl if seed == 0 else None
+            axis.plot([10 * i + 5 for i in range(len(means))], means, line, color=color, lw=width, label=label)
             held = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
-            axis.plot(*zip(*held), "o", color=color, ms=3 + width)
+            axis.plot(*zip(*held), "o", color=color, ms=2 + width)
         axis.set(title=dtype, xlabel="step")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
@@ -74,19 +81,22 @@ def draw(logs: dict, path: Path) -> None:
 
 
 def rows(logs: dict) -> list[dict]:
-    """One row a run: the last held-out loss, and how far the training losses are from stock's at most."""
+    """One row an implementation and dtype: the last held-out loss over the seeds, and its distance to stock fp32's."""
     table = []
-    for (impl, dtype), log in logs.items():
-        ours = [e["loss"] for e in log if "loss" in e]
-        stock = [e["loss"] for e in logs["hf", dtype] if "loss" in e]
-        exact = [e["loss"] for e in logs["hf", "fp32"] if "loss" in e]
-        held = [(e["eval_loss"], e["eval_nats_per_byte"]) for e in log if "eval_loss" in e][-1]
+    for impl, dtype in dict.fromkeys((impl, dtype) for impl, dtype, _ in logs):
+        runs = {seed: log for (i, d, seed), log in logs.items() if (i, d) == (impl, dtype)}
+        held = {seed: [e for e in log if "eval_loss" in e][-1] for seed, log in runs.items()}
+        values = [entry["eval_loss"] for entry in held.values()]
+        apart = [
+            abs(a - b) for seed, log in runs.items() for a, b in zip(losses(log), losses(logs["hf", "fp32", seed]))
+        ]
         table.append(
             {
-                "impl": impl, "dtype": dtype, "steps": len(ours), "held_out_nats_per_token": held[0],
-                "held_out_nats_per_byte": held[1],
-                "largest_difference_to_hf": max(abs(a - b) for a, b in zip(ours, stock)),
-                "largest_difference_to_hf_fp32": max(abs(a - b) for a, b in zip(ours, exact)),
+                "implementation": impl, "dtype": dtype, "seeds": len(runs),
+                "held-out nats a token": f"{sum(values) / len(values):.4f}",
+                "of each seed": " ".join(f"{value:.4f}" for value in values),
+                "nats a byte": f"{sum(e['eval_nats_per_byte'] for e in held.values()) / len(held):.4f}",
+                "training loss from hf fp32 at most": f"{max(apart):.1e}",
             }
         )  # fmt: skip
     return table
@@ -95,7 +105,8 @@ def rows(logs: dict) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/convergence", help="folder of the results")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (default 400)")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, from different weights (default 3)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
@@ -103,16 +114,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in ("fp32", "bf16"):
             for impl in ("hf", "hfpatch", "liger") if gpu else ("hf", "hfpatch"):
-                print(f"{impl} {dtype} ...", flush=True)
-                logs[impl, dtype] = curve(impl, dtype, args.steps, Path(scratch), Path(scratch) / "cache")
+                for seed in range(args.seeds):
+                    print(f"{impl} {dtype} seed {seed} ...", flush=True)
+                    run = curve(impl, dtype, seed, args.steps, Path(scratch), Path(scratch) / "cache")
+                    logs[impl, dtype, seed] = run
     with open(args.out / "losses.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["impl", "dtype", "step", "kind", "nats_per_token"])
-        for (impl, dtype), log in logs.items():
+        writer.writerow(["impl", "dtype", "seed", "step", "kind", "nats_per_token"])
+        for (impl, dtype, seed), log in logs.items():
             for entry in log:
                 for kind in ("loss", "eval_loss"):
                     if kind in entry:
-                        writer.writerow([impl, dtype, entry["step"], kind, entry[kind]])
+                        writer.writerow([impl, dtype, seed, entry["step"], kind, entry[kind]])
     draw(logs, args.out / "curves.png")
     table = rows(logs)
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
@@ -122,12 +135,7 @@ def main() -> int:
               "sources; equal batches for all. bf16 is autocast over fp32 weights."]  # fmt: skip
     lines += [] if gpu else ["Liger has no CPU path: its row comes from a run on a GPU."]
     lines += ["", "| " + " | ".join(table[0]) + " |", "|" + "---|" * len(table[0])]
-    for row in table:
-        cells = (
-            f"{v:.2e}" if k.startswith("largest") else f"{v:.4f}" if isinstance(v, float) else str(v)
-            for k, v in row.items()
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in table]
     lines += ["", "![curves](curves.png)", ""]
     (args.out / "README.md").write_text("\n".join(lines))
     print("\n".join(lines))

@@ -11,6 +11,12 @@ from workbench import JSON_SOURCES, ROOT, TEMPLATE, load_script
 from hfpatch.training import tokenizer as byte_level
 
 
+@pytest.fixture(autouse=True)
+def precision_of_its_own(monkeypatch):
+    """transformers 4 leaves a run's bf16 in the environment, where the next run of the process finds it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Real text that every machine has: the sources of Python's json package."""

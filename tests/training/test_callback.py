@@ -78,8 +78,10 @@ def test_apply_with_model_init_is_refused(tmp_path):
 
 
 def test_apply_beside_liger_is_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args.use_liger_kernel = True  # Trainer itself would ask for Liger to be installed
     with pytest.raises(ValueError, match="use_liger_kernel came too"):
-        make_trainer(tmp_path, Callback(apply=True), use_liger_kernel=True)
+        Callback(apply=True).on_init_end(args, None, None, model=tiny.llama())
 
 
 def test_flops_are_those_of_the_stock_model():

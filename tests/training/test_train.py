@@ -10,11 +10,13 @@ import time
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from workbench import JSON_SOURCES, ROOT, history
 
 LOSSES = ("loss", "eval_loss")
+LOGGED = 1e-4 if transformers.__version__ < "5" else 0.0  # transformers 4 rounds the losses it logs
 
 
 def losses(folder):
@@ -60,7 +62,7 @@ def test_impls_agree_and_padding_runs_too(run_train):
         code, _, err, folder = run_train(impl, **flags)
         assert code == 0, err
         found[impl] = [loss for _, loss in losses(folder)]
-    assert found["hfpatch"] == pytest.approx(found["hf"], rel=1e-5)
+    assert found["hfpatch"] == pytest.approx(found["hf"], rel=1e-5, abs=LOGGED)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -91,7 +93,8 @@ def test_split_of_a_batch_changes_rounding_alone(run_train):
         code, _, err, folder = run_train(f"{size}x{steps}", **flags)
         assert code == 0, err
         found.append([entry[name] for entry in history(folder) if "loss" in entry for name in ("loss", "grad_norm")])
-    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(found[0], rel=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=LOGGED)
+    assert found[2] == pytest.approx(found[0], rel=1e-5, abs=LOGGED)
 
 
 def test_early_stopping_with_patience_and_delta(run_train):
@@ -108,16 +111,17 @@ def test_early_stopping_with_patience_and_delta(run_train):
 def test_best_model_is_the_one_saved(run_train):
     """A rate far too high makes the loss rise after the first steps; the saved model is that of the lowest loss."""
     flags = {
-        "max_steps": 6, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best",
-        "metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1.0,
+        "max_steps": 6, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+        "save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1.0,
         "lr_scheduler_type": "constant", "max_grad_norm": 0,
     }  # fmt: skip
     code, _, err, folder = run_train(**flags)
     assert code == 0, err
-    evaluated = dict(pair for pair in losses(folder) if pair[0] % 2 == 0)
-    best = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-    state = json.loads((best / "trainer_state.json").read_text())
-    assert evaluated and state["best_global_step"] == int(best.name.rpartition("-")[2]) < 6
+    evaluated = {e["step"]: e["eval_loss"] for e in history(folder) if "eval_loss" in e}
+    step = min(evaluated, key=evaluated.get)
+    assert step < 6, "the loss did rise"
+    best = folder / f"checkpoint-{step}"
+    assert json.loads((folder / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
     kept, final = load_file(best / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(kept[name], final[name]) for name in kept)
 
