@@ -69,6 +69,8 @@ def test_text_is_learned_whole_and_ends(tokenizer):
     [
         # drops what the assistant thought in earlier turns, as reasoning models' templates do
         ("{{ m.content | trim }}", "{{ m.content if loop.last else '...' }}"),
+        # the same for the assistant's turns alone
+        ("{{ m.content | trim }}", "{{ m.content if loop.last or m.role != 'assistant' else '...' }}"),
         # says how many messages there are, up front
         ("{{ bos_token }}", "{{ messages | length }}"),
     ],
