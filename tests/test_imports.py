@@ -16,7 +16,18 @@ ROWS = (
     ("models", "checkpoint"),
     ("spec",),
     ("patch",),
-    ("planner", "profiling", "callback", "training", "placement", "step_in_backward", "configs", "doctor", "run", "bench"),
+    (
+        "planner",
+        "profiling",
+        "callback",
+        "training",
+        "placement",
+        "step_in_backward",
+        "configs",
+        "doctor",
+        "run",
+        "bench",
+    ),
     ("cli",),
     ("__main__",),
 )
@@ -69,7 +80,11 @@ def test_imports_point_down(name):
         parts = full.split(".")
         if parts[0] == "hfpatch" and len(parts) > 1:
             target = ".".join(parts[1:])
-            if target == "__version__" or within(target, ("apply", "undo", "plan", "profile")) and target not in MODULES:
+            if (
+                target == "__version__"
+                or within(target, ("apply", "undo", "plan", "profile"))
+                and target not in MODULES
+            ):
                 continue
             assert row(target) <= row(name), f"hfpatch.{name} imports {full}, which stands above it"
 

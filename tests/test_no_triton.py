@@ -39,8 +39,13 @@ print(hfpatch.apply(tiny.llama()))
 
 def test_trains_without_triton():
     tests = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     env.pop("TRITON_INTERPRET", None)
     out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
     assert out.returncode == 0, out.stderr[-2000:]
-    assert "fused ops run as plain PyTorch: Triton is not installed" in out.stdout, "the report says which path is in use"
+    assert "fused ops run as plain PyTorch: Triton is not installed" in out.stdout, (
+        "the report says which path is in use"
+    )

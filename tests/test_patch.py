@@ -66,7 +66,13 @@ def test_as_good_as_stock_in_float32(way):
 @pytest.mark.parametrize("way", ["off", "tiled"])
 def test_gradcheck_of_the_whole_model(way):
     """Finite differences along random directions of the embeddings and of every parameter."""
-    small = {"vocab_size": 7, "hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {
+        "vocab_size": 7,
+        "hidden_size": 4,
+        "intermediate_size": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = tiny.llama(dtype=torch.float64, pad_token_id=None, bos_token_id=1, eos_token_id=2, **small)
     hfpatch.apply(model, checkpointing="off" if way == "off" else hfpatch.Checkpointing(tile=2))
     names, values = zip(*((n, p.detach().clone()) for n, p in model.named_parameters() if "embed" not in n))
@@ -161,7 +167,9 @@ def test_only_this_instance_changes():
         got = tiny.step(other, tiny.labelled())
         assert all(torch.equal(got[n], expected[n]) for n in expected)
     assert {n: v for n, v in vars(hf).items() if callable(v)} == functions
-    assert {(k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()} == methods
+    assert {
+        (k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()
+    } == methods
 
 
 # --- refused, with the fix named -------------------------------------------------------------------------------------------
@@ -208,7 +216,9 @@ def test_layer_compiled_on_its_own_refused():
 @pytest.fixture
 def one_process(tmp_path):
     """A gloo group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -271,5 +281,3 @@ def test_classification_trains_exactly(head):
     labels = torch.arange(8) % 3 if rows else tiny.ids(8) % 3
     batch = {"input_ids": tiny.ids(8), "attention_mask": torch.ones(8, tiny.TOKENS, dtype=torch.long), "labels": labels}
     tiny.assert_as_good(ours, stock, batch)
-
-

@@ -238,7 +238,9 @@ def test_packed_with_hidden_states(extra):
     batch = packed()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     reference = one_by_one(batch)
-    got = gradients(tiny.patched(stock), lambda m: m(**batch, **{"output_hidden_states": extra == "output_hidden_states"}).loss)
+    got = gradients(
+        tiny.patched(stock), lambda m: m(**batch, **{"output_hidden_states": extra == "output_hidden_states"}).loss
+    )
     plain, true = gradients(stock, reference), gradients(tiny.exact(stock), reference)
     for key in got:
         assert_close(got[key], plain[key], true[key], key)

@@ -47,9 +47,15 @@ def train(model, path, trainer=Trainer, **arguments):
         "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    more = {n: arguments.pop(n) for n in ("callbacks", "compute_metrics", "preprocess_logits_for_metrics") if n in arguments}
+    more = {
+        n: arguments.pop(n) for n in ("callbacks", "compute_metrics", "preprocess_logits_for_metrics") if n in arguments
+    }
     made = trainer(
-        model=model, args=TrainingArguments(**{**settings, **arguments}), train_dataset=Rows(), eval_dataset=Rows(4), **more
+        model=model,
+        args=TrainingArguments(**{**settings, **arguments}),
+        train_dataset=Rows(),
+        eval_dataset=Rows(4),
+        **more,
     )
     made.train()
     return made, [entry["loss"] for entry in made.state.log_history if "loss" in entry]
@@ -248,7 +254,9 @@ def test_apply_between_two_trainings(tmp_path):
     report = hfpatch.apply(model, checkpointing=tiny.TILED)
     assert report.count("loss") == 1 or any(o == "loss" and "forward" in why for o, why in report.skipped)
     tiny.step(model, tiny.labelled())
-    assert tiny.step(model, tiny.labelled())["loss"] == pytest.approx(float(tiny.step(plain, tiny.labelled())["loss"]), rel=1e-2)
+    assert tiny.step(model, tiny.labelled())["loss"] == pytest.approx(
+        float(tiny.step(plain, tiny.labelled())["loss"]), rel=1e-2
+    )
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------------------
@@ -371,7 +379,10 @@ def test_sft_trainer(order, tmp_path):
 
     vocabulary = {f"t{i}": i for i in range(tiny.VOCAB)}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t3")), pad_token="t0", eos_token="t2", unk_token="t3"
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t3")),
+        pad_token="t0",
+        eos_token="t2",
+        unk_token="t3",
     )
     rows = datasets.Dataset.from_dict({"input_ids": tiny.ids(8, seed=4).tolist()})
 

@@ -46,7 +46,9 @@ def test_no_valid_label(way, num_items):
     loss = got.pop("loss")
     assert loss.isnan() if num_items is None else loss == 0
     assert loss.isnan() == plain.isnan()
-    assert got.keys() == {n for n, _ in stock.named_parameters()}, "every parameter still has a gradient: engines wait for it"
+    assert got.keys() == {n for n, _ in stock.named_parameters()}, (
+        "every parameter still has a gradient: engines wait for it"
+    )
     assert all((g == 0).all() for g in got.values())
 
 
@@ -85,7 +87,8 @@ def test_ignored_tokens_skip_the_matmul():
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 @pytest.mark.parametrize(
-    "trains", ["lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn.q_proj", "layernorm", "embed_tokens"]
+    "trains",
+    ["lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn.q_proj", "layernorm", "embed_tokens"],
 )
 def test_only_one_part_trains(trains, way):
     """Frozen hidden states with a trainable lm_head leave Liger's weight.grad None; others go through a frozen layer."""
@@ -255,7 +258,10 @@ def test_gradients_that_a_hook_keeps_stay_what_they_were(way):
             out.retain_grad()
             grads[f"{n} itself"] = out
 
-        hooks = [layer.register_forward_hook(lambda m, a, o, n=n: watch(m, a, o, n)) for n, layer in enumerate(model.model.layers)]
+        hooks = [
+            layer.register_forward_hook(lambda m, a, o, n=n: watch(m, a, o, n))
+            for n, layer in enumerate(model.model.layers)
+        ]
         tiny.step(model, tiny.labelled())
         for hook in hooks:
             hook.remove()
@@ -314,9 +320,14 @@ def test_one_token_more_costs_no_more():
 
 def test_no_host_read_of_a_device_tensor():
     """`.item()` and `torch.equal` in Liger wait for the device: none of the ops reads a tensor on the host."""
+
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            assert op.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero), op
+            assert op.overloadpacket not in (
+                torch.ops.aten._local_scalar_dense,
+                torch.ops.aten.equal,
+                torch.ops.aten.nonzero,
+            ), op
             return op(*args, **(kwargs or {}))
 
     x = torch.randn(4, 8, requires_grad=True)
@@ -331,7 +342,11 @@ def test_no_host_read_of_a_device_tensor():
 def test_inputs_are_not_overwritten():
     """The caller's labels, embeddings and masks are the caller's."""
     stock = tiny.llama()
-    batch = {"inputs_embeds": torch.randn(2, tiny.TOKENS, 64), "labels": tiny.ids(), "attention_mask": torch.ones(2, tiny.TOKENS)}
+    batch = {
+        "inputs_embeds": torch.randn(2, tiny.TOKENS, 64),
+        "labels": tiny.ids(),
+        "attention_mask": torch.ones(2, tiny.TOKENS),
+    }
     before = copy.deepcopy(batch)
     for ours in patched_both(stock).values():
         tiny.step(ours, batch)

@@ -421,7 +421,13 @@ def test_compile_with_the_tiled_layer():
 def others():
     import transformers as t
 
-    small = {"vocab_size": tiny.VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    small = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     more = {**small, "num_key_value_heads": 2, "head_dim": 16}
     return {
         "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),

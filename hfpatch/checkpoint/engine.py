@@ -19,7 +19,9 @@ from hfpatch.planner.formula import ModelShape, Policy
 def is_sharded(module: nn.Module) -> bool:
     """Whether an engine gathers this module's parameters around its calls (ZeRO-3, FSDP)."""
     names = {c.__name__ for c in type(module).__mro__}
-    return "FSDPModule" in names or any(hasattr(p, "ds_id") or hasattr(p, "_is_flat_param") for p in module.parameters())
+    return "FSDPModule" in names or any(
+        hasattr(p, "ds_id") or hasattr(p, "_is_flat_param") for p in module.parameters()
+    )
 
 
 class Engine:
@@ -172,4 +174,3 @@ class Engine:
             self.transfers.close()
         self.transfers = self.queue = None
         self.policies.clear()
-

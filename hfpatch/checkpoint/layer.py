@@ -530,4 +530,3 @@ def tiled_layer(engine, layer, x, cos, sin, documents: Documents | None = None) 
     y = _TiledLayer.apply(call, x, *tensors)
     engine.linked(call, y)
     return y
-

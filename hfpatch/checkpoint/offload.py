@@ -1,9 +1,9 @@
 """Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files on a disk.
 
-Nothing here waits on the compute stream except for the event it needs, and nothing calls `record_stream`: with it the caching
-allocator holds freed blocks until the host has seen an event, which the host, running ahead, does late. A copy's source is
-kept alive until the compute stream has been made to wait for the copy (`settle`), and its destination comes from buffers allocated on
-the compute stream and re-used after the event of their last reader.
+Nothing here waits on the compute stream except for the event it needs, and nothing calls `record_stream`: with it the
+caching allocator holds freed blocks until the host has seen an event, which the host, running ahead, does late. A copy's
+source is kept alive until the compute stream has been made to wait for the copy (`settle`), and its destination comes from
+buffers allocated on the compute stream and re-used after the event of their last reader.
 
 Pinned memory is plain anonymous memory registered with CUDA, block by block, each of the exact size: PyTorch's caching host
 allocator rounds to powers of two, which makes 131,073 tokens cost twice what 131,072 do.
@@ -77,7 +77,9 @@ class HostPool:
 
     def reserve(self, sizes: dict[int, int]) -> None:
         """Makes sure that `sizes[nbytes]` requests of each size can be served; says how far it is where that takes long."""
-        missing = {n: count - sum(len(b) for s, b in self.free.items() if self._serves(s, n)) for n, count in sizes.items()}
+        missing = {
+            n: count - sum(len(b) for s, b in self.free.items() if self._serves(s, n)) for n, count in sizes.items()
+        }
         total = sum(nbytes * count for nbytes, count in missing.items() if count > 0)
         told = self.pinned and total >= 4 << 30
         done = 0

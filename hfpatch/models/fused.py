@@ -95,9 +95,7 @@ class FusedAttention:
         name = self.config._attn_implementation
         attend = self.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(
-            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*shape[:-2], -1).contiguous()), weights
 
 
@@ -245,7 +243,9 @@ class FusedModel:
         return_dict = kwargs.get("return_dict")
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
-        kwargs = {n: v for n, v in kwargs.items() if n not in ("return_dict", "output_attentions", "output_hidden_states")}
+        kwargs = {
+            n: v for n, v in kwargs.items() if n not in ("return_dict", "output_attentions", "output_hidden_states")
+        }
         positions = self.rotary_emb(x, position_ids=position_ids)
         if tiled:
             kwargs["hfpatch_documents"] = documents
@@ -279,7 +279,9 @@ class FusedModel:
         allowed = (causal_TT & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
         if implementation == "sdpa":
             return allowed
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
 
     @staticmethod
     def _is_packed(given, attention_mask, position_ids) -> bool:
@@ -409,5 +411,3 @@ class FusedCausalLM:
         if setting != "auto":
             return bool(setting)
         return labels.numel() * self.config.vocab_size * 4 <= EVAL_LOGITS_BYTES
-
-

@@ -159,7 +159,9 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, documents
 
 
 @lru_cache(maxsize=64)
-def choose_backend(device_type: str, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int) -> str:
+def choose_backend(
+    device_type: str, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
+) -> str:
     """The fastest backend that is right on this device, by one forward and backward each on a short sequence.
 
     Measured once per shape (tokens: the next power of two, at most 16,384) and cached; a backend that raises, or that differs
@@ -177,7 +179,9 @@ def choose_backend(device_type: str, dtype: torch.dtype, n_heads: int, n_kv_head
     generator = torch.Generator(device=device_type).manual_seed(0)
     # Heads out of the middle of a wider tensor, as the layer passes them.
     q, k, v, dout = (
-        torch.randn(1, tokens, 2 * h, head_dim, generator=generator, device=device_type, dtype=dtype)[:, :, h:].transpose(1, 2)
+        torch.randn(1, tokens, 2 * h, head_dim, generator=generator, device=device_type, dtype=dtype)[
+            :, :, h:
+        ].transpose(1, 2)
         for h in (n_heads, n_kv_heads, n_kv_heads, n_heads)
     )
     scale = head_dim**-0.5
@@ -246,7 +250,9 @@ def attention_forward(q_BTHE, k_BTKE, v_BTKE, *, scale: float, documents: Docume
     return out_NHE.view(B, T, H, E), lse_HN, ()
 
 
-def attention_backward(dout_BTHE, q, k, v, out, lse, state, *, scale: float, documents: Documents | None = None, backend: str):
+def attention_backward(
+    dout_BTHE, q, k, v, out, lse, state, *, scale: float, documents: Documents | None = None, backend: str
+):
     """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned."""
     if documents is None:
         grads = BACKENDS[backend][1](*(x.transpose(1, 2) for x in (dout_BTHE, q, k, v, out)), lse, state, scale)

@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 import torch
-from tests.models import gradients, largest_difference, pair, stock_loss, tiny_llama, tokens
-from tests.numerics import assert_close
 
 import hfpatch
 from hfpatch.checkpoint import layer as layer_module
+from tests.models import gradients, largest_difference, pair, stock_loss, tiny_llama, tokens
+from tests.numerics import assert_close
 
 BUDGET = 4096 * 2.0**-52
 
@@ -91,7 +91,9 @@ def test_biases_and_inputs_embeds():
     results = []
     for m in (stock, model):
         x = torch.randn(2, 37, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        (stock_loss(m, tokens(), inputs_embeds=x) if m is stock else m(inputs_embeds=x, labels=tokens()).loss).backward()
+        (
+            stock_loss(m, tokens(), inputs_embeds=x) if m is stock else m(inputs_embeds=x, labels=tokens()).loss
+        ).backward()
         results.append({"x": x.grad, **gradients(m)})
     assert largest_difference(*results) < BUDGET
 
@@ -150,7 +152,8 @@ def test_dropout_is_the_same_when_run_again():
 
     model = tiny_llama(num_hidden_layers=2)
     model = get_peft_model(
-        model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False)
+        model,
+        LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False),
     )
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14), loss=False)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -466,6 +469,7 @@ def test_host_memory_does_not_grow_and_is_released():
     # x and out of 3 layers in float64, and the log-sum-exp: exactly, with nothing rounded up.
     assert held == [3 * 2 * 37 * (64 * 8 + 64 * 8 + 4 * 8)] * 4
     pool = model.model._hfpatch_engine.transfers.pool
+
     def step(T):
         ids = tokens(2, T)
         model(ids, labels=ids).loss.backward()

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.numerics import assert_close
 
 from hfpatch.ops import attention as A
+from tests.numerics import assert_close
 
 
 def inputs(B, T, H, K, E, dtype, seed=0):
@@ -47,9 +47,7 @@ def test_documents(dtype):
     exact = reference(q, k, v, dout, 0.25, documents, torch.float64)
     plain = reference(q, k, v, dout, 0.25, documents, dtype)
     out, lse, state = A.attention_forward(q, k, v, scale=0.25, documents=documents, backend="cpu")
-    grads = A.attention_backward(
-        dout, q, k, v, out, lse, state, scale=0.25, documents=documents, backend="cpu"
-    )
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, documents=documents, backend="cpu")
     lse = lse.view(4, 2, 20).transpose(0, 1)
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
         check(got, p, e, name, dtype, 20)
