@@ -20,7 +20,8 @@ class Callback(TrainerCallback):
 
     tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
     (recomputation not counted, causal attention counted by half); on a device without a published peak the share of a
-    matmul measured at the start. peak_gpu_gib is allocated memory, peak_host_gib the process's largest resident set.
+    matmul measured at the start. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
+    peak_host_gib the process's largest resident set.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
@@ -122,6 +123,7 @@ def memory_columns(device) -> dict:
     columns = {"peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)}
     if torch.device(device).type == "cuda":
         columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
+        columns["peak_gpu_reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GiB, 3)
     return columns
 
 
@@ -158,15 +160,15 @@ def published_peak(device_name: str) -> float | None:
 
 
 def peak_flops(device, dtype: torch.dtype) -> float:
-    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of four matmuls."""
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of eight matmuls."""
     device = torch.device(device)
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         known = published_peak(torch.cuda.get_device_name(device))
         if known:
             return known
-    n = 8192 if device.type == "cuda" else 768
+    n = 8192 if device.type == "cuda" else 1024
     a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
-    for _ in range(4):
+    for _ in range(8):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()

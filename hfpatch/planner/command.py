@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from hfpatch.checkpoint.policy import Checkpointing
-from hfpatch.planner.hardware import GPUS
+from hfpatch.planner.hardware import GPUS, parse_lengths
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, plan
 from hfpatch.planner.presets import PRESETS
@@ -25,7 +25,7 @@ def add_arguments(parser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(PRESETS)}; or a config.json, a folder, a hub id")
-    add("--seq-len", type=int, default=131072, help="tokens a sequence (131072)")
+    add("--seq-len", default="131072", help="tokens a sequence, such as 8192 or 128k (131072)")
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
@@ -82,12 +82,7 @@ def main(args) -> int:
     if args.png and not args.sweep:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
     if args.sweep:
-        try:
-            lengths = [int(length) for length in args.sweep.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"hfpatch: --sweep takes lengths like 8192,32768, {args.sweep!r} came; write whole numbers."
-            ) from None
+        lengths = parse_lengths(args.sweep)
         names = candidates(args.placement, args.gpus)
         plans = [plan(args.model, seq_len=n, placement=p, **common) for p in names for n in lengths]
         print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
@@ -95,7 +90,10 @@ def main(args) -> int:
             picture(plans, args.png)
             print(f"wrote {args.png}", file=sys.stderr)
         return 0 if any(p.fits for p in plans) else 3
-    found = plan(args.model, seq_len=args.seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
+    seq_len = parse_lengths(args.seq_len)
+    if len(seq_len) != 1:
+        raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
+    found = plan(args.model, seq_len=seq_len[0], placement=args.placement, max_seq_len=args.max_seq_len, **common)
     if args.simulate:
         found = _simulated(args, found)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)

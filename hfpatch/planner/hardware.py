@@ -106,3 +106,16 @@ def parse_bytes(text) -> int:
     if value < 0:
         raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
     return int(value)
+
+
+def parse_lengths(text) -> list[int]:
+    """Tokens from "8192", "128k" or several with commas: "8k,32768" -> [8192, 32768]. ValueError for anything else."""
+    found = []
+    for part in str(text).split(","):
+        number = part.strip().lower()
+        factor = 1024 if number.endswith("k") else 1
+        number = number.removesuffix("k")
+        if not number.isdigit() or int(number) < 1:
+            raise ValueError(f"hfpatch: a length is tokens such as 8192 or 8k, {part!r} came; write a number.")
+        found.append(int(number) * factor)
+    return found

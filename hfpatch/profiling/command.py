@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from hfpatch.planner.hardware import parse_lengths
 from hfpatch.profiling.run import command_line, profile, results
 from hfpatch.profiling.timeline import size
 
@@ -40,19 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="results on stdout as JSON, nothing else")
 
 
-def lengths(text: str) -> list[int]:
-    """'8k,32768' -> [8192, 32768]. Raises ValueError for what is no length."""
-    found = []
-    for part in text.split(","):
-        number = part.strip().lower()
-        factor = 1024 if number.endswith("k") else 1
-        number = number.removesuffix("k")
-        if not number.isdigit():
-            raise ValueError(f"hfpatch: --seq-len takes tokens such as 8192 or 8k, {part!r} came; write a number.")
-        found.append(int(number) * factor)
-    return found
-
-
 def checkpointing_fields(pairs: list[str]) -> dict | None:
     """['offload=host', 'tile=4096'] -> {'offload': 'host', 'tile': 4096}; None for none: hfpatch's own choice."""
     fields = {}
@@ -70,7 +58,7 @@ def checkpointing_fields(pairs: list[str]) -> dict | None:
 
 def main(args) -> int:
     wanted = {
-        "seq_len": lengths(args.seq_len),
+        "seq_len": parse_lengths(args.seq_len),
         "impl": args.impl.split(","),
         "batch": args.batch,
         "steps": args.steps,

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from hfpatch.cli import main
+from hfpatch.planner.hardware import parse_lengths
 from hfpatch.profiling import run as runner
-from hfpatch.profiling.command import checkpointing_fields, lengths
+from hfpatch.profiling.command import checkpointing_fields
 
 
 def call(capfd, *arguments):
@@ -85,6 +86,6 @@ def test_checkpointing_fields():
 
 
 def test_lengths():
-    assert lengths("8k,32768, 128K") == [8192, 32768, 131072]
-    with pytest.raises(ValueError, match="^hfpatch: --seq-len"):
-        lengths("8k,many")
+    assert parse_lengths("8k,32768, 128K") == [8192, 32768, 131072]
+    with pytest.raises(ValueError, match="^hfpatch: a length"):
+        parse_lengths("8k,many")
