@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint import memory
-from hfpatch.checkpoint.layer import LayerCall, private_holders, tile_bounds
+from hfpatch.checkpoint.layer import LayerCall, tile_bounds
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.policy import Checkpointing, choose
+from hfpatch.checkpoint.privacy import private_holders
 from hfpatch.checkpoint.shards import Shards, tensor_parallel_group
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 from hfpatch.planner.formula import ModelShape, Policy

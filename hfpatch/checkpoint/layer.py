@@ -13,7 +13,6 @@ x is fetched once a phase and is not resident in C. With a single tile x stays, 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
 
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,52 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.offload import Saved, Transfers
+from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import WeightGradients, current, trainable
 from hfpatch.ops.attention import Documents, attention_backward, attention_forward, heads_per_group, pick
 from hfpatch.planner.formula import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
-
-
-# --- is the incoming gradient ours to overwrite? ---------------------------------------------------------------------------
-
-
-def _holders(grad: Tensor) -> tuple[int, int, int]:
-    """How many hold this tensor: in Python, in C++, and its storage."""
-    # Where PyTorch does not tell, nothing counts as private: the gradient is copied, never overwritten.
-    users = grad._use_count() if hasattr(grad, "_use_count") else sys.maxsize
-    return sys.getrefcount(grad), users, torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-
-
-class _Probe(torch.autograd.Function):
-    """Sees a gradient that nobody else holds, from where _TiledLayer.backward sees one."""
-
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.seen.append(_holders(dy))
-        return dy.clone(), None
-
-
-def private_holders(like: Tensor) -> tuple[int, int, int]:
-    """What `_holders` says of a gradient that only the autograd engine holds, for tensors of this kind."""
-    seen: list = []
-    with torch.enable_grad(), torch.autocast(like.device.type, enabled=False):
-        x = torch.ones(2, device=like.device).requires_grad_()
-        y = _Probe.apply(_Probe.apply(x, seen), [])
-        torch.autograd.grad(y, x, torch.ones_like(y))
-    return seen[0]
-
-
-def is_private(grad: Tensor, holders: tuple, private: tuple) -> bool:
-    """Whether nobody but this backward can see the gradient's memory."""
-    whole = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-    return whole and sys.maxsize not in holders and all(have <= alone for have, alone in zip(holders, private))
 
 
 def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
@@ -506,8 +466,8 @@ class _TiledLayer(torch.autograd.Function):
         call = ctx.call
         if dy is None:
             return (None,) * (2 + len(call.places))
-        holders = _holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
-        private = is_private(dy, holders, call.private)
+        held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
+        private = is_private(dy, held, call.private)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
         return None, dx, *grads
