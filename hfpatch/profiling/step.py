@@ -341,9 +341,12 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
         # type(), not isinstance(): proxies among all objects of a process warn or raise when asked for their class.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.layout is torch.strided:
             storage = _local(thing).untyped_storage()
-            # A fake tensor claims the device; its storage, on meta, has no memory.
+            try:
+                pointer = storage.data_ptr()
+            except RuntimeError:
+                continue  # a fake or functional tensor that a compiler left: it claims the device and has no memory
             if storage.nbytes() and storage.device.type == device.type:
-                sizes[storage.data_ptr()] = storage.nbytes()
+                sizes[pointer] = storage.nbytes()
     for tensor in map(_local, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
     kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
