@@ -2,7 +2,7 @@
 
     python scripts/placement_curves.py --out profiles/placement
 
-A 0.9 M parameter Llama reads the bytes of this Python's standard library. Each run is a process of its own; all start
+A 0.8 M parameter Llama reads the bytes of this Python's standard library. Each run is a process of its own; all start
 from the same float32 weights and see the same rows in the same order, without gradient clipping (gpu8bit-fused has
 none). Two runs are there to judge by: float32 AdamW from the same weights rounded to bf16, which shows how far apart two
 equally good runs come, and gpu8bit rounding to nearest, which shows what stochastic rounding is for. On a CPU
