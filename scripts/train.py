@@ -89,6 +89,7 @@ def train(argv) -> int:
         bytes_per_token=data.bytes_per_token,
         **placed,
     )
+    checks.engine_is_on(args, run.accelerator)
     begin = time.monotonic()
     result = run.train(resume_from_checkpoint=checkpoint)
     if stop.reason == "SIGTERM":

@@ -198,6 +198,16 @@ def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
     return step_memory(shape, policy, **sizes).beyond
 
 
+def engine_is_on(args, accelerator) -> None:
+    """ValueError where DeepSpeed was asked for and accelerate chose something else: the weights are split, nobody gathers them."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if args.deepspeed and kind != "DEEPSPEED":
+        raise ValueError(
+            f"hfpatch: expected accelerate to run DeepSpeed as its config asks, it runs {kind}; "
+            "launch with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or with plain python."
+        )
+
+
 def run_record(config, model, data, args, fingerprint: str) -> dict:
     """What a resumed run must share with the one before, for the same batches and the same weights."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size

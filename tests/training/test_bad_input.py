@@ -6,6 +6,7 @@ import pytest
 from workbench import JSON_SOURCES, load_script
 
 import hfpatch.training.prepare
+from hfpatch.training import checks
 
 
 @pytest.fixture
@@ -187,3 +188,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     with pytest.raises(ValueError, match="invalid literal"):
         script.main([])
     assert JSON_SOURCES.is_dir()
+
+
+def test_deepspeed_that_accelerate_left_out_is_refused():
+    from types import SimpleNamespace
+
+    asked = SimpleNamespace(deepspeed="zero3.json")
+    with pytest.raises(ValueError, match="it runs NO; launch with `accelerate launch --use_deepspeed"):
+        checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.NO"))
+    checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.DEEPSPEED"))
+    checks.engine_is_on(SimpleNamespace(deepspeed=None), SimpleNamespace(distributed_type="DistributedType.NO"))
