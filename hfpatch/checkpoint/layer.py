@@ -324,8 +324,8 @@ class LayerCall:
             return None
         return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
 
-    def _attention_backward(self, q, k, v, dout, outs, lses) -> None:
-        """Phase C, in place: dq over q, dk over k, dv over v. outs: a function giving the out of a group."""
+    def _attention_backward(self, q, k, v, dout, outs, lses, into) -> None:
+        """Phase C: dq, dk, dv into the three tensors `into`, which may be q, k, v. outs: a function giving a group's out."""
         scale = self.layer.attention_scale
         for g, (hs, ks) in enumerate(self._groups(q, k)):
             grads = attention_backward(
@@ -333,7 +333,7 @@ class LayerCall:
                 scale=scale, documents=self.documents, backend=self.backend,
             )  # fmt: skip
             lses[g] = None
-            for whole, part, grad in zip((q, k, v), (hs, ks, ks), grads):
+            for whole, part, grad in zip(into, (hs, ks, ks), grads):
                 whole[:, :, part].copy_(grad)
             del grads
 
@@ -356,13 +356,7 @@ class LayerCall:
                 B, T, H, E = q.shape
                 dout = out.grad.view(B, T, H, E)
                 fresh = [torch.empty_like(p) for p in (q, k, v)]
-                for g, (hs, ks) in enumerate(self._groups(q, k)):
-                    grads = attention_backward(
-                        dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], outs[g], lses[g], self.states[g],
-                        scale=self.layer.attention_scale, documents=self.documents, backend=self.backend,
-                    )  # fmt: skip
-                    for whole, part, grad in zip(fresh, (hs, ks, ks), grads):
-                        whole[:, :, part].copy_(grad)
+                self._attention_backward(q, k, v, dout, outs.__getitem__, list(lses), fresh)
             del dout, out, outs
             pairs = [(p, g) for p, g in zip(parts, fresh) if p.requires_grad]
             if pairs:
@@ -406,7 +400,7 @@ class LayerCall:
             if lses is None:
                 lses = list(self.transfers.wait(lse_ticket))
             dout = dout.unflatten(2, (q.shape[2], q.shape[3]))
-            self._attention_backward(q, k, v, dout, self._whole_outs(outs), lses)
+            self._attention_backward(q, k, v, dout, self._whole_outs(outs), lses, (q, k, v))
             del dout, outs
             self.out_buffers = None
 
