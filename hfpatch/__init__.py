@@ -14,8 +14,8 @@ _PUBLIC = {
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.plan",
     "profile": "hfpatch.profiling.run",
-    "Callback": "hfpatch.callback",
-    "Checkpointing": "hfpatch.checkpoint.policy",
+    "Callback": "hfpatch.training.callback",
+    "Checkpointing": "hfpatch.memory.policy",
 }
 
 __all__ = [*_PUBLIC, "ops", "__version__"]

@@ -1,3 +1,3 @@
-from hfpatch.cli import main
+from hfpatch.commands.main import main
 
 raise SystemExit(main())

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hfpatch.checkpoint.engine import Engine
-from hfpatch.checkpoint.policy import Checkpointing, choose
+from hfpatch.checkpoint.session import Session
+from hfpatch.memory.formula import ModelShape, step_memory
+from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models.fused import fuse, is_fused_head, runs_its_own_way
 from hfpatch.models.generic import WholeLayer, whole_layer_class
 from hfpatch.ops._library import HAS_TRITON
-from hfpatch.planner.formula import ModelShape, step_memory
 from hfpatch.spec import EMBEDDING, HEAD, SPECS, Swap
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
@@ -24,7 +24,7 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
-_MARKS = ("_hfpatch_engine", "_hfpatch_eval_logits", "_hfpatch_head_told", "_hfpatch_report")
+_MARKS = ("_hfpatch_session", "_hfpatch_eval_logits", "_hfpatch_head_told", "_hfpatch_report")
 
 
 @dataclass
@@ -158,7 +158,7 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
         )
     reasons = {row: next((r for r in map(row.refuses, modules) if r), None) for row, modules in found.items()}
     tiled = settings is not None and not any(reasons[row] for row in found if row.option == "checkpointing")
-    engine = Engine(settings, ModelShape.from_config(config), len(layers)) if tiled else None
+    session = Session(settings, ModelShape.from_config(config), len(layers)) if tiled else None
     for row, modules in found.items():
         if row.option != "model" and not wanted[row.option]:
             report.skipped.append((row.option, "not asked for"))
@@ -171,12 +171,12 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
             report.skipped.append((row.option, reasons[row]))
             continue
         for module in modules:
-            _swap(module, row, engine, eval_logits, report)
+            _swap(module, row, session, eval_logits, report)
         if row.option != "model":
             report.swaps.append((row.option, row.theirs.__name__, len(modules)))
     if any(option in FUSED for option, _, _ in report.swaps):
         report.notes.append(_path_note())
-    if engine is not None:
+    if session is not None:
         report.notes.append(_checkpointing_note(settings, len(layers)))
         report.notes.append(_memory_note(config, settings, next(model.parameters()).element_size()))
         dropout = getattr(config, "attention_dropout", 0.0)
@@ -186,15 +186,15 @@ def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_lo
             )
 
 
-def _swap(module: nn.Module, row: Swap, engine, eval_logits, report: Report) -> None:
+def _swap(module: nn.Module, row: Swap, session, eval_logits, report: Report) -> None:
     module.__class__ = row.ours
     if row.option == "checkpointing":
-        module._hfpatch_engine = engine
+        module._hfpatch_session = session
         # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
         module._z3_leaf = True
     elif row.option == "model":
-        if engine is not None:
-            module._hfpatch_engine = engine
+        if session is not None:
+            module._hfpatch_session = session
             fuse(module.embed_tokens, EMBEDDING.theirs, EMBEDDING.ours)
     elif row.option == "loss":
         module._hfpatch_eval_logits = eval_logits
@@ -221,10 +221,10 @@ def _apply_whole(model, config, settings, wanted, report: Report) -> None:
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return
-    engine = Engine(settings, None, len(layers))
+    session = Session(settings, None, len(layers))
     for layer in layers:
         layer.__class__ = whole_layer_class(type(layer))
-        layer._hfpatch_engine = engine
+        layer._hfpatch_session = session
     report.swaps.append(("checkpointing", type(layers[0]).__name__, len(layers)))
     report.notes.append("layers are checkpointed whole, their inputs offloaded: no tiled form of this architecture.")
 
@@ -252,26 +252,26 @@ def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the engine's host memory. A model never patched stays as it is."""
+    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is."""
     back = {row.ours: row.theirs for rows in SPECS.values() for row in rows} | {
         row.ours: row.theirs for row in (HEAD, EMBEDDING)
     }
-    engines = set()
+    sessions = set()
     for module in model.modules():
         _unpin(module)
         if type(module) in back:
             module.__class__ = back[type(module)]
         elif isinstance(module, WholeLayer):
             module.__class__ = module._hfpatch_base
-        engine = vars(module).get("_hfpatch_engine")
-        if engine is not None:
-            engines.add(engine)
+        session = vars(module).get("_hfpatch_session")
+        if session is not None:
+            sessions.add(session)
             if "_z3_leaf" in vars(module):
                 del module._z3_leaf
         for mark in _MARKS:
             vars(module).pop(mark, None)
-    for engine in engines:
-        engine.close()
+    for session in sessions:
+        session.close()
 
 
 __all__ = ["OPTIONS", "Report", "apply", "undo"]

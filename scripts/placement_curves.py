@@ -48,7 +48,7 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
     """Trains one run and writes its losses to folder/losses.json."""
     import torch
 
-    from hfpatch import placement
+    from hfpatch.training import placement
 
     kind = name.split(",")[0]
     if kind == "zero3-offload":

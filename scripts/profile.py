@@ -19,7 +19,8 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__)
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
-from hfpatch.profiling import command, step  # noqa: E402
+from hfpatch.commands import profile as command  # noqa: E402
+from hfpatch.profiling import step  # noqa: E402
 from hfpatch.profiling.run import read, write  # noqa: E402
 from hfpatch.profiling.timeline import size  # noqa: E402
 

@@ -43,9 +43,8 @@ def train(argv) -> int:
 
     from transformers import EarlyStoppingCallback
 
-    from hfpatch import placement
-    from hfpatch.callback import Callback
-    from hfpatch.training import prepare, trainer
+    from hfpatch.training import placement, prepare, trainer
+    from hfpatch.training.callback import Callback
     from hfpatch.training.dataset import Collator, show
 
     def say(line):

@@ -78,12 +78,12 @@ def test_deepcopy_is_patched_and_apart():
             p.fill_(float("nan"))
     tiny.assert_as_good(twin, stock, tiny.labelled())
     assert tiny.classes(twin) == tiny.classes(ours)
-    assert twin.model.layers[0]._hfpatch_engine is not ours.model.layers[0]._hfpatch_engine
+    assert twin.model.layers[0]._hfpatch_session is not ours.model.layers[0]._hfpatch_session
 
 
 @pytest.mark.parametrize("used", [False, True])
 def test_torch_save_of_the_whole_model(used):
-    """Liger's bound methods fail here. Also once the engine has run."""
+    """Liger's bound methods fail here. Also once the session has run."""
     stock = tiny.llama()
     ours = tiny.patched(stock)
     if used:
@@ -207,7 +207,7 @@ def test_dropout_is_drawn_again_in_backward():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_transformers_checkpointing_is_replaced_and_comes_back(when, monkeypatch):
-    """Trainer turns it on after apply; the layer's own engine must stay in place, and undo must leave theirs working."""
+    """Trainer turns it on after apply; the session must stay in place, and undo must leave theirs working."""
     stock = tiny.llama()
     ours = copy.deepcopy(stock)
     if when == "before":
@@ -456,7 +456,7 @@ def test_unknown_architecture_is_checkpointed_whole(name, offload):
     buffer.seek(0)
     again = torch.load(buffer, weights_only=False)
     assert [k.__name__ for k in tiny.classes(again)] == [k.__name__ for k in tiny.classes(stock)]
-    layers = [m for m in ours.modules() if "_hfpatch_engine" in vars(m)]
+    layers = [m for m in ours.modules() if "_hfpatch_session" in vars(m)]
     runs = []
     norm = next(m for m in layers[1].modules() if "Norm" in type(m).__name__)
     norm.register_forward_hook(lambda *_: runs.append(1))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.offload import Saved, Transfers
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import WeightGradients, current, trainable
+from hfpatch.memory.formula import Policy
 from hfpatch.ops.attention import Documents, attention_backward, attention_forward, heads_per_group, pick
-from hfpatch.planner.formula import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
@@ -43,7 +43,7 @@ class LayerCall:
     """One forward of one layer, and all that its backward needs."""
 
     layer: nn.Module
-    engine: "object"
+    session: "object"
     policy: Policy
     cos: Tensor
     sin: Tensor
@@ -77,7 +77,7 @@ class LayerCall:
     # -- pieces ------------------------------------------------------------------------------------------------------
     @property
     def transfers(self) -> Transfers:
-        return self.engine.transfers
+        return self.session.transfers
 
     def _autocast(self):
         enabled, dtype, cache = self.autocast
@@ -259,7 +259,7 @@ class LayerCall:
         nbytes = B * self.kept_bounds[0][1] * self.x.row_bytes
         nbytes += B * self.bounds[0][1] * (sum(o.row_bytes for o in self.outs) if stream else 0)
         self.transfers.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
-        self.engine.queue.push(self, self._tile_requests(self._phases()[0]))
+        self.session.queue.push(self, self._tile_requests(self._phases()[0]))
 
     @property
     def kept_bounds(self) -> list[tuple[int, int]]:
@@ -271,7 +271,7 @@ class LayerCall:
 
     def _tiles(self, with_out: bool):
         """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
-        queue = self.engine.queue
+        queue = self.session.queue
         for index, (a, b) in enumerate(self.bounds):
             if self.x.resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
@@ -295,7 +295,7 @@ class LayerCall:
             )
         if self.base is not None and self.x is None:
             self._materialise()
-        queue = self.engine.queue
+        queue = self.session.queue
         streamed = not self.x.resident
         if streamed:
             if not queue.starts_with(self):
@@ -315,7 +315,7 @@ class LayerCall:
         if not keep:
             self.release()
         self.out_buffers = None
-        if before is None and not self.engine.queue.under_way:
+        if before is None and not self.session.queue.under_way:
             self.transfers.drop_ring()
         return dx, weights.sums
 
@@ -467,20 +467,20 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
-def tiled_layer(engine, layer, x, cos, sin, documents: Documents | None = None) -> Tensor:
+def tiled_layer(session, layer, x, cos, sin, documents: Documents | None = None) -> Tensor:
     """Runs `layer` tile by tile on x [B, T, D]; cos, sin [1 or B, T, E].
 
-    engine: checkpoint.engine.Engine. Without a gradient to come nothing is kept.
+    session: checkpoint.session.Session. Without a gradient to come nothing is kept.
     """
     places = trainable(layer)
     tensors = [current(p) for p in places]
-    policy = engine.policy(layer, x)
-    call = LayerCall(layer, engine, policy, cos, sin, documents, places, (), engine.shards)
+    policy = session.policy(layer, x)
+    call = LayerCall(layer, session, policy, cos, sin, documents, places, (), session.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
             return call.forward(x, keep=None)
-    call.private = engine.private(x)
-    engine.link(call, x)
+    call.private = session.private(x)
+    session.link(call, x)
     y = _TiledLayer.apply(call, x, *tensors)
-    engine.linked(call, y)
+    session.linked(call, y)
     return y

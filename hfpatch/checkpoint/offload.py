@@ -21,7 +21,7 @@ from hfpatch.checkpoint.disk import DiskDirectory
 
 
 def host_empty(nbytes: int, pinned: bool) -> tuple[Tensor, object]:
-    """A host buffer of nbytes (uint8) and what keeps it alive. Every host buffer of the engine is made here."""
+    """A host buffer of nbytes (uint8) and what keeps it alive. Every host buffer of the session is made here."""
     if not pinned:
         return torch.empty(nbytes, dtype=torch.uint8), None
     memory = mmap.mmap(-1, nbytes)

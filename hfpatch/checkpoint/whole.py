@@ -1,6 +1,6 @@
 """Checkpointing of a whole layer with its input offloaded: for layers that cannot run tile by tile.
 
-Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's input, which goes to the engine's
+Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's input, which goes to the session's
 tier and comes back one layer ahead of its use.
 """
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 class _Held:
     """One layer's input on its way through the tier."""
 
-    def __init__(self, engine, x: Tensor):
-        self.transfers = engine.transfers
-        self.before = engine.last_held()
+    def __init__(self, session, x: Tensor):
+        self.transfers = session.transfers
+        self.before = session.last_held()
         self.saved, self.ticket = self.transfers.save(x), None
-        engine.last_held = weakref.ref(self)
+        session.last_held = weakref.ref(self)
 
     def fetch(self) -> None:
         if self.ticket is None:
@@ -37,19 +37,19 @@ class _Held:
         self.saved.release()
 
 
-def offloaded_checkpoint(engine, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the engine's policy says. `run` is called again in backward."""
-    policy = engine.policy(None, x_BTD)
+def offloaded_checkpoint(session, run, x_BTD: Tensor):
+    """run(x) checkpointed, x [B, T, D] kept where the session's policy says. `run` is called again in backward."""
+    policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
 
     def pack(tensor):
-        return _Held(engine, tensor) if tensor.data_ptr() == x_BTD.data_ptr() else tensor
+        return _Held(session, tensor) if tensor.data_ptr() == x_BTD.data_ptr() else tensor
 
     def unpack(held):
         return held.get() if isinstance(held, _Held) else held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = checkpoint(run, x_BTD, use_reentrant=False)
-    engine.transfers.settle()
+    session.transfers.settle()
     return y

@@ -104,7 +104,7 @@ class TiledLayer:
 
     @property
     def _gradient_checkpointing_func(self):
-        # transformers sets one whenever checkpointing is turned on; the layer's own engine takes its place.
+        # transformers sets one whenever checkpointing is turned on; the session takes its place.
         return _run_directly
 
     @_gradient_checkpointing_func.setter
@@ -164,12 +164,12 @@ class TiledLayer:
         self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
         position_embeddings=None, hfpatch_documents=None, **kwargs,
     ):  # fmt: skip
-        engine, x = self._hfpatch_engine, hidden_states
+        session, x = self._hfpatch_session, hidden_states
         alone = past_key_values is None and not kwargs.get("output_attentions")
         masked = attention_mask is not None and hfpatch_documents is None
         reason = "an attention mask" if masked else self.why_not_tiled(x, hfpatch_documents is not None)
         if alone and reason is None:
-            return _tiled_layer(engine, self, x, *position_embeddings, hfpatch_documents)
+            return _tiled_layer(session, self, x, *position_embeddings, hfpatch_documents)
         if hfpatch_documents is not None:
             raise ValueError(
                 f"hfpatch: expected a layer that isolates packed documents, found {reason or 'a KV cache'}; "
@@ -180,7 +180,7 @@ class TiledLayer:
             use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
         )  # fmt: skip
         if alone and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return offloaded_checkpoint(engine, run, x)
+            return offloaded_checkpoint(session, run, x)
         return run(x)
 
 
@@ -226,9 +226,9 @@ class FusedModel:
             documents = _find_documents(B, T, given.device, attention_mask, position_ids, cu_seq_lens)
         like = self.embed_tokens.weight if inputs_embeds is None else inputs_embeds
         refuse_packed_shards(self.config, documents, position_ids)
-        engine = getattr(self, "_hfpatch_engine", None)
+        session = getattr(self, "_hfpatch_session", None)
         tiled = (
-            engine is not None
+            session is not None
             and not kwargs["output_attentions"]
             and self.layers[0].why_not_tiled(like, documents is not None) is None
         )

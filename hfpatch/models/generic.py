@@ -38,7 +38,7 @@ class WholeLayer:
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         run = lambda h: super(WholeLayer, self).forward(h, *args, **kwargs)  # noqa: E731
-        return offloaded_checkpoint(self._hfpatch_engine, run, hidden_states)
+        return offloaded_checkpoint(self._hfpatch_session, run, hidden_states)
 
     def __reduce_ex__(self, protocol):
         return _rebuild, (self._hfpatch_base,), self.__dict__

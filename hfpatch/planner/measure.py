@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from hfpatch.planner.hardware import Gpu
+from hfpatch.memory.hardware import Gpu
 
 
 def _seconds(run, least: float = 0.1) -> float:

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from hfpatch.planner.presets import PRESETS, preset_config
-from hfpatch.planner.shape import ModelShape
+from hfpatch.memory.presets import PRESETS, preset_config
+from hfpatch.memory.shape import ModelShape
 
 
 def resolve(model) -> tuple[str, ModelShape, dict]:
@@ -34,11 +34,22 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
             raise ValueError(f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came.")
         return name, ModelShape.from_config(values), values
     if name.count("/") == 1 and not path.parent.exists():
-        from hfpatch.planner.simulate_command import hub_config
-
         values = hub_config(name)
         return name, ModelShape.from_config(values), values
     raise ValueError(
         f"hfpatch: the known models are {', '.join(PRESETS)}, {name!r} came; pass one of them, a config.json, "
         "a model's folder, or a hub id like owner/name."
     )
+
+
+def hub_config(name: str) -> dict:
+    """The config.json of a model on the hub (or in the local cache). ValueError where it cannot be had."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"hfpatch: no config of {name!r} could be had ({reason}); pass a preset or a config.json."
+        ) from None

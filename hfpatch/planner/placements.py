@@ -5,7 +5,7 @@ The names are those of `--placement` (one GPU) and of the engine configurations 
 
 from dataclasses import dataclass
 
-from hfpatch.planner.shape import ModelShape
+from hfpatch.memory.shape import ModelShape
 
 LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
 

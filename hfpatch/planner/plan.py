@@ -5,8 +5,7 @@ Bytes come from formula.py, the memory model that the layer engine's policy asks
 
 from dataclasses import dataclass, field, replace
 
-from hfpatch.checkpoint.policy import HOST_SHARE, Checkpointing, choose
-from hfpatch.planner.formula import (
+from hfpatch.memory.formula import (
     STOCK,
     STOCK_CHECKPOINTING,
     UNTILED,
@@ -16,7 +15,8 @@ from hfpatch.planner.formula import (
     step_flops,
     step_memory,
 )
-from hfpatch.planner.hardware import GPUS, Gpu, gpu_row, parse_bytes
+from hfpatch.memory.hardware import GPUS, Gpu, gpu_row, parse_bytes
+from hfpatch.memory.policy import HOST_SHARE, Checkpointing, choose
 from hfpatch.planner.models import resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.seconds import step_time
@@ -266,7 +266,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     elif checkpointing not in (UNTILED, STOCK, STOCK_CHECKPOINTING) and not isinstance(checkpointing, Checkpointing):
         checkpointing = Checkpointing(offload=checkpointing)
     if host_ram is None and gpu == "this":
-        from hfpatch.checkpoint.memory import host_limit
+        from hfpatch.memory.free import host_limit
 
         host_ram = host_limit()
     host = None if host_ram is None else parse_bytes(host_ram)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hfpatch.planner.formula import STOCK, STOCK_CHECKPOINTING, Flops, ModelShape, Policy, StepMemory
-from hfpatch.planner.hardware import HOST_BYTES_PER_SECOND, Gpu
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, Flops, ModelShape, Policy, StepMemory
+from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
 from hfpatch.planner.placements import Resident
 
 # Bytes that norms, RoPE, SwiGLU, residuals and copies move for one token of one layer, in multiples of hidden and of

@@ -2,8 +2,8 @@
 
 import sys
 
-from hfpatch.planner.formula import STOCK, STOCK_CHECKPOINTING, step_memory
-from hfpatch.planner.shape import ModelShape
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, step_memory
+from hfpatch.memory.shape import ModelShape
 
 STATES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors of a parameter's size and type that each optimizer keeps
 
@@ -32,12 +32,12 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
 
 
 def _policy(model):
-    """What the engine of a patched model resolved for the shape it ran last; None without an engine."""
-    engine = sys.modules.get("hfpatch.checkpoint.engine")
-    if engine is None:
+    """What the session of a patched model resolved for the shape it ran last; None without one."""
+    module = sys.modules.get("hfpatch.checkpoint.session")
+    if module is None:
         return None
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, engine.Engine) and value.policies:
+            if isinstance(value, module.Session) and value.policies:
                 return list(value.policies.values())[-1]
     return None

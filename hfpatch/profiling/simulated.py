@@ -5,15 +5,15 @@ import dataclasses
 
 import torch
 
-from hfpatch.checkpoint.policy import Checkpointing, choose
-from hfpatch.planner import liger
-from hfpatch.planner.follow import current
-from hfpatch.planner.shape import ModelShape
-from hfpatch.planner.simulate import simulate
+from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.shape import ModelShape
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
 from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
 from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
+from hfpatch.simulate import liger
+from hfpatch.simulate.follow import current
+from hfpatch.simulate.simulator import simulate
 
 
 def simulated_run(options: Options) -> Run:

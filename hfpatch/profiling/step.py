@@ -67,7 +67,7 @@ def load_config(name: str):
     """A preset's, a config.json's, a folder's or a hub id's configuration."""
     from transformers import AutoConfig, LlamaConfig
 
-    from hfpatch.planner.presets import PRESETS, preset_config
+    from hfpatch.memory.presets import PRESETS, preset_config
 
     if name in PRESETS:
         return LlamaConfig(**preset_config(name))

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from hfpatch import configs
-from hfpatch.checkpoint.policy import Checkpointing
-from hfpatch.placement import single_process_environment
-from hfpatch.planner.presets import PRESETS
+from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.presets import PRESETS
+from hfpatch.training import configs
+from hfpatch.training.placement import single_process_environment
 
 
 def _flag(default, help, **more):
@@ -151,7 +151,7 @@ def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArgu
         return model
     if model.engine:
         raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
-    from hfpatch import placement
+    from hfpatch.training import placement
 
     name = model.placement if model.placement != "auto" else _fitting(model, values, explicit)
     values.update(placement.training_arguments(name, flags={key: values[key] for key in explicit if key in values}))
@@ -160,8 +160,8 @@ def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArgu
 
 
 def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
-    from hfpatch import placement
-    from hfpatch.checkpoint.memory import gpu_free, host_free
+    from hfpatch.memory.free import gpu_free, host_free
+    from hfpatch.training import placement
     from hfpatch.training.prepare import load_config
 
     gpu = gpu_free()

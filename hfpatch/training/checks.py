@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.checkpoint.memory import host_free, host_limit
-from hfpatch.checkpoint.policy import Checkpointing, choose
-from hfpatch.planner.formula import LLAMA_LIKE, GiB, ModelShape, step_memory
+from hfpatch.memory.formula import LLAMA_LIKE, GiB, ModelShape, step_memory
+from hfpatch.memory.free import host_free, host_limit
+from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.training.arguments import checkpointing_of
 from hfpatch.training.trainer import RUN_FILE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hfpatch.planner.presets import preset_config
+from hfpatch.memory.presets import preset_config
 from hfpatch.training import chat, dataset, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
 

@@ -5,7 +5,7 @@ echo "simulated,implementation,policy,tokens,beyond_gib,host_gib,attention_forwa
 row() {  # implementation, tokens, policy fields
     implementation=$1 tokens=$2
     shift 2
-    python -W ignore -m hfpatch.planner.simulate --preset llama-3.1-8b --impl "$implementation" --seq-len "$tokens" \
+    python -W ignore -m hfpatch.commands.simulate --preset llama-3.1-8b --impl "$implementation" --seq-len "$tokens" \
         ${1:+--policy "$@"} --json 2>/dev/null | python -c '
 import json, sys
 found = json.load(sys.stdin)

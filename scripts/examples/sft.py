@@ -2,7 +2,7 @@
 
     python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
 
-Or leave the script as it is: `accelerate launch -m hfpatch.run your_sft_script.py ...`.
+Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
 """
 
 import sys

@@ -13,9 +13,9 @@ import common
 import step
 
 import hfpatch
+from hfpatch.memory.presets import preset_config
+from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import resident
-from hfpatch.planner.presets import preset_config
-from hfpatch.planner.shape import ModelShape
 
 WORDS = """
 Each length is one forward and backward of Llama-3.1-8B's shape on the real card, without optimizer. A whole step of

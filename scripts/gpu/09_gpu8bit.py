@@ -36,8 +36,8 @@ def train(job: dict) -> dict:
     """The run of one implementation, in this process."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from hfpatch import placement
-    from hfpatch.callback import Callback
+    from hfpatch.training import placement
+    from hfpatch.training.callback import Callback
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 
-from hfpatch.planner.formula import ModelShape, Policy, step_flops, step_memory
-from hfpatch.planner.hardware import GPUS, gpu_row
+from hfpatch.memory.formula import ModelShape, Policy, step_flops, step_memory
+from hfpatch.memory.hardware import GPUS, gpu_row
+from hfpatch.memory.presets import preset_config
 from hfpatch.planner.placements import Resident, resident
-from hfpatch.planner.presets import preset_config
 from hfpatch.planner.seconds import step_time
 
 WORDS = """

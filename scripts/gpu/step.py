@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import torch
 
-from hfpatch.planner.shape import ModelShape
+from hfpatch.memory.shape import ModelShape
 
 GiB = common.GiB
 
@@ -37,7 +37,7 @@ GiB = common.GiB
 def config_of(case):
     from transformers import LlamaConfig
 
-    from hfpatch.planner.presets import preset_config
+    from hfpatch.memory.presets import preset_config
 
     values = preset_config(case.get("preset", "llama-3.1-8b")) | case.get("changes", {})
     if case.get("layers"):
@@ -165,8 +165,8 @@ class HostWatch:
 
 
 def pinned_gib(model) -> float | None:
-    """Pinned host memory: the layer engine's, and the caching host allocator's at its highest."""
-    engines = {id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_engine")) is not None}
+    """Pinned host memory: the session's, and the caching host allocator's at its highest."""
+    engines = {id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_session")) is not None}
     pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
     total = sum(p.bytes_held for p in pools if p.pinned)
     if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):
@@ -175,11 +175,11 @@ def pinned_gib(model) -> float | None:
 
 
 def policy_of(model) -> str:
-    """What the layer engine settled on at this shape."""
+    """What the session settled on at this shape."""
     for module in model.modules():
-        engine = vars(module).get("_hfpatch_engine")
-        if engine is not None and engine.policies:
-            p = list(engine.policies.values())[-1]
+        session = vars(module).get("_hfpatch_session")
+        if session is not None and session.policies:
+            p = list(session.policies.values())[-1]
             flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)}"
             return f"{p.offload} every={p.every} {flags} tile={p.tile}"
     return ""
@@ -233,7 +233,7 @@ def kernel_split(model, batch) -> dict:
 
 def mfu_of(shape, tokens: int, seconds: float) -> float | None:
     """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted."""
-    from hfpatch.callback import step_flops
+    from hfpatch.training.callback import step_flops
 
     name = common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rate = next((rate for part, rate in common.DATASHEET.items() if part in name), None)

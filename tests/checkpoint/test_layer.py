@@ -374,7 +374,7 @@ def test_evaluation_keeps_nothing():
         out = model(ids, labels=ids)
         assert abs(out.loss.item() - stock_loss(stock, ids, input_ids=ids).item()) < BUDGET and out.logits is None
         assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-9, rtol=0)
-    assert model.model._hfpatch_engine.transfers is None
+    assert model.model._hfpatch_session.transfers is None
 
 
 def test_trainers_own_checkpointing_is_replaced(monkeypatch):
@@ -465,10 +465,10 @@ def test_host_memory_does_not_grow_and_is_released():
     for _ in range(4):
         loss = model(ids, labels=ids).loss
         loss.backward()
-        held.append(model.model._hfpatch_engine.transfers.pool.bytes_held)
+        held.append(model.model._hfpatch_session.transfers.pool.bytes_held)
     # x and out of 3 layers in float64, and the log-sum-exp: exactly, with nothing rounded up.
     assert held == [3 * 2 * 37 * (64 * 8 + 64 * 8 + 4 * 8)] * 4
-    pool = model.model._hfpatch_engine.transfers.pool
+    pool = model.model._hfpatch_session.transfers.pool
 
     def step(T):
         ids = tokens(2, T)
@@ -489,7 +489,7 @@ def test_a_dropped_graph_gives_its_memory_back():
     for _ in range(3):
         loss = model(ids, labels=ids).loss
         del loss
-    pool = model.model._hfpatch_engine.transfers.pool
+    pool = model.model._hfpatch_session.transfers.pool
     assert sum(b.numel() for blocks in pool.free.values() for b in blocks) == pool.bytes_held > 0
 
 
@@ -515,11 +515,11 @@ def test_modified_input_is_noticed():
 
 
 def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
-    from hfpatch.checkpoint import engine as engine_module
+    from hfpatch.checkpoint import session as session_module
 
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1, save_attention=True))
-    monkeypatch.setattr(engine_module.memory, "host_free", lambda *a, **k: 30_000)
+    monkeypatch.setattr(session_module.memory, "host_free", lambda *a, **k: 30_000)
     ids = tokens()
     with pytest.raises(ValueError, match="host memory.*saves"):
         model(ids, labels=ids)
@@ -532,10 +532,10 @@ def test_deterministic_backward_is_planned_for_or_refused():
     assert deterministic_scratch(1, 131072, 4, 128, 132) == 33 * 256 * 2**20
     model = tiny_llama()
     hfpatch.apply(model)
-    engine = model.model._hfpatch_engine
-    engine._refuse_large_splits(1, 4096, 132, 80 << 30)
+    session = model.model._hfpatch_session
+    session._refuse_large_splits(1, 4096, 132, 80 << 30)
     with pytest.raises(ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"):
-        engine._refuse_large_splits(1, 131072, 132, 1 << 20)
+        session._refuse_large_splits(1, 131072, 132, 1 << 20)
 
 
 @pytest.mark.parametrize("offload", ["gpu", "host", "disk"])
@@ -543,12 +543,12 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     """stream_attention: the attention outputs come back group by group; several groups, as at long lengths."""
     import dataclasses
 
-    from hfpatch.checkpoint.engine import Engine
+    from hfpatch.checkpoint.session import Session
 
     monkeypatch.setattr(layer_module, "heads_per_group", lambda *sizes: 1)
-    resolve = Engine._resolve
+    resolve = Session._resolve
     monkeypatch.setattr(
-        Engine, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True)
+        Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True)
     )
     where = str(tmp_path) if offload == "disk" else offload
     check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch import configs
+from hfpatch.training import configs
 
 ROOT = Path(__file__).resolve().parents[2]
 DS = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch import placement
+from hfpatch.training import placement
 
 # torchao's extension libraries and pytree registration complain at import on a CPU machine
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::UserWarning:torch.utils._pytree")
@@ -119,7 +119,7 @@ def test_fused_is_the_same_optimizer(tmp_path, tied, patched):
 
 
 def test_gradients_never_exist_together():
-    from hfpatch.step_in_backward import AdamW8bitInBackward
+    from hfpatch.training.step_in_backward import AdamW8bitInBackward
 
     model = make_model()
     alive = []

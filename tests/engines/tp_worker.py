@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.checkpoint import engine as engine_module
+from hfpatch.checkpoint import session as session_module
 
 
 def load(folder: Path) -> LlamaForCausalLM:
@@ -39,15 +39,15 @@ def gradients(model) -> dict[str, torch.Tensor]:
 def held(model, shared: bool) -> tuple[int, int, dict]:
     """Host bytes that one step's checkpoints take on this rank, those of the gathered tile, and the gradients."""
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=12))
-    find, engine_module.tensor_parallel_group = engine_module.tensor_parallel_group, lambda _: None
+    find, session_module.tensor_parallel_group = session_module.tensor_parallel_group, lambda _: None
     if shared:
-        engine_module.tensor_parallel_group = find
+        session_module.tensor_parallel_group = find
     found = gradients(model)
-    engine_module.tensor_parallel_group = find
-    engine = model.model.layers[0]._hfpatch_engine
-    assert (engine.shards is not None) is shared
-    gathered = engine.shards.buffer.numel() * engine.shards.buffer.element_size() if shared else 0
-    return engine.transfers.pool.bytes_held, gathered, found
+    session_module.tensor_parallel_group = find
+    session = model.model.layers[0]._hfpatch_session
+    assert (session.shards is not None) is shared
+    gathered = session.shards.buffer.numel() * session.shards.buffer.element_size() if shared else 0
+    return session.transfers.pool.bytes_held, gathered, found
 
 
 def main(folder: str) -> None:

@@ -8,12 +8,12 @@ import time
 import pytest
 
 import hfpatch
-from hfpatch import cli
-from hfpatch.checkpoint.policy import Checkpointing
-from hfpatch.planner.hardware import GPUS
+from hfpatch.commands import main as cli
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.presets import preset_config
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
-from hfpatch.planner.presets import preset_config
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
@@ -176,7 +176,7 @@ def test_command_simulates_too(capsys):
 
 def test_starts_at_once():
     started = time.process_time()
-    code = "import resource; from hfpatch.cli import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \
+    code = "import resource; from hfpatch.commands.main import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \
            "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout.splitlines()[-1]) < 1.0

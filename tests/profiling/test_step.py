@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.planner.presets import preset_config
-from hfpatch.planner.simulate import simulate
+from hfpatch.memory.presets import preset_config
 from hfpatch.profiling import step
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.report import markdown
 from hfpatch.profiling.timeline import CATEGORIES
+from hfpatch.simulate.simulator import simulate
 
 
 def options(tmp_path, **changes):

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.callback import Callback, memory_columns, model_flops, peak_flops, published_peak
-from hfpatch.planner.shape import ModelShape
+from hfpatch.memory.shape import ModelShape
+from hfpatch.training.callback import Callback, memory_columns, model_flops, peak_flops, published_peak
 
 COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
 
@@ -40,7 +40,9 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
 
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr("hfpatch.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0)
+    monkeypatch.setattr(
+        "hfpatch.training.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0
+    )
     make_trainer(tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1).train()
     assert counted == [2 * 16] * 2 * 3
 

@@ -1,4 +1,4 @@
-"""`python -m hfpatch.run` on scripts that know nothing of hfpatch, and the two examples."""
+"""`python -m hfpatch run` on scripts that know nothing of hfpatch, and the two examples."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ from packaging.version import Version
 from transformers import Trainer
 from workbench import ROOT
 
-from hfpatch import run
-from hfpatch.callback import Callback
+from hfpatch.commands import run
+from hfpatch.training.callback import Callback
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(model_folde
     script = tmp_path / "user_sft.py"
     script.write_text(SFT)
     found = {}
-    for name, prefix in (("stock", []), ("patched", ["-m", "hfpatch.run"])):
+    for name, prefix in (("stock", []), ("patched", ["-m", "hfpatch", "run"])):
         code, out, err = execute(sys.executable, *prefix, script, model_folder, chat_file, tmp_path / name)
         assert code == 0, err
         layer, _, losses = out.rpartition("LAYER ")[2].strip().partition(" LOSSES ")
@@ -109,7 +109,7 @@ def test_script_sees_its_own_name_arguments_and_folder(restored, tmp_path, capsy
 def test_bad_arguments(restored, capsys, argv, code):
     assert run.main(argv) == code
     captured = capsys.readouterr()
-    assert "usage: python -m hfpatch.run" in captured.out + captured.err
+    assert "usage: python -m hfpatch run" in captured.out + captured.err
 
 
 def example(name):
@@ -157,7 +157,7 @@ def test_unmodified_script_under_an_engine(kind, tmp_path):
                   "no", "--zero3_init_flag", "false"],
         "fsdp2": ["torch.distributed.run", "--standalone", "--nproc_per_node", 2],
     }[kind]  # fmt: skip
-    code, out, err = execute(sys.executable, "-m", *launcher, "-m", "hfpatch.run", script, kind, tmp_path)
+    code, out, err = execute(sys.executable, "-m", *launcher, "-m", "hfpatch", "run", script, kind, tmp_path)
     assert code == 0, out + err
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
     assert len(reports) == 2 and err.count("hfpatch on LlamaForCausalLM") == 1, "the report once, by the first rank"

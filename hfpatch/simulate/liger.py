@@ -72,7 +72,7 @@ def _offload_inputs(model: nn.Module) -> None:
 
 
 def _to_host(tensor):
-    from hfpatch.planner.follow import current
+    from hfpatch.simulate.follow import current
 
     follower = current()
     if follower is None or isinstance(tensor, nn.Parameter):

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from hfpatch.checkpoint.policy import auto_tile
-from hfpatch.planner.formula import ModelShape, Policy, heads_per_group, loss_chunk_rows, step_flops, step_memory
-from hfpatch.planner.hardware import GPUS, gpu_row, parse_bytes
-from hfpatch.planner.presets import PRESETS, preset_config
+from hfpatch.memory.formula import ModelShape, Policy, heads_per_group, loss_chunk_rows, step_flops, step_memory
+from hfpatch.memory.hardware import GPUS, gpu_row, parse_bytes
+from hfpatch.memory.policy import auto_tile
+from hfpatch.memory.presets import PRESETS, preset_config
 
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
@@ -20,8 +20,8 @@ POLICIES = (
 
 
 def compare(preset, tokens, batch, policy, layers=LAYERS):
-    from hfpatch.planner.simulate import simulate
-    from hfpatch.planner.simulate_command import build, prepare
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.simulate.simulator import simulate
 
     config = preset_config(preset) | {"num_hidden_layers": layers}
     shape = ModelShape.from_config(config)
@@ -131,5 +131,5 @@ def test_sizes_refused(text):
 
 
 def test_needs_no_torch():
-    code = "import sys, hfpatch.planner.plan, hfpatch.planner.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, hfpatch.planner.plan, hfpatch.commands.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

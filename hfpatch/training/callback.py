@@ -9,8 +9,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.planner.formula import ModelShape, step_flops
-from hfpatch.planner.hardware import GPUS
+from hfpatch.memory.formula import ModelShape, step_flops
+from hfpatch.memory.hardware import GPUS
 
 GiB = 1 << 30
 

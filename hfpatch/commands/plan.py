@@ -4,11 +4,11 @@ import json
 import sys
 from dataclasses import replace
 
-from hfpatch.checkpoint.policy import Checkpointing
-from hfpatch.planner.hardware import GPUS, parse_lengths
+from hfpatch.memory.hardware import GPUS, parse_lengths
+from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.presets import PRESETS
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, plan
-from hfpatch.planner.presets import PRESETS
 from hfpatch.planner.show import picture, sweep_table
 
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
@@ -57,10 +57,10 @@ def _checkpointing(args):
 
 def _simulated(args, found):
     """The plan with the activations of a simulated step of the same model and policy beside its own."""
-    from hfpatch.planner.formula import Policy
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.memory.formula import Policy
     from hfpatch.planner.models import resolve
-    from hfpatch.planner.simulate import simulate
-    from hfpatch.planner.simulate_command import build, prepare
+    from hfpatch.simulate.simulator import simulate
 
     _, shape, config = resolve(args.model)
     tiled = isinstance(found.policy, dict)

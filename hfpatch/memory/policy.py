@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-from hfpatch.planner.formula import GiB, ModelShape, Policy, step_memory
+from hfpatch.memory.formula import GiB, ModelShape, Policy, step_memory
 
 PLACES = ("auto", "gpu", "host")
 TILE_LEAST, TILE_MOST = 1024, 8192

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.ops._library import IMPLEMENTATIONS
-from hfpatch.planner import kernels_cost
-from hfpatch.planner.shadow import Shadows
+from hfpatch.simulate import kernels_cost
+from hfpatch.simulate.shadow import Shadows
 
 aten = torch.ops.aten
 _FAKE = (FakeTensor,)

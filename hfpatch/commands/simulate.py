@@ -1,4 +1,4 @@
-"""`python -m hfpatch.planner.simulate`: one implementation of one preset, simulated, as a table or as JSON."""
+"""`python -m hfpatch.commands.simulate`: one implementation of one preset, simulated, as a table or as JSON."""
 
 import argparse
 import json
@@ -6,55 +6,11 @@ import time
 
 import torch
 
-from hfpatch.checkpoint.policy import auto_tile
-from hfpatch.planner.formula import Policy
-from hfpatch.planner.presets import preset_config
-from hfpatch.planner.simulate import simulate
-
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", "hfpatch", "hfpatch-off")
-
-
-def build(config: dict, dtype=torch.bfloat16):
-    """A causal language model of a config.json's values on the meta device: shapes without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(config)
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
-
-
-def hub_config(name: str) -> dict:
-    """The config.json of a model on the hub (or in the local cache). ValueError where it cannot be had."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name).to_dict()
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"hfpatch: no config of {name!r} could be had ({reason}); pass a preset or a config.json."
-        ) from None
-
-
-def prepare(model, implementation: str):
-    """Turns the stock model into one of IMPLEMENTATIONS, in place."""
-    if implementation in ("hfpatch", "hfpatch-off"):
-        import hfpatch
-
-        hfpatch.apply(model, checkpointing="off" if implementation == "hfpatch-off" else "auto")
-    elif implementation.startswith("liger"):
-        from hfpatch.planner import liger
-
-        liger.apply(model, tiled=implementation == "liger-tiled-offload")
-    if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    if implementation == "hf-ckpt-chunked":
-        from hfpatch.planner import liger
-
-        liger.apply(model, loss_only=True)
-    return model
+from hfpatch.memory.formula import Policy
+from hfpatch.memory.policy import auto_tile
+from hfpatch.memory.presets import preset_config
+from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
+from hfpatch.simulate.simulator import simulate
 
 
 def _value(text: str):
@@ -62,7 +18,7 @@ def _value(text: str):
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hfpatch.planner.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hfpatch.commands.simulate", description=__doc__)
     parser.add_argument("--preset", default="llama-3.1-8b")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
     parser.add_argument("--seq-len", type=int, default=131072)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch import ops
+from hfpatch.memory.presets import PRESETS, preset_config
 from hfpatch.ops._library import use_kernel
-from hfpatch.planner.presets import PRESETS, preset_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MiB = 1 << 20

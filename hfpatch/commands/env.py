@@ -107,7 +107,7 @@ def _torch_facts() -> dict:
 
 def _limits() -> dict:
     """Host memory, the container's share of it, locked memory, shared memory, disk."""
-    from hfpatch.checkpoint.memory import host_free, host_limit
+    from hfpatch.memory.free import host_free, host_limit
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from hfpatch.cli import main
-from hfpatch.planner.hardware import parse_lengths
+from hfpatch.commands.main import main
+from hfpatch.commands.profile import checkpointing_fields
+from hfpatch.memory.hardware import parse_lengths
 from hfpatch.profiling import run as runner
-from hfpatch.profiling.command import checkpointing_fields
 
 
 def call(capfd, *arguments):

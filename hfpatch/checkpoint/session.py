@@ -7,14 +7,14 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from hfpatch.checkpoint import memory
 from hfpatch.checkpoint.layer import LayerCall, tile_bounds
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
-from hfpatch.checkpoint.policy import Checkpointing, choose
 from hfpatch.checkpoint.privacy import private_holders
 from hfpatch.checkpoint.shards import Shards, tensor_parallel_group
+from hfpatch.memory import free as memory
+from hfpatch.memory.formula import ModelShape, Policy
+from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
-from hfpatch.planner.formula import ModelShape, Policy
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -25,11 +25,11 @@ def is_sharded(module: nn.Module) -> bool:
     )
 
 
-class Engine:
+class Session:
     """One per patched model. A copy or a pickle of it starts with the same settings and nothing under way.
 
     checkpointing: the user's settings; shape: the model's, None where its layers are not Llama's (their inputs are
-    kept whole); n_layers: how many layers share this engine.
+    kept whole); n_layers: how many layers share this session.
     """
 
     def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
@@ -44,10 +44,10 @@ class Engine:
         self.last_held = lambda: None  # checkpoint/whole.py: the input saved before
 
     def __deepcopy__(self, memo):
-        return Engine(self.checkpointing, self.shape, self.n_layers)
+        return Session(self.checkpointing, self.shape, self.n_layers)
 
     def __reduce__(self):
-        return Engine, (self.checkpointing, self.shape, self.n_layers)
+        return Session, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
     def policy(self, layer: nn.Module | None, x_BTD: Tensor) -> Policy:
@@ -97,7 +97,7 @@ class Engine:
         )  # fmt: skip
 
     def _host_free(self) -> int | None:
-        """Free host memory, what this engine's own pool holds in wait counted as free."""
+        """Free host memory, what this session's own pool holds in wait counted as free."""
         free = memory.host_free()
         return free if free is None or self.transfers is None else free + self.transfers.pool.bytes_free
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from hfpatch import doctor
-from hfpatch.cli import main
+from hfpatch.commands import env as doctor
+from hfpatch.commands.main import main
 
 GOOD = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0",

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.planner import kernels_cost
-from hfpatch.planner.follow import Follower
-from hfpatch.planner.formula import Policy
-from hfpatch.planner.presets import preset_config
-from hfpatch.planner.shadow import Shadows
-from hfpatch.planner.simulate import simulate, summarize
-from hfpatch.planner.simulate_command import build, prepare
-from tests.planner.real_memory import real_events, real_peak, train_step
+from hfpatch.simulate.rivals import build, prepare
+from hfpatch.memory.formula import Policy
+from hfpatch.memory.presets import preset_config
+from hfpatch.simulate import kernels_cost
+from hfpatch.simulate.follow import Follower
+from hfpatch.simulate.shadow import Shadows
+from hfpatch.simulate.simulator import simulate, summarize
+from tests.simulate.real_memory import real_events, real_peak, train_step
 
 GiB = 2**30
 SMALL = preset_config("llama-tiny") | dict(
@@ -48,7 +48,7 @@ def test_agrees_with_the_allocator(implementation, change, batch, tokens):
 
     ids = torch.randint(0, SMALL["vocab_size"], (batch, tokens))
     on_cpu(model)
-    with mock.patch("hfpatch.checkpoint.engine.Engine._resolve", lambda *args: policy):
+    with mock.patch("hfpatch.checkpoint.session.Session._resolve", lambda *args: policy):
         measured = real_peak(lambda: train_step(model, ids))
     assert abs(simulated - measured) <= 0.03 * measured, (simulated, measured)
 
@@ -71,7 +71,7 @@ def test_reference_figures(implementation, tokens, expected):
 def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")
     code = (
-        "from hfpatch.planner.simulate import simulate; from hfpatch.planner.simulate_command import *; import json;"
+        "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
         f"c = preset_config('llama-3.1-8b') | dict(num_hidden_layers={4 if host else 32});"
         f"s = simulate(prepare(build(c), {implementation!r}), 1, 131072);"
         "print(json.dumps([s.beyond_bytes, s.host_peak_bytes]))"

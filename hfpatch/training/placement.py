@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hfpatch import configs
+from hfpatch.training import configs
 
 GiB = 1 << 30
 
@@ -87,7 +87,7 @@ def trainer_arguments(model, args, name: str) -> dict:
     if not placement.fused:
         return {}
     _refuse_what_fused_cannot(args.max_grad_norm, args.gradient_accumulation_steps, args.world_size)
-    from hfpatch.step_in_backward import AdamW8bitInBackward
+    from hfpatch.training.step_in_backward import AdamW8bitInBackward
 
     settings = {
         "lr": args.learning_rate,
@@ -104,7 +104,7 @@ def fitting(config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, 
     config: of the model. seq_len, batch: tokens a row and rows a step on the GPU. gpu_free, host_free: bytes.
     fused: False where clipping or accumulation is wanted. ValueError says what each lacks when none fits.
     """
-    from hfpatch.planner.hardware import CONTEXT_BYTES, GPUS
+    from hfpatch.memory.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.planner.plan import plan
 
     # Only the memory matters here: the row's speeds decide nothing. The CUDA context is already taken from gpu_free.

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from hfpatch.planner.hardware import parse_lengths
+from hfpatch.memory.hardware import parse_lengths
 from hfpatch.profiling.run import command_line, profile, results
 from hfpatch.profiling.timeline import size
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hfpatch.checkpoint import memory
-from hfpatch.checkpoint.policy import HOST_SHARE, TILE_LEAST, Checkpointing, auto_tile, best_interval, choose
-from hfpatch.planner.formula import ModelShape, Policy, step_memory
-from hfpatch.planner.presets import preset_config
+from hfpatch.memory import free as memory
+from hfpatch.memory.formula import ModelShape, Policy, step_memory
+from hfpatch.memory.policy import HOST_SHARE, TILE_LEAST, Checkpointing, auto_tile, best_interval, choose
+from hfpatch.memory.presets import preset_config
 
 GiB = 2**30
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))

@@ -1,0 +1,305 @@
+"""Runs a real training step of the real model object on fake tensors, and says what memory it would take.
+
+    python -m hfpatch.commands.simulate --preset llama-3.1-8b --impl hfpatch --seq-len 131072 --json
+
+Nothing is modelled here but what a CUDA kernel allocates inside itself (kernels_cost.py): the Python that runs is the
+model's own, patched or stock, and follow.py writes down each storage's life. An 8B model at 131,072 tokens takes
+seconds and a few hundred MiB on a laptop. transformers and Liger are changed process-wide while a step runs: one
+measurement a process where figures of several implementations are wanted.
+"""
+
+import contextlib
+import gc
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
+from hfpatch.simulate.shadow import Shadows
+
+
+@dataclass
+class Simulation:
+    """The memory of one simulated run. Sizes in bytes.
+
+    peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
+    was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
+    the highest such difference at any moment, which is what counts where gradients leave the device as they come.
+    host_peak_bytes: of the memory the session takes. curve: (bytes on the device) after each event.
+    """
+
+    peak_bytes: int
+    beyond_bytes: int
+    most_beyond_bytes: int
+    host_peak_bytes: int
+    peak_phase: str
+    peak_module: str
+    categories: dict
+    modules: list
+    operations: list
+    phase_peaks: dict
+    curve: list = field(repr=False)
+    phases: list = field(repr=False)
+    flops: dict = field(default_factory=dict)
+    attention_calls: dict = field(default_factory=dict)
+    ledger: Ledger = field(default=None, repr=False)
+
+    def to_dict(self) -> dict:
+        """Everything but the ledger and the curve, ready for JSON."""
+        skipped = ("ledger", "curve", "phases")
+        return {name: value for name, value in vars(self).items() if name not in skipped}
+
+    def alive(self, index: int) -> list:
+        """The blocks on the device after event `index`, largest first."""
+        blocks = [
+            b for b in self.ledger.blocks if not b.host and b.born <= index and (b.died is None or b.died > index)
+        ]
+        return sorted(blocks, key=lambda b: -b.nbytes)
+
+
+def summarize(ledger: Ledger) -> Simulation:
+    """Finds the highest total and what was alive at it."""
+    device, host, top, top_at, host_top = 0, 0, -1, 0, 0
+    beyond = most_beyond = 0
+    curve, phase_peaks = [], {}
+    borders = iter([*ledger.phases, (len(ledger.events) + 1, "")])
+    phase, top_phase, upcoming = "setup", "setup", next(borders)
+    for at, (index, delta) in enumerate(ledger.events):
+        while upcoming[0] <= at:
+            phase, upcoming = upcoming[1], next(borders)
+        if ledger.blocks[index].host:
+            host += delta
+            host_top = max(host_top, host)
+        else:
+            device += delta
+            if ledger.blocks[index].category not in ("parameters", "gradients"):
+                beyond += delta
+                most_beyond = max(most_beyond, beyond)
+            phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
+            if device > top:
+                top, top_at, top_phase = device, at, phase
+        curve.append(device)
+    result = Simulation(
+        peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond,
+        host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
+        categories={}, modules=[], operations=[], phase_peaks=phase_peaks, curve=curve, phases=ledger.phases,
+        flops={
+            "matmul": dict(ledger.matmul_flops),
+            "attention": dict(ledger.attention_flops),
+            "total": sum(ledger.matmul_flops.values()) + sum(ledger.attention_flops.values()),
+        },
+        attention_calls=dict(ledger.attention_calls), ledger=ledger,
+    )  # fmt: skip
+    categories, modules, operations = defaultdict(int), defaultdict(int), defaultdict(int)
+    turn = max((at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None)
+    for block in result.alive(top_at):
+        category = block.category
+        if category == "activations" and turn is not None and block.born < turn:
+            category = "checkpoints"  # made in the forward, kept for the backward
+        categories[category] += block.nbytes
+        if block.category not in ("parameters", "gradients"):
+            modules[block.module] += block.nbytes
+            operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
+    result.categories = dict(categories)
+    result.beyond_bytes = top - categories["parameters"] - categories["gradients"]
+    result.modules = sorted(modules.items(), key=lambda item: -item[1])
+    result.operations = sorted(operations.items(), key=lambda item: -item[1])
+    result.peak_module = ledger.blocks[ledger.events[top_at][0]].module
+    return result
+
+
+@contextlib.contextmanager
+def _transformers_as_if_real():
+    """transformers builds a full T x T mask for fake tensors, taking them for a graph being traced."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers") and "is_fake_tensor" in vars(module):
+                stack.enter_context(mock.patch.object(module, "is_fake_tensor", lambda x: False))
+        yield
+
+
+@contextlib.contextmanager
+def _host_buffers(follower: Follower):
+    """What the session allocates through host_empty is host memory."""
+    offload = sys.modules.get("hfpatch.checkpoint.offload")
+    if offload is None:
+        yield
+        return
+    real = offload.host_empty
+
+    def host_empty(*args, **kwargs):
+        with follower.host():
+            return real(*args, **kwargs)
+
+    with mock.patch.object(offload, "host_empty", host_empty):
+        yield
+
+
+@contextlib.contextmanager
+def _hfpatch_as(model: nn.Module, policy, cuda: bool):
+    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
+
+    Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
+    """
+    with contextlib.ExitStack() as stack:
+        loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
+        if loop is not None and cuda:
+            stack.enter_context(loop.as_on_cuda())
+        layer = sys.modules.get("hfpatch.checkpoint.layer")
+        if layer is not None and cuda:
+            stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
+        module = sys.modules.get("hfpatch.checkpoint.session")
+        if module is not None:
+            held = (value for module in model.modules() for value in vars(module).values())
+            for found in {id(value): value for value in held if isinstance(value, module.Session)}.values():
+                found.close()
+                stack.callback(found.close)
+            if policy is not None:
+                stack.enter_context(mock.patch.object(module.Session, "_resolve", lambda self, *batch: policy))
+        yield
+
+
+@contextlib.contextmanager
+def _modules_named(model: nn.Module, follower: Follower):
+    """Tells the follower which module runs, by global hooks: hooks on the modules themselves would change them."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+
+    def enter(module, args):
+        if id(module) in names:
+            follower.enter_module(names[id(module)])
+
+    def leave(module, args, out):
+        if id(module) in names:
+            follower.leave_module()
+
+    hooks = nn.modules.module
+    handles = [hooks.register_module_forward_pre_hook(enter),
+               hooks.register_module_forward_hook(leave, always_call=True)]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _FakeWeights:
+    """Stands fake parameters and buffers in the place of a model's own, and puts those back."""
+
+    def __init__(self, model: nn.Module, shadows: Shadows):
+        self.saved = []
+        memo = {}
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    self.saved.append((table, name, tensor))
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = self._fake(tensor, shadows)
+                    table[name] = memo[id(tensor)]
+        self.fakes = list(memo.values())
+
+    @staticmethod
+    def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
+            shadows.put(made, tensor)
+        return made
+
+    def restore(self):
+        for table, name, tensor in self.saved:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def following(model: nn.Module, follower: Follower):
+    """Follows what runs inside: the model's parameters and buffers are its "parameters", their .grad "gradients"."""
+    handles = []
+
+    def accumulated(parameter):
+        if parameter.grad is not None:
+            follower.track(parameter.grad, category="gradients")
+
+    with _modules_named(model, follower), _host_buffers(follower):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            follower.track(tensor, category="parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+        try:
+            with follower:
+                yield follower
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def train_step(model: nn.Module, follower: Follower, input_ids: Tensor, labels: Tensor, **inputs) -> None:
+    """One forward and backward as a training loop runs it: the output object does not outlive the forward."""
+    follower.set_phase("forward")
+    loss = model(input_ids=input_ids, labels=labels, **inputs).loss
+    follower.set_phase("backward")
+    loss.backward()
+
+
+def simulate(
+    model: nn.Module,
+    batch: int,
+    seq_len: int,
+    *,
+    steps: int = 1,
+    optimizer=None,
+    labels: Tensor | None = None,
+    inputs: dict | None = None,
+    rounding: int = ROUNDING,
+    cuda: bool = True,
+    policy=None,
+) -> Simulation:
+    """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
+
+    model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are replaced while the
+    steps run and put back afterwards. optimizer: a function from parameters to a torch optimizer, stepped each step.
+    labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
+    model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
+    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine.
+    """
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", 32)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
+    was_training = model.training
+    model.train()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadows = Shadows(mode)
+    follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
+    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):
+        weights = _FakeWeights(model, shadows)
+        try:
+            with following(model, follower):
+                fake_ids = shadows.fake(ids)
+                fake_labels = shadows.fake(ids if labels is None else labels)
+                more = {k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()}
+                stepper = optimizer(model.parameters()) if optimizer else None
+                for _ in range(steps):
+                    train_step(model, follower, fake_ids, fake_labels, **more)
+                    if stepper:
+                        follower.set_phase("optimizer")
+                        stepper.step()
+                        for state in stepper.state.values():
+                            for value in state.values():
+                                if isinstance(value, Tensor):
+                                    follower.track(value, category="optimizer")
+                        stepper.zero_grad()
+        finally:
+            model.zero_grad()
+            weights.restore()
+            model.train(was_training)
+            gc.collect()
+    return summarize(follower.ledger)
