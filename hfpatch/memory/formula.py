@@ -10,9 +10,9 @@ heads, V vocabulary, s bytes an element; u = N*D*s.
 
 from dataclasses import dataclass
 
-from hfpatch.memory.shape import LLAMA_LIKE, GiB, ModelShape, Policy
+from hfpatch.memory.shape import GiB, ModelShape, Policy
 
-__all__ = ["LLAMA_LIKE", "GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
+__all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
