@@ -30,6 +30,7 @@ class Family:
     expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
     sinks: bool = False
+    local_rope: bool = False  # windows have a rotation of their own
     windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
     defaults: dict = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ FAMILIES = {
     "gemma2": Family(**_BIASED, norms=4, norm_after=True, windows="types",
                      defaults=_GEMMA | _SOFT | {"num_key_value_heads": 4, "sliding_window": 4096,
                                                 "window_pattern": 2}),
-    "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types",
+    "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types", local_rope=True,
                           defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "window_pattern": 6,
                                              "vocab_size": 262208, "num_attention_heads": 8}),
     "phi3": Family(joined=True, joined_qkv=True, windows="all"),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 
 GiB = 1 << 30
+# What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
+KEEPABLE = ("qkv", "mid", "gate_up")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class ModelShape:
     expert_bias: bool = False
     dense_layers: tuple = ()
     windows: tuple = ()
+    local_rope: bool = False
     softcap: float = 0.0
     final_softcap: float = 0.0
     activation: str = "silu"
@@ -111,7 +114,8 @@ class ModelShape:
             o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
             qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
             norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
-            parallel=family.parallel, sinks=family.sinks, windows=attention_windows(family, values, layers),
+            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope,
+            windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             final_softcap=values.number("final_logit_softcapping", 0.0),
             activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,
@@ -146,6 +150,23 @@ class ModelShape:
         """Whether a layer's MLP is a mixture of experts."""
         return bool(self.experts) and layer not in self.dense_layers
 
+    @property
+    def rotary_kinds(self) -> int:
+        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one for the rest."""
+        return len(set(self.windows)) if self.local_rope and self.windows else 1
+
+    @property
+    def fused_mlp(self) -> bool:
+        """Whether the MLP runs as one fused activation that keeps gate and up alone."""
+        return self.gated and self.activation in ("silu", "swish")
+
+    @property
+    def keepable(self) -> tuple[str, ...]:
+        """Those of KEEPABLE that its layers have: parallel blocks have no sum after attention, experts no one gate and up."""
+        return tuple(
+            n for n in KEEPABLE if not (n == "mid" and self.parallel) and not (n == "gate_up" and self.experts)
+        )
+
     # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
     @property
     def qkv_weights(self) -> int:
@@ -173,10 +194,21 @@ class ModelShape:
             return self._matrices * D * self.intermediate_size
         return D * (self.experts + self._matrices * (self.experts_per_token * self.expert_size + self.shared_size))
 
-    def down_weights(self, layer: int) -> int:
-        """Those of them that give the layer's output."""
-        width = self.experts_per_token * self.expert_size if self.is_sparse(layer) else self.intermediate_size
-        return self.hidden_size * width
+    def dead_after(self, layer: int) -> int:
+        """Weights whose product nobody reads when a layer's part after attention runs again: the last projection, unless
+        a norm or routing weights follow it; in parallel blocks the attention's own as well."""
+        if self.norm_after:
+            return 0
+        mlp = self.shared_size if self.is_sparse(layer) else self.intermediate_size
+        return self.hidden_size * mlp + (self.o_weights if self.parallel else 0)
+
+    @property
+    def dead_before(self) -> int:
+        """The same of the part before attention, run again once q, k and v are there: rotation reads no values, norms do."""
+        if self.kv_rank:
+            queries = (self.q_rank or self.hidden_size) * self.q_size
+            return queries + self.kv_rank * (self.q_size - self.num_heads * self.rope_dim + self.v_size)
+        return self.hidden_size * self.v_size if self.qk_norm else self.qkv_weights
 
     # -- parameters --------------------------------------------------------------------------------------------------
     @property
@@ -261,6 +293,8 @@ class Policy:
     save_attention: keep out and lse, so that the attention forward runs once.
     stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
     tile: tokens a tile.
+    plain: how many of the last layers keep all that autograd saves, and run nothing again.
+    keep: what the other layers keep beside x, out and lse, of KEEPABLE.
     """
 
     offload: str = "host"
@@ -268,3 +302,5 @@ class Policy:
     save_attention: bool = True
     stream_attention: bool = False
     tile: int = 8192
+    plain: int = 0
+    keep: tuple = ()

@@ -116,6 +116,8 @@ def test_settings_reach_the_policy(tmp_path):
         "save_attention": False,
         "stream_attention": False,
         "tile": 2048,
+        "plain": 0,
+        "keep": (),
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
