@@ -1,0 +1,38 @@
+"""What apply() did, in at most ten lines; `details` holds the rest."""
+
+from dataclasses import dataclass, field
+
+LINES = 10
+
+
+@dataclass
+class Report:
+    """What apply() did.
+
+    model: the model's class name; swaps: (option, class name, how many modules); skipped: (option, reason); notes: sentences;
+    details: sentences that the printed form leaves out.
+    """
+
+    model: str
+    swaps: list[tuple[str, str, int]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+
+    def count(self, option: str) -> int:
+        """How many modules an option swapped."""
+        return sum(n for o, _, n in self.swaps if o == option)
+
+    def __str__(self):
+        lines = [f"hfpatch on {self.model}:"]
+        for option in dict.fromkeys(o for o, _, _ in self.swaps):
+            kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)
+            left = [reason for o, reason in self.skipped if o == option]
+            lines.append(f"  {option:<13} {kinds}" + (f"; others left as they are: {left[0]}" if left else ""))
+        told = {o for o, _, _ in self.swaps}
+        lines += [f"  {option:<13} left as it is: {reason}" for option, reason in self.skipped if option not in told]
+        room = LINES - len(lines)
+        lines += [f"  {note}" for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])]
+        if len(self.notes) > room:
+            lines.append(f"  {len(self.notes) - room + 1} more in report.details")
+        return "\n".join(lines)
