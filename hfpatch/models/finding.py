@@ -16,7 +16,7 @@ class Decoder:
     norm_path: str | None
 
 
-def _list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
+def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest list of modules that transformers can checkpoint, held by the module itself."""
     lists = [m for m in stack.children() if isinstance(m, nn.ModuleList) and len(m)]
     able = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
@@ -38,12 +38,12 @@ def _text_decoder(model: nn.Module) -> nn.Module | None:
 def find_decoder(model: nn.Module) -> Decoder | None:
     """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list of layers."""
     stack = _text_decoder(model)
-    if stack is None or _list_of_layers(stack) is None:
-        stacks = [(len(found), m) for m in model.modules() if (found := _list_of_layers(m)) is not None]
+    if stack is None or list_of_layers(stack) is None:
+        stacks = [(len(found), m) for m in model.modules() if (found := list_of_layers(m)) is not None]
         if not stacks:
             return None
         stack = max(stacks, key=lambda pair: pair[0])[1]
-    layers = tuple(_list_of_layers(stack))
+    layers = tuple(list_of_layers(stack))
     causal = next((m for m in model.modules() if _has_head(m) and any(inner is stack for inner in m.modules())), None)
     path = None
     if causal is not None:

@@ -3,7 +3,6 @@
 Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledLayer` is mixed over a layer's class.
 """
 
-import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -14,31 +13,13 @@ from transformers.cache_utils import Cache
 from hfpatch import ops
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
+from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
 from hfpatch.models.parts import FusedAttention, FusedRMSNorm
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
-
-
-# --- what is known of a kind of layer -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a kind of layer answered when it was asked (models/verdict.py, or at its first call).
-
-    attention: names of the modules that called attention, in order; block: it is norm, attention, norm, MLP as `block_pre` and
-    `block_post` have it; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
-    run again in backward; reason: why it is not tiled, or None.
-    """
-
-    attention: tuple[str, ...] = ()
-    block: bool = False
-    dead_post: tuple[str, ...] = ()
-    dead_pre: tuple[str, ...] = ()
-    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +78,14 @@ class Ask:
     answers: Answers
     configs: tuple
     batch: object
+    forward: object = None  # the layer's own, where it is not a TiledLayer yet
     asked: list[_Call] = field(default_factory=list)
     returns_tuple: bool = False
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
         with our_attention(self.configs, self.batch):
-            return self.layer.stock_forward(x_BtD, *args, **kwargs)
+            return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
     def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call.
@@ -168,25 +150,6 @@ class Ask:
             total = x_BtD + h
             normed = norm(total)
         return total + layer.mlp(normed)
-
-
-def rope_of(attn: nn.Module):
-    """The rotation that this attention's file of transformers uses, or None."""
-    base = getattr(attn, "_hfpatch_base", type(attn))
-    return getattr(sys.modules.get(base.__module__), "apply_rotary_pos_emb", None)
-
-
-def looks_like_a_block(layer: nn.Module) -> bool:
-    """Whether the layer has the modules that a block has; whether it is one, a probe says."""
-    attn = getattr(layer, "self_attn", None)
-    has = lambda m, names: all(hasattr(m, n) for n in names)  # noqa: E731
-    return (
-        attn is not None
-        and has(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
-        and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
-        and getattr(attn, "sinks", None) is None
-        and rope_of(attn) is not None
-    )
 
 
 # --- the layer ----------------------------------------------------------------------------------------------------------

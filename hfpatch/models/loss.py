@@ -211,7 +211,7 @@ class FusedCausalLM:
         )  # fmt: skip
         if valid == 0 and num_items_in_batch is None:
             loss = loss + math.nan  # the mean of no loss at all, as in transformers
-        return loss.float()
+        return as_stock(loss)
 
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether nobody else can hold the normed hidden states, so that their gradient may be written over them."""
@@ -252,6 +252,11 @@ class FusedCausalLM:
         if setting != "auto":
             return bool(setting)
         return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
+
+
+def as_stock(loss: Tensor) -> Tensor:
+    """In the dtype that transformers' loss has for any model, float64 ones too."""
+    return loss.float()
 
 
 def _asks_for_hidden_states(model, kwargs) -> bool:

@@ -64,7 +64,8 @@ class OurAttention:
         if cache is None and use_cache is None:
             use_cache = bool(getattr(config, "use_cache", False)) and not (self.training and torch.is_grad_enabled())
             if use_cache and packed():
-                use_cache = kwargs["use_cache"] = False
+                use_cache = False
+            kwargs["use_cache"] = use_cache  # models make a cache in training too, where nobody reads it
         if cache is not None or use_cache:
             if packed():
                 raise ValueError(
