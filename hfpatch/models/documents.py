@@ -7,35 +7,8 @@ flattened tokens. A padded stretch is a range of its own: what it computes is se
 import torch
 from torch import Tensor
 
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.ops.attention import Documents
-
-
-class ToHost:
-    """A small device tensor on its way to the host, on a side stream: waiting for it does not wait for the layers."""
-
-    _streams: dict = {}
-
-    def __init__(self, x: Tensor):
-        self.event = None
-        if x.device.type != "cuda":
-            self.host = x
-            return
-        if x.device not in self._streams:
-            self._streams[x.device] = torch.cuda.Stream(x.device)
-        stream = self._streams[x.device]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            self.source = x  # alive until the copy has been waited for
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(stream)
-
-    def get(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = self.source = None
-        return self.host
 
 
 def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
@@ -66,12 +39,17 @@ def find_documents(
         return _from_bounds(sorted(rows), B, T, device)
     if attention_mask is None and position_ids is None:
         return None
-    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
-    starts_BT[:, 0] = True
-    if position_ids is not None:
-        starts_BT[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if attention_mask is not None:
-        mask_BT = attention_mask[:, -T:].bool()
-        starts_BT[:, 1:] |= mask_BT[:, 1:] != mask_BT[:, :-1]
-    starts = ToHost(starts_BT).get().flatten().nonzero().flatten().tolist()
+    given = [x for x in (attention_mask, position_ids) if x is not None]
+
+    def find_starts(*_):
+        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+        starts_BT[:, 0] = True
+        if position_ids is not None:
+            starts_BT[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if attention_mask is not None:
+            mask_BT = attention_mask[:, -T:].bool()
+            starts_BT[:, 1:] |= mask_BT[:, 1:] != mask_BT[:, :-1]
+        return starts_BT
+
+    starts = ToHost(find_starts, *given).get().flatten().nonzero().flatten().tolist()
     return _from_bounds([*starts, B * T], B, T, device)

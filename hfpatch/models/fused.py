@@ -16,9 +16,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY, ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import ops
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
-from hfpatch.models.documents import ToHost, find_documents
+from hfpatch.models.documents import find_documents
 from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
 from hfpatch.ops.attention import supported
 from hfpatch.ops.embedding import embedding
@@ -259,7 +260,7 @@ class FusedModel:
 
     @staticmethod
     def _padded(attention_mask) -> bool:
-        return not bool(ToHost(attention_mask.bool().all()).get())
+        return not bool(ToHost(lambda mask: mask.bool().all(), attention_mask).get())
 
     def _mask_for_stock(self, attention_mask, position_ids, documents, cu_seq_lens, dtype, B: int, T: int):
         """What makes transformers' own layers see the same documents: None, the padding, or, where it knows none, [T, T]."""
@@ -354,8 +355,8 @@ class FusedCausalLM:
         target = labels if shifted is None else shifted
         count = None
         if target.device.type == "cuda" and not torch.compiler.is_compiling():
-            seen = target[..., 1:] if shifted is None else target
-            count = ToHost((seen != ignore).sum())
+            first = 1 if shifted is None else 0
+            count = ToHost(lambda labels: (labels[..., first:] != ignore).sum(), target)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True, **kwargs,
