@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.offload import Saved, Transfers
+from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
 from hfpatch.checkpoint.privacy import holders, is_private
-from hfpatch.checkpoint.weights import WeightGradients, current, trainable
+from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.memory.formula import Policy
 from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
 
@@ -74,8 +74,11 @@ class LayerCall:
     lses: list[Saved] = field(default_factory=list)
     states: list = field(default_factory=list)
     rng: dict = field(default_factory=dict)
-    base: "LayerCall | None" = None  # the call whose input is kept for this one (every > 1)
-    segment: list = field(default_factory=list)
+    queue: FetchQueue | None = None  # of its device and tier; None where nothing is kept
+    earlier: "LayerCall | None" = (
+        None  # the call before in the same segment, of which only the first keeps its input (every > 1)
+    )
+    position: int = 0  # in its segment
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
     out_buffers: list | None = None
     gone: bool = False
@@ -92,7 +95,7 @@ class LayerCall:
     # -- pieces ------------------------------------------------------------------------------------------------------
     @property
     def transfers(self) -> Transfers:
-        return self.session.transfers
+        return self.queue.transfers
 
     def _autocast(self):
         enabled, dtype, cache = self.autocast
@@ -171,8 +174,8 @@ class LayerCall:
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
         if keep == "gpu":
-            self.x = self.x or Saved(tuple(x_BTD.shape), x_BTD.dtype, kept=x_BTD, version=x_BTD._version)
-        elif keep == "tier" and self.base is None:
+            self.x = self.x or self._kept(x_BTD)
+        elif keep == "tier" and self.earlier is None:
             whole = self.shards is None
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
@@ -205,7 +208,7 @@ class LayerCall:
 
     @staticmethod
     def _kept(x: Tensor) -> Saved:
-        return Saved(tuple(x.shape), x.dtype, kept=x, version=x._version)
+        return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
     # -- backward ----------------------------------------------------------------------------------------------------
     def release(self) -> None:
@@ -215,25 +218,26 @@ class LayerCall:
                 saved.release()
         self.outs, self.lses, self.out_buffers, self.gone = [], [], None, True
 
-    def __del__(self):
-        if not self.gone and self.x is not None:
-            self.release()
-
     def _materialise(self) -> None:
         """every > 1: runs the segment's layers again up to this one, keeping what their backward will want."""
-        ticket = self.transfers.fetch([(self.base.x, 0, self.base.x.shape[1], None)])
-        x = self.transfers.wait(ticket)[0]
+        calls, call = [], self.earlier
+        while call is not None:
+            calls.append(call)
+            call = call.earlier
+        base = calls[-1]
+        x = self.transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
-            for call in self.segment:
-                if call is self:
-                    break
-                if call is not self.base:
+            for call in reversed(calls):
+                if call is not base:
                     call.x = None
-                x = call.forward(x, keep="gpu")
+                with AsInForward(call.places):
+                    x = call.forward(x, keep="gpu")
         self.x = self._kept(x)
 
     def _tile_requests(self, with_out: bool):
         """One request a tile for the fetch queue: x into the ring, out into its whole buffers (or the ring when streamed)."""
+        if with_out:
+            self.out_buffers = None  # those of a backward that was cut short may still be read
 
         def request(a, b, kept):
             pieces = [(self.x, *kept, None)]
@@ -243,7 +247,7 @@ class LayerCall:
                 else:
                     if self.out_buffers is None:
                         self.out_buffers = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
-                        self.transfers.to_device.wait_event(self.transfers._mark())
+                        self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
                     pieces += [(o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)]
             return pieces
 
@@ -263,8 +267,8 @@ class LayerCall:
         B = self.x.shape[0]
         nbytes = B * self.kept_bounds[0][1] * self.x.row_bytes
         nbytes += B * self.bounds[0][1] * (sum(o.row_bytes for o in self.outs) if stream else 0)
-        self.transfers.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
-        self.session.queue.push(self, self._tile_requests(self._phases()[0]))
+        self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
+        self.queue.push(self, self._tile_requests(self._phases()[0]))
 
     @property
     def kept_bounds(self) -> list[tuple[int, int]]:
@@ -276,20 +280,20 @@ class LayerCall:
 
     def _tiles(self, with_out: bool):
         """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
-        queue = self.session.queue
         for index, (a, b) in enumerate(self.bounds):
             if self.x.resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
                 start, end = self.kept_bounds[index]
                 yield index, self._whole(self.x.tensor()[:, start:end], b - a), outs
                 continue
-            ticket, tensors = queue.next()
+            ticket = self.queue.next()
+            tensors = ticket.wait()
             outs = tensors[1:]
             if with_out and self.outs and self.outs[0].resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs]
             yield index, self._whole(tensors[0], b - a), outs
             del tensors, outs
-            queue.release(ticket)
+            self.queue.release(ticket)
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
         """(dx or None, gradients of self.places). private: dy may be overwritten. keep: the graph stays for another pass."""
@@ -298,9 +302,10 @@ class LayerCall:
                 "hfpatch: expected one backward through this graph, came to it a second time; "
                 "pass retain_graph=True to the first backward."
             )
-        if self.base is not None and self.x is None:
+        queue = self.queue
+        queue.begin()
+        if self.earlier is not None and self.x is None:
             self._materialise()
-        queue = self.session.queue
         streamed = not self.x.resident
         if streamed:
             if not queue.starts_with(self):
@@ -309,7 +314,7 @@ class LayerCall:
             for with_out in self._phases()[1:]:
                 queue.push(self, self._tile_requests(with_out))
         before = self.previous()
-        if before is not None and before.base is None:
+        if before is not None and before.earlier is None:
             before.prefetch()
 
         weights = WeightGradients(self.places, several=len(self.bounds) > 1)
@@ -320,8 +325,8 @@ class LayerCall:
         if not keep:
             self.release()
         self.out_buffers = None
-        if before is None and not self.session.queue.under_way:
-            self.transfers.drop_ring()
+        if before is None and not queue.under_way:
+            queue.drop_ring()
         return dx, weights.sums
 
     def _lse_ticket(self):
@@ -374,7 +379,7 @@ class LayerCall:
             parts = self._pre(x, 0)
             # The graph must not see its outputs overwritten by the gradients.
             values = [p.detach().contiguous() for p in parts]
-            lses = self.transfers.wait(lse_ticket) if lse_ticket else None
+            lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
                     outs, lses, self.states = self._attend(values)
@@ -425,7 +430,7 @@ class LayerCall:
             if parts is None:
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
             if lses is None:
-                lses = list(self.transfers.wait(lse_ticket))
+                lses = list(lse_ticket.wait())
             dsinks = self._attention_backward(parts, douts, self._whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
@@ -462,7 +467,7 @@ class LayerCall:
         def stream(g):
             if g + 1 < len(self.outs):
                 tickets[g + 1] = fetch(g + 1)
-            return self.transfers.wait(tickets.pop(g))[0]
+            return tickets.pop(g).wait()[0]
 
         return stream
 
@@ -483,7 +488,7 @@ class _TiledLayer(torch.autograd.Function):
             )
         call = ctx.call
         if dy is None:
-            return (None,) * (2 + len(call.places))
+            return (None,) * len(ctx.needs_input_grad)
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -497,8 +502,8 @@ def tiled_layer(session, ask, x: Tensor) -> Tensor:
     session: checkpoint.session.Session; ask: models.layer.Ask of this call. Without a gradient to come nothing is kept.
     """
     layer = ask.layer
-    places = trainable(layer)
-    tensors = [current(p) for p in places]
+    places = noted(layer)
+    tensors = [place.now() for place in places if place.trained]
     policy = session.policy(layer, x)
     call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

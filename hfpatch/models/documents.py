@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfpatch.checkpoint.to_host import ToHost
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.ops.attention import Documents
 
 
@@ -57,8 +57,9 @@ def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, counted: b
 
 def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
     """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more than one document."""
-    visible_BT = None if attention_mask is None else attention_mask.bool()
-    return bool(ToHost(_document_starts(position_ids, visible_BT, True).any()).get())
+    given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
+    starts = lambda positions, mask=None: _document_starts(positions, None if mask is None else mask.bool(), True)  # noqa: E731
+    return bool(ToHost(lambda *x: starts(*x).any(), *given).get())
 
 
 def find_rows(
@@ -82,30 +83,46 @@ def find_rows(
             )
     if attention_mask is None and position_ids is None and chunk is None and not packed:
         return Rows()
-    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
-    starts_BT[:, 0] = True
-    visible_BT = None if attention_mask is None else attention_mask[:, -T:].bool()
-    if packed:
-        inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64)
-        starts_BT.view(-1)[inside.to(device, non_blocking=True)] = True
-    elif position_ids is not None:
-        starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, attention_mask is not None)
-    holes_BT = None
-    if visible_BT is not None:
-        left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)  # nothing before them is seen, so their rows are nobody's
-        starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
-        holes_BT = ~visible_BT & ~left_BT
-        if idle_BT is not None:
-            tail_BT = holes_BT & ((visible_BT.flip(1).cumsum(1) == 0).flip(1)) & idle_BT.all()
+    given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
+    inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64) if packed else None
+
+    def find(*_):
+        """[B*T + 1]: where documents start; whether keys are hidden. Runs beside the layers, on what came with the batch."""
+        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+        starts_BT[:, 0] = True
+        if packed:
+            starts_BT.view(-1)[inside.to(device)] = True
+        elif position_ids is not None:
+            visible_BT = None if attention_mask is None else attention_mask.bool()
+            starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, visible_BT is not None)
+        hidden, left_BT = torch.zeros((), dtype=torch.bool, device=device), None
+        if attention_mask is not None:
+            left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
+            # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
+            starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
             starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
-            holes_BT &= ~tail_BT
-    if chunk is not None:
-        offset_B1 = 0 if visible_BT is None else left_BT.sum(1, keepdim=True)
-        starts_BT |= (torch.arange(T, device=device) - offset_B1) % chunk == 0
-    hidden = holes_BT.any() if holes_BT is not None else torch.zeros((), dtype=torch.bool, device=device)
-    found = ToHost(torch.cat([starts_BT.view(-1), hidden[None]])).get()
+            hidden = holes_BT.any()
+        if chunk is not None:
+            offset_B1 = 0 if left_BT is None else left_BT.sum(1, keepdim=True)
+            starts_BT |= (torch.arange(T, device=device) - offset_B1) % chunk == 0
+        return torch.cat([starts_BT.view(-1), hidden[None]])
+
+    found = (ToHost(find, *given) if given else ToHost(find())).get()
     starts = found[:-1].nonzero().flatten().tolist()
-    return Rows(_from_bounds([*starts, B * T], B, T, device), holes_BT if found[-1] else None)
+    hidden_BT = _hidden(attention_mask, idle_BT)[2] if found[-1] else None
+    return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT)
+
+
+def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Masked tokens before a row's first visible one, idle ones behind its last, and all others: [B, T] of bool each."""
+    visible_BT = attention_mask.bool()
+    left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)
+    rest_BT = ~visible_BT & ~left_BT
+    tail_BT = torch.zeros_like(rest_BT)
+    if idle_BT is not None:
+        tail_BT = rest_BT & (visible_BT.flip(1).cumsum(1) == 0).flip(1)
+        tail_BT = tail_BT & (idle_BT | ~tail_BT).all()
+    return left_BT, tail_BT, rest_BT & ~tail_BT
 
 
 def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hfpatch.checkpoint.to_host import ToHost
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.models.asking import here
 from hfpatch.models.classes import keeps_signature, positional, swap
 from hfpatch.models.parts import FusedHead, FusedRMSNorm
@@ -177,11 +177,14 @@ class FusedCausalLM:
         kwargs.pop("skip_logits", None)
         shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
         target = labels if shifted is None else shifted
-        counted = (target[..., 1:] if shifted is None else target) != ignore
-        count = None if torch.compiler.is_compiling() else ToHost(counted.sum())
+        first = 1 if shifted is None else 0
+        count = None
+        if not torch.compiler.is_compiling():
+            count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
         idle = here.idle_BT
         if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
-            here.idle_BT = ~(nn.functional.pad(counted, (0, 1)) if shifted is None else counted)
+            counted = target[..., first:] != ignore
+            here.idle_BT = ~nn.functional.pad(counted, (0, first))
         own = vars(self)
         own["_hfpatch_target"] = (target, shifted is None, count)
         own[self._hfpatch_head_name] = functools.partial(Logits, self)  # found before the module of that name

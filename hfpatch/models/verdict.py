@@ -39,7 +39,6 @@ def ask_model(decoder: Decoder, verdict: bool) -> list[Answers | None]:
     try:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds))
     except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
-        if __import__("os").environ.get("DBG"): __import__("traceback").print_exc()
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         found = dict.fromkeys(kinds, Answers(reason=f"no small instance of it could be tried ({reason})"))
     unknown = Answers(reason="no layer of its kind in the small instance")

@@ -36,8 +36,8 @@ def _policy(model):
     module = sys.modules.get("hfpatch.checkpoint.session")
     if module is None:
         return None
-    for module in model.modules():
-        for value in vars(module).values():
+    for part in model.modules():
+        for value in vars(part).values():
             if isinstance(value, module.Session) and value.policies:
                 return list(value.policies.values())[-1]
     return None
