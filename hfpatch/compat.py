@@ -1,6 +1,7 @@
 """Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
 
 import inspect
+from contextlib import contextmanager
 
 
 def record_outputs_like(made: type, base: type) -> None:
@@ -22,3 +23,32 @@ def cache_takes_extras() -> bool:
     from transformers.cache_utils import Cache
 
     return "cache_kwargs" in inspect.signature(Cache.update).parameters
+
+
+def _collector():
+    """transformers' variable that holds what output_hidden_states, output_router_logits and their like collect, or None."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
+
+
+def collected_now() -> dict:
+    """The lists that recorded outputs are added to in the forward under way; empty where nothing is recorded."""
+    collector = _collector()
+    return (None if collector is None else collector.get()) or {}
+
+
+@contextmanager
+def collecting(lists: dict):
+    """Within, recorded outputs are added to these lists."""
+    collector = _collector()
+    if collector is None:
+        yield
+        return
+    token = collector.set(lists)
+    try:
+        yield
+    finally:
+        collector.reset(token)

@@ -128,6 +128,9 @@ def apply(
             f"({config.model_type}); call apply() on a causal language model as transformers made it."
         )
     report = Report(type(model).__name__)
+    answers = (
+        None if settings is None else ask_model(decoder, verdict)
+    )  # of transformers' own classes, before any is swapped
     asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
     for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
         if asked[option]:
@@ -140,7 +143,7 @@ def apply(
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
         report.notes.append(_path_note())
-    _checkpoint(decoder, settings, verdict, report)
+    _checkpoint(decoder, settings, answers, report)
     model._hfpatch_report = report
     return report
 
@@ -233,7 +236,7 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
     report.swaps.append(("loss", type(model).__name__, 1))
 
 
-def _checkpoint(decoder: Decoder, settings, verdict: bool, report: Report) -> None:
+def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     """The stack gets our attention, and its layers run tile by tile where that is exact."""
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
@@ -252,7 +255,6 @@ def _checkpoint(decoder: Decoder, settings, verdict: bool, report: Report) -> No
     if replaced:
         report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
         return
-    answers = ask_model(decoder, verdict)
     shape = _shape(stack.config)
     session = Session(settings, shape, len(layers))
     stack._hfpatch_session = session

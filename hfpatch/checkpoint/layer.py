@@ -69,6 +69,9 @@ class LayerCall:
     shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
     bounds: list[tuple[int, int]] = field(default_factory=list)
     heads: list[Heads] = field(default_factory=list)
+    dextras: tuple = ()  # gradients of what was recorded
+    shape: tuple = ()
+    dtype: torch.dtype | None = None
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
@@ -128,7 +131,7 @@ class LayerCall:
         return [x.to(dtype) for x in parts] if enabled else parts
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
-        """post() over the tile's attention outputs, given group by group. Returns y and the joined outs (its leaves)."""
+        """post() over the tile's attention outputs, given group by group: ([y, what was recorded...], the outs joined, its leaves)."""
         joined, outs = [], list(outs_BtGE)
         for heads in self.heads:
             mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]
@@ -169,8 +172,8 @@ class LayerCall:
         return [list(r) for r in zip(*results)]
 
     # -- forward -----------------------------------------------------------------------------------------------------
-    def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> Tensor:
-        """y [B, T, D]. keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing."""
+    def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> list[Tensor]:
+        """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...]. keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing."""
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
         if keep == "gpu":
@@ -187,16 +190,17 @@ class LayerCall:
                 save = self.transfers.save if keep == "tier" else self._kept
                 self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
             del lses
-            y = None
+            whole = None
             for index, (a, b) in enumerate(self.bounds):
-                y_t, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
+                tiles, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
                 if len(self.bounds) == 1:
-                    y = y_t
+                    whole = tiles
                     break
-                if y is None:
-                    y = y_t.new_empty(B, T, y_t.shape[-1])
-                y[:, a:b] = y_t
-                del y_t
+                if whole is None:
+                    whole = [t.new_empty(B, T, *t.shape[2:]) for t in tiles]
+                for out, tile in zip(whole, tiles):
+                    out[:, a:b] = tile
+                del tiles, tile
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
             if keep is not None:
@@ -204,7 +208,7 @@ class LayerCall:
         if self.autocast[0]:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
-        return y
+        return whole
 
     @staticmethod
     def _kept(x: Tensor) -> Saved:
@@ -231,7 +235,7 @@ class LayerCall:
                 if call is not base:
                     call.x = None
                 with AsInForward(call.places):
-                    x = call.forward(x, keep="gpu")
+                    x = call.forward(x, keep="gpu")[0]
         self.x = self._kept(x)
 
     def _tile_requests(self, with_out: bool):
@@ -364,12 +368,8 @@ class LayerCall:
 
     def _pre_backward(self, parts, grads, dsinks) -> None:
         """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
-        pairs = [(p, g) for p, g in zip(parts, grads) if p.requires_grad]
-        if dsinks is not None:
-            sinks = (asked.sinks_H for asked in self.ask.asked)
-            pairs += [(s, d) for s, d in zip(sinks, dsinks) if d is not None and s.requires_grad]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs))
+        sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
+        _walk([*parts, *sinks], [*grads, *(dsinks or [])])
 
     def _backward_one(self, dy, private, need_x, weights):
         """All four phases on one tile: x is fetched once and one graph of `pre` serves B and D."""
@@ -383,9 +383,9 @@ class LayerCall:
             if not outs:
                 with torch.no_grad():
                     outs, lses, self.states = self._attend(values)
-            y, leaves = self._post(x, outs, 0, grad=True)
-            torch.autograd.backward(y, dy)
-            del y
+            tiles, leaves = self._post(x, outs, 0, grad=True)
+            _walk(tiles, [dy, *self.dextras])
+            del tiles
             with torch.no_grad():
                 douts = [leaf.grad for leaf in leaves]
                 fresh = [torch.empty_like(p) for p in values]
@@ -411,9 +411,9 @@ class LayerCall:
         for index, x_t, out_t in self._tiles(with_out=outs is None):
             a, b = self.bounds[index]
             x_t = x_t.detach().requires_grad_(need_x)
-            y_t, leaves = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
-            torch.autograd.backward(y_t, dy[:, a:b])
-            del y_t
+            tiles, leaves = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
+            _walk(tiles, [None if d is None else d[:, a:b] for d in (dy, *self.dextras)])
+            del tiles
             with torch.no_grad():
                 if need_x:
                     dx[:, a:b] = x_t.grad
@@ -472,15 +472,22 @@ class LayerCall:
         return stream
 
 
+def _walk(outputs, grads) -> None:
+    """Backward from those outputs that have a gradient and want one."""
+    pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs))
+
+
 class _TiledLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, *weights):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return call.forward(x)
+        return tuple(call.forward(x))
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, *dextras):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "hfpatch: expected a first-order backward, create_graph=True came; "
@@ -488,7 +495,10 @@ class _TiledLayer(torch.autograd.Function):
             )
         call = ctx.call
         if dy is None:
-            return (None,) * len(ctx.needs_input_grad)
+            if all(d is None for d in dextras):
+                return (None,) * len(ctx.needs_input_grad)
+            dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
+        call.dextras = dextras
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -496,8 +506,8 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
-def tiled_layer(session, ask, x: Tensor) -> Tensor:
-    """Runs a layer tile by tile on x [B, T, D].
+def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
+    """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
 
     session: checkpoint.session.Session; ask: models.layer.Ask of this call. Without a gradient to come nothing is kept.
     """
@@ -509,8 +519,9 @@ def tiled_layer(session, ask, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
             return call.forward(x, keep=None)
+    call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
-    y = _TiledLayer.apply(call, x, *tensors)
-    session.linked(call, y)
-    return y
+    outputs = _TiledLayer.apply(call, x, *tensors)
+    session.linked(call, outputs[0])
+    return list(outputs)

@@ -58,12 +58,7 @@ def find_decoder(model: nn.Module) -> Decoder | None:
 def _has_head(module: nn.Module) -> bool:
     """Whether this is a causal language model that calls its head by an attribute of its own."""
     get = getattr(type(module), "get_output_embeddings", None)
-    if (
-        get is None
-        or not hasattr(type(module), "loss_function")
-        or hasattr(module, "peft_config")
-        and hasattr(module, "base_model")
-    ):
+    if get is None or not hasattr(type(module), "loss_function"):
         return False
     head = module.get_output_embeddings()
     return head is not None and any(m is head for m in module._modules.values())

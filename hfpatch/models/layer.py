@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from hfpatch import ops
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
+from hfpatch.compat import collected_now, collecting
 from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
@@ -20,6 +21,7 @@ from hfpatch.models.parts import FusedAttention, FusedRMSNorm
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
+_RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Ask:
     """`pre` and `post` of one call of a layer, for tiles of its tokens.
 
     asked: what each attention call asked for, as of the last `pre`; returns_tuple: whether the layer returns its output alone or
-    as the first of a tuple.
+    as the first of a tuple; records: what transformers records inside the layer besides (router logits), by key.
     """
 
     layer: nn.Module
@@ -81,6 +83,8 @@ class Ask:
     forward: object = None  # the layer's own, where it is not a TiledLayer yet
     asked: list[_Call] = field(default_factory=list)
     returns_tuple: bool = False
+    records: tuple[str, ...] = ()
+    recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -113,15 +117,35 @@ class Ask:
         with our_attention((), self.batch):
             return asked.pattern()
 
-    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> Tensor:
-        """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call."""
-        with without_values(self.layer, self.answers.dead_post if dead else ()):
+    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
+        """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
+
+        Behind it what was recorded on the way, each as [B, t, ...].
+        """
+        found = {key: [] for key in self.records}
+        with without_values(self.layer, self.answers.dead_post if dead else ()), collecting(found):
             if self.answers.block:
-                return self._block_post(x_BtD, outs_BtHE[0])
-            with asking(Answering(outs_BtHE)):
-                y = self._forward(x_BtD, a, b)
+                y = self._block_post(x_BtD, outs_BtHE[0])
+            else:
+                with asking(Answering(outs_BtHE)):
+                    y = self._forward(x_BtD, a, b)
         self.returns_tuple = isinstance(y, tuple)
-        return y[0] if self.returns_tuple else y
+        self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
+        extras = [self._by_rows(x, x_BtD) for xs in found.values() for x in xs]
+        return [y[0] if self.returns_tuple else y, *extras]
+
+    @staticmethod
+    def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
+        """Recorded over flattened tokens [B*t, ...] or not: [B, t, ...]."""
+        B, t = x_BtD.shape[:2]
+        return (
+            recorded.unflatten(0, (B, t)) if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t) else recorded
+        )
+
+    def hand_on(self, extras: list[Tensor], into: dict) -> None:
+        """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had."""
+        for (key, dims), x in zip(self.recorded, extras):
+            into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
 
     # The commonest block (norm, attention, norm, MLP, nothing beside) without what lies around it, and with the residual
     # added in the second norm's pass: the same modules called in the same order, bit for bit what the layer answers.
@@ -221,8 +245,11 @@ class TiledLayer:
             mask = kwargs.get("attention_mask")
             if self.why_not_tiled(x, mask) is None:
                 arguments = Arguments(args, kwargs, *x.shape[:2])
-                ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch)
-                y = tiled_layer(session, ask, x)
+                lists = collected_now()
+                records = tuple(key for key in lists if key in _RECORDED_INSIDE)
+                ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records)
+                y, *extras = tiled_layer(session, ask, x)
+                ask.hand_on(extras, lists)
                 return (y,) if ask.returns_tuple else y
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
             return super().forward(x, *args, **kwargs)

@@ -111,7 +111,7 @@ class _Probe:
     def _post(self, **known):
         def run(x):
             outs = [o.clone().requires_grad_() for o in self.outs]
-            return [self._ask(**known).post(x, outs, 0, self.T, dead=True)], [self.dy], outs
+            return self._ask(**known).post(x, outs, 0, self.T, dead=True), [self.dy], outs
 
         return self._gradients(run)
 
@@ -143,7 +143,7 @@ class _Probe:
             with torch.no_grad():
                 pairs = [
                     (self._ask(block=True).pre(self.x, 0, self.T), self._ask().pre(self.x, 0, self.T)),
-                    ([self._ask(block=True).post(self.x, self.outs, 0, self.T)], [self._ask().post(self.x, self.outs, 0, self.T)]),
+                    (self._ask(block=True).post(self.x, self.outs, 0, self.T), self._ask().post(self.x, self.outs, 0, self.T)),
                 ]  # fmt: skip
             values = all(_equal(ours, theirs) for ours, theirs in pairs)
             return (

@@ -76,7 +76,12 @@ def kind_of(layer: nn.Module) -> tuple:
         return tuple(sorted((n, v if isinstance(v, (bool, str)) else v is None) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 
-    return tuple((name, type(m).__name__, settings(m)) for name, m in layer.named_modules() if "experts." not in name)
+    # Adapters, quantised projections and torch's own modules make no other kind of layer.
+    home = type(layer).__module__.split(".")[0]
+    own = ((name, m) for name, m in layer.named_modules() if type(m).__module__.split(".")[0] == home)
+    return tuple(
+        (name.replace(".base_layer", ""), type(m).__name__, settings(m)) for name, m in own if "experts." not in name
+    )
 
 
 @contextmanager
