@@ -11,12 +11,12 @@ import torch
 from transformers import TrainerCallback
 
 from hfpatch.training import schedule
-from hfpatch.training.finite import FiniteTrainer
+from hfpatch.training.positions import PositionTrainer
 
 RUN_FILE = "hfpatch_run.json"
 
 
-class Trainer(FiniteTrainer):
+class Trainer(PositionTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     Weight decay touches tensors of two dimensions and more. The cosine schedule has a floor and restarts. The
