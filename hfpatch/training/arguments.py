@@ -29,6 +29,10 @@ class ModelArguments:
     config_overrides: str | None = _flag(
         None, "With --preset: changes to its config, as hidden_size=128,vocab_size=512."
     )
+    max_position_embeddings: int | None = _flag(None, "Positions of the model, where more than its config says.")
+    rope_scaling: dict | str | None = _flag(
+        None, 'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not by adapters).'
+    )
     tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
     train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
     impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])

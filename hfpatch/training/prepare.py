@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import chat, dataset, sources, tokenizer
+from hfpatch.training import chat, context, dataset, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
 
 
@@ -68,14 +68,16 @@ def _hub(name: str, data) -> Source:
 
 
 def load_config(model):
-    """The model's config: of a preset with its overrides, or of --model. Raises ValueError."""
+    """The model's config: of a preset with its overrides, or of --model; lengthened as asked. Raises ValueError."""
     if model.preset:
         values = preset_config(model.preset) | _overrides(model.config_overrides)
-        return LlamaConfig(**values)
-    try:
-        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
+        config = LlamaConfig(**values)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError, json.JSONDecodeError) as error:
+            raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
+    return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
 
 
 def _overrides(text: str | None) -> dict:

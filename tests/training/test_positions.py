@@ -5,6 +5,7 @@ import math
 import pytest
 import tiny
 import torch
+from transformers import GraniteConfig, GraniteForCausalLM
 
 import hfpatch
 from hfpatch.training import dataset, positions, trainer
@@ -37,12 +38,19 @@ def by_hand(model, width):
     return {f"eval_loss_at_{start}": sum(v) / len(v) for start, v in sums.items()}
 
 
-@pytest.mark.parametrize("kind", ["stock", "fused", "fused, logits"])
+def granite():
+    """A family that scales its logits behind the head."""
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = GraniteConfig(vocab_size=V, num_key_value_heads=2, logits_scaling=0.1, pad_token_id=0, **small)
+    return GraniteForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("kind", ["stock", "fused", "fused, logits", "granite"])
 def test_loss_by_position(tmp_path, kind):
-    model = tiny.llama(dtype=torch.float64).eval()
+    model = granite().eval() if kind == "granite" else tiny.llama(dtype=torch.float64).eval()
     with torch.no_grad():
         expected = by_hand(model, 8)
-    if kind != "stock":
+    if kind.startswith("fused"):
         hfpatch.apply(model, eval_logits=kind == "fused, logits")
     args = TrainArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2, eval_positions=8,
