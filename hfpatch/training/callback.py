@@ -24,7 +24,8 @@ class Callback(TrainerCallback):
     matmul measured at the start. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
     peak_host_gib the process's largest resident set.
 
-    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest.
+    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
+    torchao's to round at random, it does so under transformers 4 too, which drops that argument.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
@@ -63,7 +64,12 @@ class Callback(TrainerCallback):
             self._shape = ModelShape.from_config(model.config)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
             self._shape = None
-        if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(kwargs.get("optimizer"))):
+        optimizer = kwargs.get("optimizer")
+        while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+            optimizer = optimizer.optimizer
+        if "bf16_stochastic_round=true" in (args.optim_args or "").lower() and hasattr(optimizer, _ROUNDS):
+            setattr(optimizer, _ROUNDS, True)  # transformers 4 hands torchao's optimizers no optim_args
+        if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
             self._warned = True
             warnings.warn(words, stacklevel=2)
         self._trained = _trained_share(model)
@@ -125,7 +131,8 @@ class Callback(TrainerCallback):
 
 
 # How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
-_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
+_ROUNDS = "bf16_stochastic_round"
+_KEEPS = (_ROUNDS, "stochastic_rounding", "kahan_sum", "use_kahan_summation")
 
 
 def rounded_to_nearest(optimizer) -> str:
@@ -134,11 +141,10 @@ def rounded_to_nearest(optimizer) -> str:
     An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it comes. Engines hand
     their optimizers fp32 copies, and those are what stands in its groups.
     """
-    while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
-        optimizer = optimizer.optimizer
-    if optimizer is None or any(getattr(optimizer, k, optimizer.defaults.get(k)) for k in _KEEPS):
+    asked = getattr(optimizer, "defaults", {})
+    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
         return ""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not hasattr(p, "ds_id")]
     if not half:
         return ""
