@@ -1,7 +1,7 @@
 """From flags to the tokenizer, the model and the datasets that Trainer takes."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,24 +20,33 @@ class Source:
     fingerprint: str
 
 
-def source(paths, data, *, digest: bool = True, say=print) -> Source:
+def source(paths, data, *, split: str | None = None, digest: bool = True, say=print) -> Source:
     """Where the rows of `paths` come from: local files and folders, or one hub data set. Raises ValueError.
 
-    digest: read the files for their fingerprint; without it the names alone make it (streaming). say: as in find().
+    split: in place of --data_split. digest: read the files for their fingerprint; without it the names alone make it
+    (streaming). say: as in find().
     """
-    if len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0]):
-        return _hub(paths[0], data)
-    form, split = data.data_format, data.data_split
+    hub = len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0])
+    if paths == data.data and (data.data_glob or data.data_exclude) and not any(Path(p).is_dir() for p in paths):
+        flag = "--data_glob" if data.data_glob else "--data_exclude"
+        raise ValueError(f"hfpatch: {flag} chooses in a folder, {paths[0]} is none; name the folder, or drop the flag.")
+    if hub:
+        return _hub(paths[0], data, split or data.data_split)
+    form = data.data_format
     try:
         files = sources.find(paths, pattern=data.data_glob, exclude=data.data_exclude, form=form, say=say)
         print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
     except OSError as error:
         raise ValueError(f"hfpatch: cannot read {error.filename} ({error.strerror}); check --data.") from error
-    if data.data_config or (split != "train" and not any(file.is_dir() for file in files)):
-        flag = "--data_config" if data.data_config else "--data_split"
+    asked = {"--eval_split": split}
+    if paths == data.data:
+        asked |= {"--data_config": data.data_config, "--data_split": data.data_split != "train"}
+    flag = next((flag for flag, value in asked.items() if value), None)
+    if flag and not any(file.is_dir() for file in files):
         raise ValueError(
             f"hfpatch: {flag} chooses in a hub data set, files came ({files[0]}); name the files you mean."
         )
+    split = split or data.data_split
 
     def rows():
         return sources.rows(files, text_field=data.text_field, text_unit=data.text_unit, form=form, split=split)
@@ -49,11 +58,11 @@ def _hub_like(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not Path(name).suffix
 
 
-def _hub(name: str, data) -> Source:
+def _hub(name: str, data, split: str) -> Source:
     import datasets
 
     try:
-        table = datasets.load_dataset(name, data.data_config, split=data.data_split, streaming=data.streaming)
+        table = datasets.load_dataset(name, data.data_config, split=split, streaming=data.streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -63,7 +72,7 @@ def _hub(name: str, data) -> Source:
 
     return Source(
         lambda: sources.table_rows(table, name),
-        getattr(table, "_fingerprint", None) or f"{name}-{data.data_config}-{data.data_split}",
+        getattr(table, "_fingerprint", None) or f"{name}-{data.data_config}-{split}",
     )
 
 
@@ -227,7 +236,7 @@ def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> 
     summaries, evaluation, held = [], None, None
     check_template(tokenizer, data, train)
     if data.eval_data:
-        apart = source(data.eval_data, replace(data, data_split=data.eval_split or data.data_split), say=say)
+        apart = source(data.eval_data, data, split=data.eval_split, say=say)
         if apart.fingerprint == train.fingerprint:
             raise ValueError("hfpatch: --eval_data are the training data; name others, or a split with --eval_split.")
         held = tokenize(apart.rows(), tokenizer, fingerprint=apart.fingerprint, cache_dir=cache, **read)

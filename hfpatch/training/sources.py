@@ -358,7 +358,7 @@ def _saved(folder: Path, split: str) -> Iterator[Row | Malformed]:
     if isinstance(made, dict):
         if split not in made:
             raise ValueError(
-                f"hfpatch: {folder} holds the splits {', '.join(made)}, {split!r} was asked for; pass --data_split."
+                f"hfpatch: {folder} holds the splits {', '.join(made)}, {split!r} was asked for; pass --data_split or --eval_split."
             )
         made = made[split]
     yield from table_rows(made, str(folder))

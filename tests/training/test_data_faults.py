@@ -279,6 +279,12 @@ def test_splits_and_sets_that_were_not_meant(tmp_path, tokenizer):
     paths = {"data": [str(tmp_path / "a.jsonl")], "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(ValueError, match="--data_split chooses in a hub data set, files came"):
         prepare.source(paths["data"], DataArguments(**paths, data_split="test"))
+    with pytest.raises(ValueError, match="--data_glob chooses in a folder, .*a.jsonl is none"):
+        prepare.source(paths["data"], DataArguments(**paths, data_glob="*.py"))
+    hub = DataArguments(data=["someone/texts"], eval_data=paths["data"], data_split="train[:9]", data_glob=None)
+    assert prepare.source(hub.eval_data, hub).rows(), "a split of the hub's says nothing of the files beside it"
+    with pytest.raises(ValueError, match="--eval_split chooses in a hub data set"):
+        prepare.source(hub.eval_data, hub, split="test")
     data = DataArguments(**paths, eval_data=paths["data"])
     train = prepare.source(data.data, data)
     with pytest.raises(ValueError, match="--eval_data are the training data"):
