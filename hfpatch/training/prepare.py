@@ -27,7 +27,8 @@ def source(paths, data, *, split: str | None = None, digest: bool = True, say=pr
     (streaming). say: as in find().
     """
     hub = len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0])
-    if paths == data.data and (data.data_glob or data.data_exclude) and not any(Path(p).is_dir() for p in paths):
+    chooses = paths == data.data and (data.data_glob or data.data_exclude)
+    if chooses and (hub or all(Path(path).is_file() for path in paths)):
         flag = "--data_glob" if data.data_glob else "--data_exclude"
         raise ValueError(f"hfpatch: {flag} chooses in a folder, {paths[0]} is none; name the folder, or drop the flag.")
     if hub:
