@@ -274,6 +274,8 @@ def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.nda
         if f".{projection}." in name:
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     values = tensor.float().numpy()
+    if not np.isfinite(values).all():
+        raise ValueError(f"hfpatch: expected finite weights, {name} holds nan or infinity; export another checkpoint.")
     qtype = _stored_type(shape, kind)
     if qtype == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
         raise ValueError(f"hfpatch: {name} has values beyond float16; export with --type bf16.")

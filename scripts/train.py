@@ -53,14 +53,15 @@ def train(argv) -> int:
 
     config = prepare.load_config(model_args)
     checks.length(data_args.seq_length, config)
-    source = prepare.source(data_args.data, data_args, digest=not data_args.streaming)
+    source = prepare.source(data_args.data, data_args, digest=not data_args.streaming, say=say)
     with args.main_process_first(desc="tokenizing"):
         tokenizer = prepare.load_tokenizer(model_args, data_args, source)
         prepare.fit_vocabulary(config, tokenizer, fresh=bool(model_args.train_tokenizer))
-        data = prepare.load_datasets(data_args, source, tokenizer, seed=args.data_seed or args.seed, say=say)
+        data_seed = args.seed if args.data_seed is None else args.data_seed
+        data = prepare.load_datasets(data_args, source, tokenizer, config, seed=data_seed, say=say)
     for line in data.summaries:
         say(f"hfpatch: {line}")
-    collator = Collator(pad_id=tokenizer.pad_token_id or 0, multiple=data_args.pad_multiple)
+    collator = Collator(pad_id=prepare.pad_id(config, tokenizer), multiple=data_args.pad_multiple)
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))

@@ -131,7 +131,7 @@ class LayerCall:
         return [x.to(dtype) for x in parts] if enabled else parts
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
-        """post() over the tile's attention outputs, given group by group: ([y, what was recorded...], the outs joined, its leaves)."""
+        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs, its leaves."""
         joined, outs = [], list(outs_BtGE)
         for heads in self.heads:
             mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]
@@ -173,7 +173,10 @@ class LayerCall:
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> list[Tensor]:
-        """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...]. keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing."""
+        """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
+
+        keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing.
+        """
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
         if keep == "gpu":

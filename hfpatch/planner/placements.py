@@ -29,17 +29,18 @@ class Resident:
 
 @dataclass(frozen=True)
 class Placement:
-    """One row: what `--placement` accepts, in the order in which auto tries them."""
+    """One row: what `--placement` accepts, in the order in which auto tries them; auto False: only where it is named."""
 
     name: str
     many: bool
     one: bool
     summary: str
+    auto: bool = True
 
     @property
     def sharded(self) -> bool:
         """Whether an engine gathers the weights layer by layer."""
-        return not self.name.startswith("gpu8bit")
+        return not self.name.startswith(("gpu8bit", "adamw"))
 
 
 PLACEMENTS = {
@@ -51,6 +52,11 @@ PLACEMENTS = {
         Placement("fsdp2-offload", True, False, "fp32 shards, gradients and Adam states in host memory"),
         Placement("gpu8bit", False, True, "bf16 weights rounded at random, 8-bit Adam states, all on the GPU"),
         Placement("gpu8bit-fused", False, True, "gpu8bit stepping inside backward: one layer's gradients at a time"),
+        # What a Trainer does by itself. In bf16 it rounds small updates away (training/callback.py), so auto has it not.
+        Placement("adamw", False, True, "torch's AdamW on bf16 weights, bf16 states, all on the GPU", auto=False),
+        Placement(
+            "adamw-fp32", False, True, "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU", auto=False
+        ),
     )
 }
 
@@ -59,7 +65,7 @@ def candidates(name: str, gpus: int) -> list[str]:
     """The placements to try. ValueError for an unknown name, or one that this number of GPUs cannot have."""
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
     if name == "auto":
-        return possible
+        return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:
         raise ValueError(f"hfpatch: the placements are auto, {', '.join(PLACEMENTS)}, {name!r} came; pass one of them.")
     if name not in possible:
@@ -80,6 +86,11 @@ def resident(name: str, shape: ModelShape, gpus: int) -> Resident:
         return Resident(2 * P, None, 2 * P + 8 * P // 256)
     if name == "gpu8bit-fused":
         return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
+    if name == "adamw":
+        return Resident(2 * P, None, 4 * P)
+    if name == "adamw-fp32":
+        # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak.
+        return Resident(4 * P + 2 * P, 4 * P, 8 * P)
     if name == "zero3-offload":
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter read, 14 written.
         live = 2 * min(P, LIVE_PARAMETERS)

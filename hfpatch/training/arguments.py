@@ -1,18 +1,19 @@
 """The flags of scripts/train.py, on top of transformers' TrainingArguments, and how they are read."""
 
-import difflib
 import importlib.util
-import json
+import os
+import typing
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from functools import partial
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import PRESETS
-from hfpatch.training import configs
+from hfpatch.training import config_file, configs
 from hfpatch.training.placement import single_process_environment
+from hfpatch.training.sources import FORMATS
 
 
 def _flag(default, help, **more):
@@ -27,6 +28,10 @@ class ModelArguments:
     preset: str | None = _flag(None, "Instead of --model: a Llama by name with random weights.", choices=list(PRESETS))
     config_overrides: str | None = _flag(
         None, "With --preset: changes to its config, as hidden_size=128,vocab_size=512."
+    )
+    max_position_embeddings: int | None = _flag(None, "Positions of the model, where more than its config says.")
+    rope_scaling: dict | str | None = _flag(
+        None, 'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not by adapters).'
     )
     tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
     train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
@@ -60,9 +65,11 @@ class DataArguments:
     eval_data: list[str] = field(default_factory=list, metadata={"help": "The same, held out for evaluation."})
     validation_split: float = _flag(0.0, "Share of the documents of --data held out for evaluation.")
     data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
+    data_format: str = _flag("auto", "What the files of --data are; auto goes by their names.", choices=list(FORMATS))
     data_exclude: list[str] = field(default_factory=list, metadata={"help": "Names of folders inside it to leave out."})
     data_config: str | None = _flag(None, "Configuration of the hub data set.")
-    data_split: str = _flag("train", "Split of the hub data set.")
+    data_split: str = _flag("train", "Split of the hub data set, or of a folder that save_to_disk wrote.")
+    eval_split: str | None = _flag(None, "The split of --eval_data; --data_split by default.")
     kind: str = _flag("auto", "What a row holds; auto asks its columns.", choices=["auto", "text", "prompt", "chat"])
     text_field: str = _flag("text", "Column of plain text.")
     text_unit: str = _flag("file", "A document of a text file.", choices=["file", "line", "paragraph"])
@@ -91,6 +98,11 @@ class TrainArguments(TrainingArguments):
     early_stopping_patience: int = _flag(0, "Stop after this many evaluations without improvement; 0 never stops.")
     early_stopping_delta: float = _flag(0.0, "What counts as improvement of --metric_for_best_model.")
     time_limit: float = _flag(0.0, "Stop after this many minutes of training; 0 never stops.")
+    eval_positions: int = _flag(
+        1024, "Evaluation reports the loss by position, in buckets of this many tokens that double; 0 does not."
+    )
+    nan_steps: int = _flag(3, "Stop after this many steps in a row whose loss is not finite; 0 never stops.")
+    logging_nan_inf_filter: bool = _flag(False, "Leave losses that are not finite out of what is logged.")
     report_to: str = _flag(
         "tensorboard" if importlib.util.find_spec("tensorboard") else "none", "tensorboard, wandb, none, ..."
     )
@@ -113,25 +125,23 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
 
     Raises ValueError for an unknown flag or key, a file that cannot be read, or values that contradict each other.
     """
-    argv, explicit = list(argv), set()
+    argv = list(argv)
     parser = HfArgumentParser(
         CLASSES, prog="train.py", allow_abbrev=False, description="Train a causal language model."
     )
-    parser.error = _refuse
-    known = {action.dest for action in parser._actions}
+    actions = {action.dest: action for action in reversed(parser._actions)}  # --x rather than --no_x
+    namespace, explicit = None, set()
     if argv and not argv[0].startswith("-"):
-        values = _read(argv.pop(0), known)
-        explicit |= values.keys()
-        for action in parser._actions:
-            if action.dest in values:
-                value = values[action.dest]
-                listed = action.nargs == "+" and not isinstance(value, list)
-                action.default, action.required = [value] if listed else value, False
-    namespace, rest = parser.parse_known_args(argv)
+        name = argv.pop(0)
+        from_file = config_file.flags(name, actions, _mappings())
+        parser.error = partial(_refuse, f"{name}: ")
+        namespace, explicit = parser.parse_args([word for words in from_file.values() for word in words]), {*from_file}
+    parser.error = _refuse
+    namespace, rest = parser.parse_known_args(argv, namespace)
     if rest:
-        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{_nearest(rest[0].lstrip('-'), known)}.")
+        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}.")
     explicit |= {arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
-    values = vars(namespace)
+    values = {name: _expanded(value) for name, value in vars(namespace).items()}
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
     _use_engine(values, explicit)
@@ -207,41 +217,22 @@ def apply_options(model: ModelArguments) -> bool | dict:
     return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model)}
 
 
-def _refuse(message):
-    raise ValueError(f"hfpatch: {message}; see train.py --help.")
+def _refuse(where, message=None):
+    where, message = ("", where) if message is None else (where, message)
+    raise ValueError(f"hfpatch: {where}{message}; see train.py --help.")
 
 
-def _nearest(name: str, known) -> str:
-    near = difflib.get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
-    return f"; did you mean --{near[0]}" if near else "; see train.py --help"
+def _mappings() -> set[str]:
+    """The flags that take a mapping: JSON on the command line, keys and values in a file."""
+    hints = (typing.get_type_hints(cls) for cls in CLASSES)
+    kinds = (
+        (name, [typing.get_origin(one) or one for one in typing.get_args(of)]) for h in hints for name, of in h.items()
+    )
+    return {name for name, of in kinds if dict in of}
 
 
-def _read(name: str, known) -> dict:
-    file = Path(name)
-    if file.suffix not in (".yaml", ".yml", ".json"):
-        raise ValueError(
-            f"hfpatch: expected flags or a config file (.yaml, .json) first, {name!r} came; begin flags with --."
-        )
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"hfpatch: cannot read the config file {file} ({error.strerror}); check the path.") from error
-    if file.suffix == ".json":
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"hfpatch: {file}:{error.lineno}: not JSON: {error.msg}; mend the file.") from error
-    else:
-        import yaml
-
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"hfpatch: {file} is not YAML: {' '.join(str(error).split())}; mend the file.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"hfpatch: expected keys and values in {file}, {type(values).__name__} came; mend the file.")
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in values:
-        if key not in known:
-            raise ValueError(f"hfpatch: {file}: unknown key {key!r}{_nearest(key, known)}.")
-    return values
+def _expanded(value):
+    """Paths with the user's folder in place of ~, which no shell expands in a file or behind a `=`."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value

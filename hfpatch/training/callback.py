@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+import warnings
 import weakref
 
 import torch
@@ -23,6 +24,9 @@ class Callback(TrainerCallback):
     matmul measured at the start. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
     peak_host_gib the process's largest resident set.
 
+    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
+    torchao's to round at random, it does so under transformers 4 too, which drops that argument.
+
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
     """
@@ -32,6 +36,7 @@ class Callback(TrainerCallback):
         self.report = None  # what apply said
         self._applied = lambda: None
         self._hook = None
+        self._warned = False
         self._tokens, self._flops = 0, 0.0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -59,6 +64,14 @@ class Callback(TrainerCallback):
             self._shape = ModelShape.from_config(model.config)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
             self._shape = None
+        optimizer = kwargs.get("optimizer")
+        while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+            optimizer = optimizer.optimizer
+        if "bf16_stochastic_round=true" in (args.optim_args or "").lower() and hasattr(optimizer, _ROUNDS):
+            setattr(optimizer, _ROUNDS, True)  # transformers 4 hands torchao's optimizers no optim_args
+        if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
+            self._warned = True
+            warnings.warn(words, stacklevel=2)
         self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -115,6 +128,32 @@ class Callback(TrainerCallback):
                 handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
                 return
             frame = frame.f_back
+
+
+# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
+_ROUNDS = "bf16_stochastic_round"
+_KEEPS = (_ROUNDS, "stochastic_rounding", "kahan_sum", "use_kahan_summation")
+
+
+def rounded_to_nearest(optimizer) -> str:
+    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
+
+    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it comes. Engines hand
+    their optimizers fp32 copies, and those are what stands in its groups.
+    """
+    asked = getattr(optimizer, "defaults", {})
+    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
+        return ""
+    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not hasattr(p, "ds_id")]
+    if not half:
+        return ""
+    return (
+        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} came: {len(half)} of "
+        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, and updates below about "
+        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True" '
+        "to TrainingArguments (pip install torchao), or load the model in float32 and pass bf16=True."
+    )
 
 
 def memory_columns(device) -> dict:

@@ -5,8 +5,6 @@ template is rendered up to each assistant turn (with its generation prompt) and 
 between are the turn. That holds only where each rendering begins with the one before, so this is checked on the tokens.
 """
 
-import jinja2
-
 KINDS = ("text", "prompt", "chat")
 CHAT_FIELDS = ("messages", "conversations")
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
@@ -44,8 +42,8 @@ def encode(row: dict, tokenizer, *, kind: str = "auto", text_field: str = "text"
                 raise BadRow(f"expected a column {name!r}, came {', '.join(map(repr, row))}")
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            turns = _messages(prompt, "prompt")
-            return encode_chat(turns + _messages(completion, "completion"), tokenizer, start=len(turns))
+            turns, said = _messages(prompt, "prompt"), _messages(completion, "completion")
+            return encode_chat(turns + said, tokenizer, tools=row.get("tools"), start=len(turns))
         # Tokenized apart: a token that spans the seam would never be what the model is prompted with.
         ids = tokenizer(_string(prompt, "prompt"))["input_ids"]
         ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
@@ -54,6 +52,21 @@ def encode(row: dict, tokenizer, *, kind: str = "auto", text_field: str = "text"
         return ids + said, [False] * len(ids) + [True] * len(said)
     ids = with_end(tokenizer(text_of(row, text_field))["input_ids"], tokenizer)
     return ids, [True] * len(ids)
+
+
+def strings(row: dict, *, kind: str = "auto", text_field: str = "text") -> list[str]:
+    """What a row says, without template: the text, prompt and completion, or each message's content. Raises BadRow."""
+    kind = kind_of(row, text_field) if kind == "auto" else kind
+    if kind == "text":
+        return [text_of(row, text_field)]
+    names = ("prompt", "completion") if kind == "prompt" else CHAT_FIELDS
+    said = []
+    for name in (name for name in names if name in row):
+        if isinstance(row[name], list):
+            said += [_string(m["content"], "content") for m in _messages(row[name], name) if m.get("content")]
+        else:
+            said.append(_string(row[name], name))
+    return said
 
 
 def text_of(row: dict, text_field: str) -> str:
@@ -79,9 +92,9 @@ def encode_chat(messages: list[dict], tokenizer, *, tools=None, start: int = 0) 
     def render(turns, prompt):
         try:
             text = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError) as error:
-            raise BadRow(f"the chat template refuses it: {error}") from error
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # a template is a program of somebody else's: it may raise anything
+            raise BadRow(f"the chat template refuses it: {error or type(error).__name__}") from error
+        return tokenizer(_string(text, "rendered"), add_special_tokens=False)["input_ids"]
 
     ids = render(messages, False)
     learned = [False] * len(ids)
@@ -103,6 +116,10 @@ def _string(value, name: str) -> str:
         raise BadRow(f"{name!r} must be a string, {type(value).__name__} came")
     if not value:
         raise BadRow(f"{name!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may write half a surrogate pair, which no text can hold
+        raise BadRow(f"{name!r} has a lone surrogate at character {error.start}") from error
     return value
 
 
@@ -122,5 +139,16 @@ def _messages(value, name: str) -> list[dict]:
             raise BadRow(f"message {i} has no 'role'")
         if message.get("content") is None and "tool_calls" not in message:
             raise BadRow(f"message {i} ({message['role']}) has no 'content'")
+        if "content" in message:
+            message["content"] = _content(message["content"], i)
         messages.append(message)
     return messages
+
+
+def _content(content, i: int) -> str:
+    """The text of a message. A template would print anything else as Python does, and the model would learn that."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(_string(part.get("text"), "text") for part in content)
+    if not isinstance(content, str):
+        raise BadRow(f"message {i} must have text as 'content', {type(content).__name__} came")
+    return content

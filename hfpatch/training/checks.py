@@ -16,7 +16,7 @@ from hfpatch.training.trainer import RUN_FILE
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "tie_word_embeddings",
+    "head_dim", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "rope_parameters", "rope_scaling",
 )  # fmt: skip
 _ROWS = ("seq_length", "packing", "long_rows", "truncation_side", "validation_split", "streaming")
 
@@ -148,7 +148,7 @@ def length(seq_length: int, config) -> None:
     if limit and seq_length > limit:
         raise ValueError(
             f"hfpatch: --seq_length {seq_length} is over the model's {limit} positions (max_position_embeddings); "
-            "shorten it, or set rope scaling and the limit in the model's config.json."
+            "shorten it, or lengthen the model with --rope_scaling or --max_position_embeddings."
         )
 
 

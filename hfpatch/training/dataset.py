@@ -5,6 +5,7 @@ and hfpatch alike) then sees only its own document, as long as no attention_mask
 the right, where causal attention never reaches it from a real token, and its labels are ignored.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from hfpatch.training import packing, sources
 from hfpatch.training.tokens import Tokens, encoded
 
 IGNORE = -100
+CUT_WORDS = {"truncate": "truncated", "drop": "dropped as too long", "split": "truncated"}
 
 
 class RowDataset(torch.utils.data.Dataset):
@@ -130,10 +132,9 @@ def prepare(
     rows = packing.pack(kept, seq_length) if packed else [[piece] for piece in kept]
     dataset = RowDataset(tokens, rows, pad_to=seq_length if packed else None, pad_id=pad_id)
     fill = f", packing fill {total / (len(rows) * seq_length):.1%}" if packed else ""
-    cut_words = {"truncate": "truncated", "drop": "dropped as too long", "split": "truncated"}[long_rows]
     summary = (
         f"{name}: {len(documents):,} documents, {total:,} tokens, {labels / total:.1%} of them labels; {len(rows):,} "
-        f"rows of up to {seq_length:,} tokens{fill}; {done.truncated:,} {cut_words}, "
+        f"rows of up to {seq_length:,} tokens{fill}; {done.truncated:,} {CUT_WORDS[long_rows]}, "
         f"{len(done.pieces) - len(kept):,} without a label, {tokens.malformed:,} malformed"
     )
     per_token = tokens.text_bytes / max(1, int(tokens.offsets[-1]))
@@ -151,26 +152,40 @@ def split(documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarr
 class StreamDataset(torch.utils.data.IterableDataset):
     """Rows made while they are read, for data larger than the disk or memory; the same order in every run.
 
-    make_rows: a callable that starts reading again; shuffle: rows that wait in the shuffling buffer.
+    make_rows: a callable that starts reading again; shuffle: rows that wait in the shuffling buffer. What was truncated,
+    dropped or malformed is said when the reading ends, also where it is broken off, by each process that reads.
     """
 
     def __init__(self, make_rows, tokenizer, *, seq_length, packed, kind, text_field, long_rows, side, pad_id, shuffle,
-                 seed, strict, say=print):  # fmt: skip
+                 seed, strict, vocab_size=None, say=print):  # fmt: skip
         self.make_rows, self.tokenizer, self.say, self.strict = make_rows, tokenizer, say, strict
-        self.seq_length, self.packed, self.kind, self.text_field = seq_length, packed, kind, text_field
-        self.long_rows, self.side, self.pad_id = long_rows, side, pad_id
+        self.seq_length, self.packed, self.pad_id = seq_length, packed, pad_id
+        self.encode = {"kind": kind, "text_field": text_field, "vocab_size": vocab_size}
+        self.long_rows, self.side = long_rows, side
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        self.malformed = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Trainer: each epoch shuffles in its own order."""
         self.epoch = epoch
 
+    def check(self) -> None:
+        """Reads up to the first row to learn from. Raises ValueError where none is: Trainer would end after 0 steps."""
+        counts = Counter()
+        if next(self._pieces(self.make_rows(), counts, say=lambda line: None), None) is None:
+            raise ValueError(f"hfpatch: expected rows to train on, none is left: {self._summary(counts)}.")
+
     def __iter__(self):
         rows, worker = self.make_rows(), torch.utils.data.get_worker_info()
         if worker is not None:  # every worker reads all rows and keeps its share
             rows = (row for i, row in enumerate(rows) if i % worker.num_workers == worker.id)
-        documents = self._shuffled(self._pieces(rows))
+        counts = Counter()
+        try:
+            yield from self._packed(self._shuffled(self._pieces(rows, counts, self.say)))
+        finally:
+            reader = f"worker {worker.id}" if worker is not None else "the stream"
+            self.say(f"hfpatch: train: {reader} read {self._summary(counts)}")
+
+    def _packed(self, documents):
         if not self.packed:
             for document in documents:
                 yield make_row([document], pad_to=None, pad_id=self.pad_id)
@@ -185,21 +200,32 @@ class StreamDataset(torch.utils.data.IterableDataset):
         if held:
             yield make_row(held, pad_to=self.seq_length, pad_id=self.pad_id)
 
-    def _pieces(self, rows):
-        for item in encoded(rows, self.tokenizer, kind=self.kind, text_field=self.text_field):
+    def _pieces(self, rows, counts: Counter, say):
+        for item in encoded(rows, self.tokenizer, **self.encode):
             if isinstance(item, sources.Malformed):
                 if self.strict:
                     raise ValueError(
                         f"hfpatch: --strict expects no malformed row, came {item}; mend it or drop --strict."
                     )
-                self.malformed += 1
-                self.say(f"hfpatch: malformed row left out ({self.malformed} so far): {item}")
+                counts["malformed"] += 1
+                say(f"hfpatch: malformed row left out ({counts['malformed']} so far): {item}")
                 continue
             ids, learned, _ = item
-            for piece in packing.cut([len(ids)], self.seq_length, long_rows=self.long_rows, side=self.side).pieces:
+            counts["documents"] += 1
+            cut = packing.cut([len(ids)], self.seq_length, long_rows=self.long_rows, side=self.side)
+            counts["long"] += cut.truncated
+            for piece in cut.pieces:
                 end = piece.start + piece.length
                 if any(learned[piece.start + 1 : end]):
                     yield ids[piece.start : end], learned[piece.start : end]
+                else:
+                    counts["unlearned"] += 1
+
+    def _summary(self, counts: Counter) -> str:
+        return (
+            f"{counts['documents']:,} documents; {counts['long']:,} {CUT_WORDS[self.long_rows]}, "
+            f"{counts['unlearned']:,} without a label, {counts['malformed']:,} malformed"
+        )
 
     def _shuffled(self, documents):
         random = np.random.default_rng((self.seed, self.epoch))

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import chat, dataset, sources, tokenizer
+from hfpatch.training import chat, context, dataset, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
 
 
@@ -20,31 +20,50 @@ class Source:
     fingerprint: str
 
 
-def source(paths, data, *, digest: bool = True) -> Source:
+def source(paths, data, *, split: str | None = None, digest: bool = True, say=print) -> Source:
     """Where the rows of `paths` come from: local files and folders, or one hub data set. Raises ValueError.
 
-    digest: read the files for their fingerprint; without it the names alone make it (streaming).
+    split: in place of --data_split. digest: read the files for their fingerprint; without it the names alone make it
+    (streaming). say: as in find().
     """
-    if len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0]):
-        return _hub(paths[0], data)
-    files = sources.find(paths, pattern=data.data_glob, exclude=data.data_exclude)
-    print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
+    hub = len(paths) == 1 and not Path(paths[0]).exists() and _hub_like(paths[0])
+    chooses = paths == data.data and (data.data_glob or data.data_exclude)
+    if chooses and (hub or all(Path(path).is_file() for path in paths)):
+        flag = "--data_glob" if data.data_glob else "--data_exclude"
+        raise ValueError(f"hfpatch: {flag} chooses in a folder, {paths[0]} is none; name the folder, or drop the flag.")
+    if hub:
+        return _hub(paths[0], data, split or data.data_split)
+    form = data.data_format
+    try:
+        files = sources.find(paths, pattern=data.data_glob, exclude=data.data_exclude, form=form, say=say)
+        print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
+    except OSError as error:
+        raise ValueError(f"hfpatch: cannot read {error.filename} ({error.strerror}); check --data.") from error
+    asked = {"--eval_split": split}
+    if paths == data.data:
+        asked |= {"--data_config": data.data_config, "--data_split": data.data_split != "train"}
+    flag = next((flag for flag, value in asked.items() if value), None)
+    if flag and not any(file.is_dir() for file in files):
+        raise ValueError(
+            f"hfpatch: {flag} chooses in a hub data set, files came ({files[0]}); name the files you mean."
+        )
+    split = split or data.data_split
 
     def rows():
-        return sources.rows(files, text_field=data.text_field, text_unit=data.text_unit)
+        return sources.rows(files, text_field=data.text_field, text_unit=data.text_unit, form=form, split=split)
 
-    return Source(rows, f"{print_of}-{data.text_unit}")
+    return Source(rows, f"{print_of}-{data.text_unit}-{form}-{split}")
 
 
 def _hub_like(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not Path(name).suffix
 
 
-def _hub(name: str, data) -> Source:
+def _hub(name: str, data, split: str) -> Source:
     import datasets
 
     try:
-        table = datasets.load_dataset(name, data.data_config, split=data.data_split, streaming=data.streaming)
+        table = datasets.load_dataset(name, data.data_config, split=split, streaming=data.streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -52,22 +71,23 @@ def _hub(name: str, data) -> Source:
             "check --data."
         ) from error
 
-    def rows():
-        for number, value in enumerate(table, 1):
-            yield sources.Row(name, number, value)
-
-    return Source(rows, getattr(table, "_fingerprint", None) or f"{name}-{data.data_config}-{data.data_split}")
+    return Source(
+        lambda: sources.table_rows(table, name),
+        getattr(table, "_fingerprint", None) or f"{name}-{data.data_config}-{split}",
+    )
 
 
 def load_config(model):
-    """The model's config: of a preset with its overrides, or of --model. Raises ValueError."""
+    """The model's config: of a preset with its overrides, or of --model; lengthened as asked. Raises ValueError."""
     if model.preset:
         values = preset_config(model.preset) | _overrides(model.config_overrides)
-        return LlamaConfig(**values)
-    try:
-        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
+        config = LlamaConfig(**values)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError, json.JSONDecodeError) as error:
+            raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
+    return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
 
 
 def _overrides(text: str | None) -> dict:
@@ -89,8 +109,7 @@ def _overrides(text: str | None) -> dict:
 def load_tokenizer(model, data, train: Source):
     """The tokenizer of the run, with its chat template. Raises ValueError."""
     if model.train_tokenizer:
-        texts = (row.value[data.text_field] for row in train.rows() if _has_text(row, data.text_field))
-        made = tokenizer.train(texts, model.train_tokenizer)
+        made = tokenizer.train(_texts(data, train), model.train_tokenizer)
     else:
         try:
             made = AutoTokenizer.from_pretrained(
@@ -104,8 +123,13 @@ def load_tokenizer(model, data, train: Source):
     return made
 
 
-def _has_text(row, field: str) -> bool:
-    return isinstance(row, sources.Row) and isinstance(row.value.get(field), str)
+def _texts(data, train: Source):
+    for row in train.rows():
+        if isinstance(row, sources.Row):
+            try:
+                yield from chat.strings(row.value, kind=data.kind, text_field=data.text_field)
+            except chat.BadRow:  # named when the row is tokenized
+                continue
 
 
 def check_template(tokenizer, data, train: Source) -> None:
@@ -121,16 +145,33 @@ def check_template(tokenizer, data, train: Source) -> None:
 
 
 def fit_vocabulary(config, tokenizer, *, fresh: bool) -> None:
-    """A fresh model takes the size of a tokenizer trained for it; any other must hold it. Raises ValueError."""
+    """A fresh model takes the size of a tokenizer trained for it; any other must hold it. Raises ValueError.
+
+    Special tokens may stand beyond the model's vocabulary, as some text models' image tokens do: the rows that hold
+    one are malformed (tokens.encoded).
+    """
+    vocabulary = tokenizer.get_vocab()
     if fresh:
-        config.vocab_size = len(tokenizer)
+        config.vocab_size = max(vocabulary.values()) + 1  # more than len(tokenizer) where its numbers have gaps
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
-    elif len(tokenizer) > config.vocab_size:
+        return
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    size = config.get_text_config().vocab_size
+    beyond = [(number, token) for token, number in vocabulary.items() if number >= size and number not in special]
+    if beyond:
+        number, token = min(beyond)
         raise ValueError(
-            f"hfpatch: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {config.vocab_size}; use its "
-            "own tokenizer, or resize the embeddings first."
+            f"hfpatch: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size} ({token!r} is number "
+            f"{number}, counted from 0); use its own tokenizer, or resize the embeddings first."
         )
+
+
+def pad_id(config, tokenizer) -> int:
+    """The token that fills rows up: nothing attends to it and no label is it, so any that the model has will do."""
+    size = config.get_text_config().vocab_size
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(number for number in ids if number is not None and number < size)
 
 
 def load_model(model, config, seed: int):
@@ -187,23 +228,26 @@ class Datasets:
     fingerprint: str
 
 
-def load_datasets(data, train: Source, tokenizer, *, seed: int, say) -> Datasets:
-    """Tokenizes (or finds in the cache), splits, cuts and packs. Raises ValueError."""
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    cut = {"packed": data.packing, "long_rows": data.long_rows, "side": data.truncation_side, "pad_id": pad_id}
-    read = {"kind": data.kind, "text_field": data.text_field, "strict": data.strict, "say": say}
+def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> Datasets:
+    """Tokenizes (or finds in the cache), splits, cuts and packs, for the model of this config. Raises ValueError."""
+    pad, size = pad_id(config, tokenizer), config.get_text_config().vocab_size
+    cut = {"packed": data.packing, "long_rows": data.long_rows, "side": data.truncation_side, "pad_id": pad}
+    read = {"kind": data.kind, "text_field": data.text_field, "strict": data.strict, "vocab_size": size, "say": say}
     cache = Path(data.cache_dir).expanduser()
     summaries, evaluation, held = [], None, None
     check_template(tokenizer, data, train)
     if data.eval_data:
-        apart = source(data.eval_data, data)
+        apart = source(data.eval_data, data, split=data.eval_split, say=say)
+        if apart.fingerprint == train.fingerprint:
+            raise ValueError("hfpatch: --eval_data are the training data; name others, or a split with --eval_split.")
         held = tokenize(apart.rows(), tokenizer, fingerprint=apart.fingerprint, cache_dir=cache, **read)
         chosen = range(len(held))
     if data.streaming:
         stream = dataset.StreamDataset(
             train.rows, tokenizer, seq_length=data.seq_length, shuffle=data.shuffle_buffer, seed=seed, **cut, **read
         )
-        summaries.append("train: rows are read while training; what is truncated or malformed is counted as it comes")
+        stream.check()
+        summaries.append("train: rows are read while training; what is truncated or left out is counted at the end")
         made, share, digest = stream, 1.0, train.fingerprint
     else:
         tokens = tokenize(train.rows(), tokenizer, fingerprint=train.fingerprint, cache_dir=cache, **read)

@@ -1,6 +1,8 @@
 """Tokenizes rows once and keeps the result under a name made from their content: flat files, read by memory map."""
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -12,7 +14,8 @@ import numpy as np
 
 from hfpatch.training import chat, sources
 
-_FORMAT = 1  # part of the name: raise it when what is written changes
+_FORMAT = 2  # part of the name: raise it when what is written changes
+_FILES = ("ids.bin", "learned.bin", "offsets.npy")
 _TOLD = 20  # malformed rows named one by one; the rest are counted
 
 
@@ -37,9 +40,10 @@ class Tokens:
 
 
 def fingerprint_of(files) -> str:
-    """Hex digest of the names and the bytes of the files."""
+    """Hex digest of the names and the bytes of the files; of folders, those of all files inside."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in files:
+    inside = (sorted(p for p in Path(f).rglob("*") if p.is_file()) if Path(f).is_dir() else [f] for f in files)
+    for file in itertools.chain(*inside):
         digest.update(f"{Path(file).name}\0{os.path.getsize(file)}\0".encode())
         with open(file, "rb") as stream:
             while block := stream.read(1 << 20):
@@ -52,6 +56,8 @@ def tokenizer_fingerprint(tokenizer) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     body = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     parts = [body, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), type(tokenizer).__name__]
+    if backend is None:  # what a tokenizer in Python does beside its vocabulary (add_bos_token, ...)
+        parts.append(repr(sorted(tokenizer.init_kwargs.items(), key=repr)))
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -64,26 +70,28 @@ def tokenize(
     kind: str = "auto",
     text_field: str = "text",
     strict: bool = False,
+    vocab_size: int | None = None,
     say=print,
 ) -> Tokens:
     """Tokens of the rows (an iterator of sources.Row and sources.Malformed), from the cache where they were made once.
 
     fingerprint: of the rows' content. strict: raise ValueError at the first malformed row instead of counting it.
-    say: called with each line for the user. Raises ValueError where no row is left.
+    vocab_size: of the model; a row with a token beyond it is malformed. say: called with each line for the user.
+    Any number of processes may ask at once. Raises ValueError where no row is left.
     """
-    parts = (_FORMAT, fingerprint, tokenizer_fingerprint(tokenizer), kind, text_field)
+    parts = (_FORMAT, fingerprint, tokenizer_fingerprint(tokenizer), kind, text_field, vocab_size)
     name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
     folder = Path(cache_dir) / name
-    if not (folder / "stats.json").is_file():
+    stats = _stats(folder)
+    if stats is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
         try:
-            _write(scratch, rows, tokenizer, kind, text_field, strict)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(scratch, folder)
+            _write(scratch, encoded(rows, tokenizer, kind=kind, text_field=text_field, vocab_size=vocab_size), strict)
+            _move(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    stats = json.loads((folder / "stats.json").read_text())
+        stats = _stats(folder)
     for reason in stats["first"]:
         say(f"hfpatch: malformed row left out: {reason}")
     if stats["malformed"] > len(stats["first"]):
@@ -103,42 +111,51 @@ def tokenize(
     return Tokens(ids, learned, offsets, stats["bytes"], stats["malformed"], tuple(stats["first"]), name)
 
 
-def encoded(rows, tokenizer, *, kind: str = "auto", text_field: str = "text"):
+def encoded(rows, tokenizer, *, kind: str = "auto", text_field: str = "text", vocab_size: int | None = None):
     """Yields (ids, learned, bytes of plain text) for each good row, sources.Malformed for each other, in order."""
     held = []  # plain texts wait for one call of the tokenizer, which works on them in parallel
 
     def flush():
-        texts = [text for text in held if isinstance(text, str)]
+        texts = [item for _, item in held if isinstance(item, str)]
         made = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-        for item in held:
+        for row, item in held:
             if isinstance(item, str):
                 ids = chat.with_end(next(made), tokenizer)
-                yield ids, [True] * len(ids), len(item.encode())
-            else:
-                yield item
+                item = ids, [True] * len(ids), len(item.encode())
+            yield item if isinstance(item, sources.Malformed) else _inside(row, item, tokenizer, vocab_size)
         held.clear()
 
     for row in rows:
-        if isinstance(row, sources.Malformed):
-            held.append(row)
-        else:
+        item = row
+        if isinstance(row, sources.Row):
             try:
                 this = chat.kind_of(row.value, text_field) if kind == "auto" else kind
                 if this == "text":
-                    held.append(chat.text_of(row.value, text_field))
+                    item = chat.text_of(row.value, text_field)
                 else:
-                    held.append((*chat.encode(row.value, tokenizer, kind=this, text_field=text_field), 0))
+                    item = (*chat.encode(row.value, tokenizer, kind=this, text_field=text_field), 0)
             except chat.BadRow as error:
-                held.append(sources.Malformed(row.file, row.line, str(error)))
+                item = sources.Malformed(row.file, row.line, str(error))
+        held.append((row, item))
         if len(held) >= 256:
             yield from flush()
     yield from flush()
 
 
-def _write(folder: Path, rows, tokenizer, kind, text_field, strict) -> None:
+def _inside(row: sources.Row, item: tuple, tokenizer, vocab_size: int | None):
+    """The item, or a Malformed where one of its tokens has no row in the model's embedding."""
+    last = max(item[0], default=0)
+    if vocab_size is None or last < vocab_size:
+        return item
+    token = tokenizer.convert_ids_to_tokens(last)
+    reason = f"the token {token!r} is number {last}, the model's vocabulary ends at {vocab_size - 1}"
+    return sources.Malformed(row.file, row.line, reason)
+
+
+def _write(folder: Path, items, strict: bool) -> None:
     offsets, bytes_, malformed, first = [0], 0, 0, []
     with open(folder / "ids.bin", "wb") as ids_file, open(folder / "learned.bin", "wb") as learned_file:
-        for item in encoded(rows, tokenizer, kind=kind, text_field=text_field):
+        for item in items:
             if isinstance(item, sources.Malformed):
                 malformed += 1
                 if strict:
@@ -157,5 +174,37 @@ def _write(folder: Path, rows, tokenizer, kind, text_field, strict) -> None:
             ids_file.write(bytes(4))  # an empty file cannot be mapped
             learned_file.write(bytes(1))
     np.save(folder / "offsets.npy", np.asarray(offsets, dtype=np.int64))
-    stats = {"documents": len(offsets) - 1, "bytes": bytes_, "malformed": malformed, "first": first}
+    sizes = {file: (folder / file).stat().st_size for file in _FILES}
+    stats = {"documents": len(offsets) - 1, "bytes": bytes_, "malformed": malformed, "first": first, "sizes": sizes}
     (folder / "stats.json").write_text(json.dumps(stats))
+    for file in (*_FILES, "stats.json"):  # before the folder gets its name: a machine that dies leaves no cut file
+        with open(folder / file, "rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _stats(folder: Path) -> dict | None:
+    """What _write noted of the folder; None where there is none or a file of it was cut."""
+    try:
+        stats = json.loads((folder / "stats.json").read_text())
+        whole = all((folder / file).stat().st_size == size for file, size in stats["sizes"].items())
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+    return stats if whole else None
+
+
+def _move(scratch: Path, folder: Path) -> None:
+    """Gives the finished folder its name, unless another process was first; a cut one goes away."""
+    while True:
+        try:
+            return os.rename(scratch, folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if _stats(folder) is not None:
+            return None
+        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+        try:
+            os.rename(folder, aside)  # in one move: nobody finds half of it gone
+        except FileNotFoundError:  # another process did the same
+            pass
+        shutil.rmtree(aside, ignore_errors=True)

@@ -8,15 +8,15 @@ import time
 from functools import partial
 
 import torch
-from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 from hfpatch.training import schedule
+from hfpatch.training.positions import PositionTrainer
 
 RUN_FILE = "hfpatch_run.json"
 
 
-class Trainer(StockTrainer):
+class Trainer(PositionTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     Weight decay touches tensors of two dimensions and more. The cosine schedule has a floor and restarts. The

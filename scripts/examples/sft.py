@@ -18,6 +18,10 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
         model=model_name,
         args=SFTConfig(
             output_dir=output_dir,
+            model_init_kwargs={"dtype": "bfloat16"},
+            learning_rate=1e-5,
+            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=2,
             max_steps=4,
             max_length=256,

@@ -5,6 +5,7 @@ python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
 
 import sys
 
+import torch
 from datasets import load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +20,7 @@ import hfpatch
 
 def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
     tokenizer = AutoTokenizer.from_pretrained(model_name)
-    model = AutoModelForCausalLM.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.bfloat16)
     hfpatch.apply(model)  # <- the one line
 
     data = load_dataset("text", data_files=text_file, split="train").filter(lambda row: row["text"])
@@ -28,6 +29,9 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
         model=model,
         args=TrainingArguments(
             output_dir=output_dir,
+            learning_rate=1e-5,
+            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=2,
             max_steps=4,
             logging_steps=1,

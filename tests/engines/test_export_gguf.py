@@ -183,12 +183,13 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
     assert not list(tmp_path.glob("new*"))
 
 
-def test_a_value_beyond_float16_is_refused(tmp_path):
+@pytest.mark.parametrize("value, kind, words", [(1e6, "f16", "beyond float16"), (float("nan"), "f32", "nan or inf")])
+def test_a_value_that_cannot_be_stored_is_refused(tmp_path, value, kind, words):
     model = make_folder(tmp_path / "hf")
-    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = value
     model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match="beyond float16"):
-        export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f16")
+    with pytest.raises(ValueError, match=words):
+        export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind=kind)
     assert not list(tmp_path.glob("m.gguf*"))
 
 

@@ -6,19 +6,42 @@ import sys
 import time
 
 import pytest
+import tiny
 
 import hfpatch
 from hfpatch.commands import main as cli
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config
-from hfpatch.planner.placements import PLACEMENTS
+from hfpatch.memory.shape import ModelShape
+from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
         "suggestions")  # fmt: skip
 RUN = {"seq_len": 131072, "gpu": "a100-80gb", "host_ram": "256GiB"}
+
+
+@pytest.mark.parametrize("name, dtype", [("adamw", "bfloat16"), ("adamw-fp32", "float32")])
+def test_trainers_own_optimizer_can_be_planned(name, dtype):
+    """Weights and states are those that torch's AdamW makes; auto never chooses an optimizer that rounds updates away."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(tiny.config()).to(getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    shape = ModelShape.from_config(model.config)
+    assert resident(name, shape, 1).optimizer == sum(value.nbytes for value in states)
+    # fp32 weights have a bf16 copy under autocast.
+    weights = sum(p.nbytes for p in model.parameters()) + (2 * shape.parameters if dtype == "float32" else 0)
+    assert resident(name, shape, 1).parameters == weights
+    assert plan("llama-3.2-1b", **RUN | {"seq_len": 8192}, placement=name).fits
+    assert name not in candidates("auto", 1) and name in str(plan("llama-3.2-1b", **RUN, placement=name))
 
 
 def test_the_job_this_is_for_fits():

@@ -1,5 +1,11 @@
 """hfpatch.Callback in a user's own Trainer: the columns, where they go, and `apply` on init."""
 
+import importlib.util
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -9,7 +15,14 @@ from transformers import Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.memory.shape import ModelShape
-from hfpatch.training.callback import Callback, memory_columns, model_flops, peak_flops, published_peak
+from hfpatch.training.callback import (
+    Callback,
+    memory_columns,
+    model_flops,
+    peak_flops,
+    published_peak,
+    rounded_to_nearest,
+)
 
 COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
 
@@ -123,6 +136,71 @@ def test_memory_and_peak_are_plausible():
     columns = memory_columns("cpu")
     assert 0.05 < columns["peak_host_gib"] < 1000 and "peak_gpu_gib" not in columns
     assert 1e8 < peak_flops("cpu", torch.float32) < 1e15
+
+
+WARNING = r"AdamW came: \d+ of \d+ trained tensors are bfloat16 alone"
+
+
+def test_weights_that_are_rounded_away_are_warned_of_once(tmp_path):
+    trainer = make_trainer(tmp_path, Callback(), model=tiny.llama(dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match=WARNING) as caught:
+        trainer.train()
+        trainer.train()
+    assert len([w for w in caught if "rounded away" in str(w.message)]) == 1
+
+
+def test_optimizers_that_keep_small_updates_are_not_warned_of():
+    from torchao.optim import AdamW8bit
+
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    assert not rounded_to_nearest(AdamW8bit([weight], bf16_stochastic_round=True))
+    assert not rounded_to_nearest(torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])) and not rounded_to_nearest(
+        None
+    )
+    assert "AdamW8bit came" in rounded_to_nearest(AdamW8bit([weight]))
+
+
+def test_rounding_at_random_reaches_the_optimizer_by_the_callback():
+    from torchao.optim import AdamW8bit
+
+    optimizer = AdamW8bit([torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))])
+    args = TrainingArguments("unused", use_cpu=True, optim_args="bf16_stochastic_round=True", report_to="none")
+    wrapped = SimpleNamespace(optimizer=optimizer)
+    Callback().on_train_begin(args, None, None, model=tiny.llama(), optimizer=wrapped)
+    assert optimizer.bf16_stochastic_round
+
+
+def readme_snippet() -> str:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("optimizer", ["readme", "stock"])
+def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
+    """README's own lines move bf16 weights as far as fp32 weights move; with Trainer's default most of it is lost."""
+    monkeypatch.chdir(tmp_path)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (80, 16))]
+    small = {"max_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+             "per_device_train_batch_size": 4, "seed": 1}  # fmt: skip
+    drop = {"optim", "optim_args"} if optimizer == "stock" else set()
+
+    def run(dtype, drop):
+        def arguments(folder, **asked):
+            return TrainingArguments(folder, **{k: v for k, v in asked.items() if k not in drop}, **small)
+
+        drops = importlib.util.find_spec("transformers.trainer_optimizer") is None  # optim_args, as README says
+        trainer = partial(Trainer, callbacks=[Callback()]) if drops and not drop else Trainer
+        names = {"torch": torch, "data": data, "TrainingArguments": arguments, "Trainer": trainer}
+        model = tiny.llama(dtype=dtype)
+        names["AutoModelForCausalLM"] = SimpleNamespace(from_pretrained=lambda name, dtype: model)
+        before = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        with torch.compiler.set_stance("force_eager"):
+            exec(readme_snippet(), names)
+        return torch.cat([p.detach().double().flatten() for p in model.parameters()]) - before
+
+    exact, moved = run(torch.float32, {"optim", "optim_args"}), run(torch.bfloat16, drop)
+    kept = ((moved @ exact) / (exact @ exact)).item()
+    assert kept > 0.9 if optimizer == "readme" else kept < 0.5, kept
 
 
 def test_public_name():

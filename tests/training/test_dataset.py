@@ -207,7 +207,7 @@ def test_stream_workers_share_the_rows(tokenizer):
 def test_stream_counts_malformed_rows_and_strict_stops(tokenizer):
     told, rows = [], [*rows_of("a = 1"), sources.Malformed("f", 3, "not JSON")]
     assert len(list(make_stream(tokenizer, rows, say=told.append))) == 1
-    assert told == ["hfpatch: malformed row left out (1 so far): f:3: not JSON"]
+    assert told[0] == "hfpatch: malformed row left out (1 so far): f:3: not JSON" and "1 malformed" in told[1]
     with pytest.raises(ValueError, match="--strict"):
         list(make_stream(tokenizer, rows, strict=True))
 

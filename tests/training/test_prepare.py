@@ -2,6 +2,7 @@
 
 import datasets
 import pytest
+from transformers import LlamaConfig
 
 from hfpatch.training import prepare, sources
 from hfpatch.training.arguments import DataArguments
@@ -29,7 +30,7 @@ def load(tokenizer, tmp_path, **flags):
     data = DataArguments(seq_length=32, packing=True, cache_dir=str(tmp_path / "cache"), **flags)
     told = []
     train = prepare.source(data.data, data, digest=not data.streaming)
-    return prepare.load_datasets(data, train, tokenizer, seed=0, say=told.append), told
+    return prepare.load_datasets(data, train, tokenizer, LlamaConfig(vocab_size=300), seed=0, say=told.append), told
 
 
 def documents(made, tokenizer):
@@ -42,7 +43,7 @@ def test_hub_data_set(hub, tokenizer, tmp_path, streaming):
     made, told = load(tokenizer, tmp_path, data=["someone/texts"], data_split="train[:31]", streaming=streaming)
     assert hub == [("someone/texts", None, "train[:31]", streaming)]
     assert documents(made.train, tokenizer) == sorted(row["text"] for row in ROWS[:30])
-    [line] = [line for line in told if "malformed" in line]
+    [line] = [line for line in told if "malformed row" in line]
     assert "someone/texts:31: 'text' must be a string, NoneType came" in line
 
 

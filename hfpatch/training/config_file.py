@@ -1,0 +1,100 @@
+"""A YAML or JSON file of flags: each value becomes the text that stands behind its flag, and argparse checks it.
+
+So choices, types and ranges are the flags' own. YAML's words for true and false (on, yes, off, no) are the flag's word
+where the flag has one ("--checkpointing off", "--save_strategy no") and true or false elsewhere.
+"""
+
+import difflib
+import json
+from pathlib import Path
+
+
+def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
+    """The keys of the file, each with the words that stand for it on a command line.
+
+    actions: flag name -> argparse's action. dicts: the flags that take a mapping, as JSON. Raises ValueError for a file
+    that cannot be read, an unknown key, a key that stands twice, null, and a list or mapping where one value belongs.
+    """
+    file = Path(name).expanduser()
+    if file.suffix.lower() not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"hfpatch: expected flags or a config file (.yaml, .json) first, {name!r} came; begin flags with --."
+        )
+    words = {}
+    for key, value, written in _read(file):
+        key = str(key).replace("-", "_")
+        if key not in actions:
+            raise ValueError(f"hfpatch: {file}: unknown key {key!r}{nearest(key, actions)}.")
+        if key in words:
+            raise ValueError(f"hfpatch: {file}: the key {key!r} stands twice; keep one.")
+        words[key] = _words(file, key, value, written, actions[key], key in dicts)
+    return words
+
+
+def nearest(name: str, known) -> str:
+    """How an error about an unknown name ends: the known one that is most like it."""
+    near = difflib.get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
+    return f"; did you mean --{near[0]}" if near else "; see train.py --help"
+
+
+def _words(file: Path, key: str, value, written, action, takes_dict: bool) -> list[str]:
+    if isinstance(value, dict) and takes_dict:
+        return [f"--{key}={json.dumps(value)}"]
+    many = action.nargs == "+" and isinstance(value, list)
+    for item in value if many else [value]:
+        if item is None or isinstance(item, (dict, list)):
+            came = {dict: "keys and values", list: "a list"}.get(type(item), "null")
+            raise ValueError(f"hfpatch: {file}: expected a value for {key!r}, {came} came; write one or leave it out.")
+    if many:
+        return [f"--{key}", *written] if value else []
+    if isinstance(value, bool) and written not in (action.choices or ()):
+        written = "true" if value else "false"
+    return [f"--{key}={written}"]
+
+
+def _read(file: Path) -> list[tuple]:
+    """(key, value, what is written for it) of each entry, in order; for a list what is written for each item."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        entries = _json(file, text) if file.suffix.lower() == ".json" else _yaml(file, text)
+    except OSError as error:
+        raise ValueError(f"hfpatch: cannot read the config file {file} ({error.strerror}); check the path.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"hfpatch: {file} is not UTF-8 at byte {error.start}; mend the file.") from error
+    except RecursionError as error:
+        raise ValueError(f"hfpatch: {file} is nested too deeply; mend the file.") from error
+    if entries is None:
+        raise ValueError(f"hfpatch: expected keys and values in {file}, something else came; mend the file.")
+    return entries
+
+
+def _json(file: Path, text: str) -> list | None:
+    pairs = []  # of every object; the outermost comes last
+
+    def keep(items):
+        pairs.append(items)
+        return dict(items)
+
+    try:
+        value = json.loads(text, object_pairs_hook=keep)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"hfpatch: {file}:{error.lineno}: not JSON: {error.msg}; mend the file.") from error
+    if not isinstance(value, dict):
+        return None
+    return [(k, v, [str(item) for item in v] if isinstance(v, list) else str(v)) for k, v in pairs[-1]]
+
+
+def _yaml(file: Path, text: str) -> list | None:
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        entries, made = [], yaml.SafeLoader("")
+        for key, value in node.value:
+            written = [i.value for i in value.value] if isinstance(value, yaml.SequenceNode) else value.value
+            entries.append((key.value, made.construct_object(value, deep=True), written))
+        return entries
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        raise ValueError(f"hfpatch: {file} is not YAML: {' '.join(str(error).split())}; mend the file.") from error

@@ -1,0 +1,76 @@
+"""Values of a YAML or JSON file mean what they mean behind their flags, and are refused as those are."""
+
+import json
+
+import pytest
+
+from hfpatch.training import arguments
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(text, *argv, name=): what arguments.parse makes of a file with this text."""
+
+    def parse(text, *argv, name="run.yaml"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return arguments.parse([str(tmp_path / name), "--use_cpu", *argv])
+
+    return parse
+
+
+def test_yaml_values_are_the_flags_words(read, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    model, data, args = read(
+        "checkpointing: off\nsave_strategy: no\npacking: on\ndisable_tqdm: yes\nlearning_rate: 1e-5\nmax-steps: 7\n"
+        "resume_from_checkpoint: yes\ndata: [~/texts, 1.0, no]\ndata_exclude: []\ncache_dir: ~/cache\nseed: 010\n"
+        "lr_scheduler_kwargs: {min_lr: 0.25}\ngradient_checkpointing_kwargs: {use_reentrant: no}\n",
+        "--tokenizer=~/tok",
+    )
+    assert (model.checkpointing, args.save_strategy, data.packing, args.disable_tqdm) == ("off", "no", True, True)
+    assert (args.learning_rate, args.max_steps, args.resume_from_checkpoint, args.seed) == (1e-5, 7, "true", 10)
+    assert data.data == ["/home/somebody/texts", "1.0", "no"] and data.data_exclude == []
+    assert data.cache_dir == "/home/somebody/cache" and model.tokenizer == "/home/somebody/tok"
+    assert args.lr_scheduler_kwargs == {"min_lr": 0.25}
+    assert args.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
+def test_json_values_and_flags_that_win(read):
+    values = {"packing": False, "learning_rate": 1e-5, "data": "a", "max_steps": -1, "checkpointing": "off"}
+    model, data, args = read(json.dumps(values), "--max_steps", "3", "--packing", name="run.JSON")
+    assert (model.checkpointing, data.data, data.packing, args.max_steps) == ("off", ["a"], True, 3)
+    assert args.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("impl: ours", "run.yaml: argument --impl: invalid choice: 'ours'"),
+        ("checkpointing: yes", "invalid choice: 'true'"),
+        ("max_steps: many", "run.yaml: argument --max_steps/--max-steps: invalid int value: 'many'"),
+        ("max_steps: 2.5", "invalid int value: '2.5'"),
+        ("packing: maybe", "--packing"),
+        ("seq_length: null", "expected a value for 'seq_length', null came"),
+        ("cache_dir: ~", "expected a value for 'cache_dir', null came"),
+        ("seq_length: [1, 2]", "expected a value for 'seq_length', a list came"),
+        ("model: {a: b}", "expected a value for 'model', keys and values came"),
+        ("data: [a, [b]]", "expected a value for 'data', a list came"),
+        ("seq_length: 8\nseq-length: 9", "the key 'seq_length' stands twice"),
+        ("1: 2", "unknown key '1'"),
+        ("- a", "expected keys and values"),
+        ("", "expected keys and values"),
+        ("seq_length: !!python/name:os.system", "is not YAML"),
+        ("eval_delay: 2026-99-99", "is not YAML"),
+        (b"run_name: \xff", "is not UTF-8 at byte 10"),
+        ("data: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_values_that_a_flag_would_refuse(read, text, words):
+    with pytest.raises(ValueError) as caught:
+        read(text)
+    sentence = str(caught.value)
+    assert sentence.startswith("hfpatch: ") and words in sentence and "\n" not in sentence
+
+
+def test_json_that_repeats_a_key(read):
+    with pytest.raises(ValueError, match="'seq_length' stands twice"):
+        read('{"seq_length": 8, "seq_length": 9}', name="run.json")
