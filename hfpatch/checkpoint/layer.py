@@ -131,7 +131,7 @@ class LayerCall:
         return [x.to(dtype) for x in parts] if enabled else parts
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
-        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs, its leaves."""
+        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
         joined, outs = [], list(outs_BtGE)
         for heads in self.heads:
             mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]

@@ -23,10 +23,10 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, seen):
         ctx.seen = seen
-        return x.clone()
+        return (x.clone(),)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_):
         ctx.seen.append(holders(dy))
         return dy.clone(), None
 
@@ -36,7 +36,7 @@ def private_holders(like: Tensor) -> tuple[int, int, int]:
     seen: list = []
     with torch.enable_grad(), torch.autocast(like.device.type, enabled=False):
         x = torch.ones(2, device=like.device).requires_grad_()
-        y = _Probe.apply(_Probe.apply(x, seen), [])
+        y = _Probe.apply(_Probe.apply(x, seen)[0], [])[0]
         torch.autograd.grad(y, x, torch.ones_like(y))
     return seen[0]
 
