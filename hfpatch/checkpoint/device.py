@@ -6,6 +6,7 @@ and so see every synchronisation (tests/faults/checker.py).
 
 import mmap
 import os
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -131,7 +132,6 @@ class Block:
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
         self.bytes = host_empty(nbytes, device.pins)
-        self.busy = None  # event of the last copy out of it
         self.status = device.pin(self.bytes) if pin else 0
         if pin and not self.status:
             weakref.finalize(self, _unpin, device, self.bytes, os.getpid()).atexit = False
@@ -190,13 +190,14 @@ class ToHost:
             self.event = self.device.mark(side)
 
     def get(self) -> Tensor:
-        self.device.synchronize(self.event) if self.inputs else None
-        self.inputs = self.values = None
+        if self.inputs is not None:
+            self.device.synchronize(self.event)
+            self.inputs = self.values = None
         return self.host
 
-    def __del__(self):
+    def __del__(self, finalizing=sys.is_finalizing):
         # Nobody asked: the inputs must not go back to the allocator under the copy.
-        if getattr(self, "inputs", None) and hasattr(self, "event"):
+        if getattr(self, "inputs", None) is not None and hasattr(self, "event") and not finalizing():
             self.device.wait(self.event, self.stream)
 
 
