@@ -20,7 +20,12 @@ from hfpatch.checkpoint.device import ToHost
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.models.documents import find_documents
-from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
+from hfpatch.models.parallel import (
+    refuse_packed_shards,
+    refuse_training_over_a_device_map,
+    replaced_attention,
+    weights_move,
+)
 from hfpatch.ops.attention import supported
 from hfpatch.ops.embedding import embedding
 
@@ -144,6 +149,8 @@ class TiledLayer:
         hooks = (h for h in attn._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
         if any(hooks) or attn._forward_pre_hooks or hasattr(attn, "_hf_hook"):
             return "hooks on self_attn"
+        if any(hasattr(module, "_hf_hook") for module in self.modules()) and weights_move(self):
+            return "a device map"
         if replaced_attention(attn.config):
             return "an attention function from outside transformers (sequence parallelism)"
         device = like.device.type
@@ -205,6 +212,9 @@ class FusedModel:
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs, **more,
         )  # fmt: skip
         if (input_ids is None) == (inputs_embeds is None):
+            return stock()
+        if weights_move(self):
+            refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             return stock()
         given = inputs_embeds if input_ids is None else input_ids
         if use_cache is None and past_key_values is None:
