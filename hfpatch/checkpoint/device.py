@@ -208,10 +208,10 @@ def _arrivals(inputs, device: Device) -> list:
     return [event for event, _ in noted]
 
 
-def arrived(batch: dict) -> None:
+def arrived(batch) -> None:
     """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued."""
     events: dict = {}
-    for x in batch.values():
+    for x in batch.values() if hasattr(batch, "values") else ():
         if isinstance(x, Tensor):
             if x.device not in events:
                 events[x.device] = device_for(x.device).mark()
