@@ -43,6 +43,7 @@ class Device:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.side = None  # ToHost's stream, made on first need
 
     # -- streams and events ------------------------------------------------------------------------------------------
     def stream(self):
@@ -172,15 +173,13 @@ class ToHost:
     `arrived(inputs)` was called when they came, else for what their stream has been given so far.
     """
 
-    _streams: dict = {}
-
     def __init__(self, compute, *inputs: Tensor):
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        if self.device not in self._streams:
-            self._streams[self.device] = self.device.stream()
-        side = self._streams[self.device]
+        if self.device.side is None:
+            self.device.side = self.device.stream()
+        side = self.device.side
         self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
         for event in _arrivals(inputs, self.device):
             self.device.wait(event, side)
