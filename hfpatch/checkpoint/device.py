@@ -6,6 +6,7 @@ and so see every synchronisation (tests/faults/checker.py).
 
 import mmap
 import os
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -42,6 +43,7 @@ class Device:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.side = None  # ToHost's stream, made on first need
 
     # -- streams and events ------------------------------------------------------------------------------------------
     def stream(self):
@@ -131,7 +133,6 @@ class Block:
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
         self.bytes = host_empty(nbytes, device.pins)
-        self.busy = None  # event of the last copy out of it
         self.status = device.pin(self.bytes) if pin else 0
         if pin and not self.status:
             weakref.finalize(self, _unpin, device, self.bytes, os.getpid()).atexit = False
@@ -172,15 +173,13 @@ class ToHost:
     `arrived(inputs)` was called when they came, else for what their stream has been given so far.
     """
 
-    _streams: dict = {}
-
     def __init__(self, compute, *inputs: Tensor):
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        if self.device not in self._streams:
-            self._streams[self.device] = self.device.stream()
-        side = self._streams[self.device]
+        if self.device.side is None:
+            self.device.side = self.device.stream()
+        side = self.device.side
         self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
         for event in _arrivals(inputs, self.device):
             self.device.wait(event, side)
@@ -190,13 +189,14 @@ class ToHost:
             self.event = self.device.mark(side)
 
     def get(self) -> Tensor:
-        self.device.synchronize(self.event) if self.inputs else None
-        self.inputs = self.values = None
+        if self.inputs is not None:
+            self.device.synchronize(self.event)
+            self.inputs = self.values = None
         return self.host
 
-    def __del__(self):
+    def __del__(self, finalizing=sys.is_finalizing):
         # Nobody asked: the inputs must not go back to the allocator under the copy.
-        if getattr(self, "inputs", None) and hasattr(self, "event"):
+        if getattr(self, "inputs", None) is not None and hasattr(self, "event") and not finalizing():
             self.device.wait(self.event, self.stream)
 
 
@@ -207,10 +207,10 @@ def _arrivals(inputs, device: Device) -> list:
     return [event for event, _ in noted]
 
 
-def arrived(batch: dict) -> None:
+def arrived(batch) -> None:
     """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued."""
     events: dict = {}
-    for x in batch.values():
+    for x in batch.values() if hasattr(batch, "values") else ():
         if isinstance(x, Tensor):
             if x.device not in events:
                 events[x.device] = device_for(x.device).mark()

@@ -55,14 +55,9 @@ class Bounce:
         self.job: Future | None = None  # the thread's
         self.copied = None  # event of the copy out of it
 
-    def wait(self) -> None:
-        """Waits for the thread; says what went wrong there."""
-        job, self.job = self.job, None
-        if job is not None and not job.cancelled():
-            job.result()
-
 
 def _ended(job: Future | None) -> None:
+    """Waits for a thread's job. What went wrong there is said to whoever reads the file, not to the buffer's next user."""
     try:
         if job is not None:
             job.exception()
@@ -91,7 +86,7 @@ class DiskDirectory:
                 self.write_bounces.append(Bounce(self.pool.take(PIECE)))
             self.write_bounces.rotate(1)
             bounce = self.write_bounces[0]
-            bounce.wait()
+            _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=True)
             written = self.device.mark(stream)
             bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), start, written)

@@ -102,7 +102,7 @@ class HostPool:
             print(file=sys.stderr, flush=True)
 
     def keep_only(self, sizes) -> None:
-        """Frees the waiting blocks that serve none of these sizes. No copy may be under way."""
+        """Frees the waiting blocks that serve none of these sizes; a pinned one waits for the device as it goes."""
         for size in list(self.shelves):
             if not any(self._serves(size, n) for n in sizes):
                 self.shelves[size].drop_free()
@@ -120,7 +120,6 @@ class Saved:
     version: int = 0
     block: Lease | None = None
     file: File | None = None
-    written: object | None = None  # event after which block or file holds the bytes
 
     @property
     def row_bytes(self) -> int:
@@ -163,12 +162,14 @@ class Slot:
 class Ticket:
     """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the ticket's end) the memory."""
 
+    slot, copying = None, False  # also where Ctrl-C ends __init__
+
     def __init__(self, device: Device, side, tensors: list[Tensor], slot: Lease | None):
-        self.device, self.side, self.tensors, self.slot = device, side, tensors, slot
+        self.device, self.side, self.tensors = device, side, tensors
         self.owner = device.current()  # the stream from whose memory the tensors come
-        self.user = None
-        self.copying, self.ready = False, None
+        self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
+        self.slot = slot
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -223,15 +224,14 @@ class Transfers:
         device, saved = self.device, Saved(tuple(x.shape), x.dtype)
         x = x.contiguous()
         self.unsettled.append((x, device.current()))
+        # Also for whoever read the block before: a ticket ends with its stream waiting for it.
         device.wait(device.mark(), self.to_host)
         with device.on(self.to_host), torch.no_grad():
             if self.disk is not None:
                 saved.file = self.disk.write(x.view(-1).view(torch.uint8), self.to_host)
             else:
                 saved.block = self.pool.take(x.numel() * x.element_size())
-                device.wait(saved.block.thing.busy, self.to_host) if saved.block.thing.busy is not None else None
                 self._rows(saved, saved.block.thing).copy_(x, non_blocking=True)
-        saved.written = device.mark(self.to_host)
         return saved
 
     @staticmethod
@@ -271,10 +271,9 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot)
         if not copies:
             return ticket
-        # Memory comes from the compute stream's allocator: what ran there before owns it until now.
+        # Memory comes from the compute stream's allocator: what ran there before owns it until now. Among that is the wait
+        # for the copies to the host (settle), so that what is read here has been written.
         device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
-        for saved, *_ in copies:
-            device.wait(saved.written, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
             return ticket
@@ -286,19 +285,11 @@ class Transfers:
                 for row in range(saved.shape[0]):
                     destination[row].copy_(source[row, a:b], non_blocking=True)
         ticket.ready = device.mark(self.to_device)
-        for saved, *_ in copies:
-            saved.block.thing.busy = ticket.ready
         return ticket
 
-    def finish(self) -> None:
-        """Waits on the host until no copy is under way."""
-        self.settle()
-        self.device.synchronize(self.device.mark(self.to_host))
-        self.device.synchronize(self.device.mark(self.to_device))
-
     def close(self) -> None:
-        """Frees every host block that no graph holds."""
-        self.finish()
+        """Frees every host block that no graph holds; each waits for its copies (device.py)."""
+        self.settle()
         if self.disk is not None:
             self.disk.close()
         self.pool.keep_only(())

@@ -126,7 +126,6 @@ class Session:
         if policy.offload != "host" or self.shape is None:
             return
         sizes = self._block_sizes(policy, whole, B, T, x.element_size())
-        transfers.finish()
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:
             transfers.pool.reserve(sizes)

@@ -11,6 +11,8 @@ there the tensors of the moment are the same weights.
 import torch
 from torch import Tensor, nn
 
+STANDS_FOR = "_hfpatch_stands_for"
+
 
 class Place:
     """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it)."""
@@ -61,8 +63,11 @@ def noted(layer: nn.Module) -> list[Place]:
     places, seen, sharded = [], set(), is_sharded(layer)
     for module in layer.modules():
         plain = ((n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf)
-        for name, tensor in (*module._parameters.items(), *plain):
+        for name, tensor in [*module._parameters.items(), *plain]:
             if tensor is not None and id(tensor) not in seen:
+                if hasattr(tensor, STANDS_FOR):  # Ctrl-C in the very moment of putting the parameters back
+                    tensor = getattr(tensor, STANDS_FOR)
+                    Place(module, name, tensor, False).put(tensor)
                 seen.add(id(tensor))
                 gathered = sharded or name not in module._parameters or hasattr(tensor, "_fsdp_flattened")
                 places.append(Place(module, name, tensor, gathered))
@@ -105,6 +110,7 @@ class WeightGradients:
             stand_in = original.detach()
         # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
         stand_in.__dict__.update(vars(original))
+        setattr(stand_in, STANDS_FOR, original)
         stand_in.requires_grad_(True)
         stand_in.register_post_accumulate_grad_hook(lambda t: self._take(index, t))
         return stand_in

@@ -2,7 +2,7 @@
 
 import sys
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
@@ -15,6 +15,27 @@ def replaced_attention(config) -> bool:
     """
     function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     return function is not None and not function.__module__.startswith("transformers.")
+
+
+def weights_move(model: nn.Module) -> bool:
+    """Whether accelerate's hooks bring weights to the device for each call, or lay the model out over several devices."""
+    devices = set()
+    for module in model.modules():
+        hook = vars(module).get("_hf_hook")
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "offload", False):
+                return True
+            devices.add(getattr(one, "execution_device", None))
+    return len(devices - {None}) > 1
+
+
+def refuse_training_over_a_device_map(training: bool) -> None:
+    """ValueError: a layer runs again in backward, when the hooks have taken its weights away."""
+    if training:
+        raise ValueError(
+            "hfpatch: expected a model on one device, one with a device map or offloaded weights came for training; load it "
+            "without device_map (FSDP or DeepSpeed ZeRO-3 spread a model that does not fit), or call hfpatch.undo(model)."
+        )
 
 
 def refuse_packed_shards(config, documents, position_ids: Tensor | None) -> None:

@@ -10,7 +10,12 @@ from hfpatch.models.asking import here, our_attention
 from hfpatch.models.classes import keeps_signature, positional
 from hfpatch.models.documents import restarts
 from hfpatch.models.masks import Batch
-from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
+from hfpatch.models.parallel import (
+    refuse_packed_shards,
+    refuse_training_over_a_device_map,
+    replaced_attention,
+    weights_move,
+)
 
 _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
@@ -34,6 +39,9 @@ class OurAttention:
         return self._hfpatch_run(kwargs)
 
     def _hfpatch_run(self, kwargs):
+        if weights_move(self):
+            refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
+            return self._hfpatch_stock(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
             return self._hfpatch_stock(kwargs)

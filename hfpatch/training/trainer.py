@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from transformers import TrainerCallback
 
+from hfpatch.checkpoint.device import arrived
 from hfpatch.training import schedule
 from hfpatch.training.positions import PositionTrainer
 
@@ -47,6 +48,13 @@ class Trainer(PositionTrainer):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_batch_samples(self, *args, **kwargs):
+        """Notes that a step's batches are here before its first is queued: later ones then wait for nothing but themselves."""
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        for batch in samples:
+            arrived(batch)
+        return samples, count
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -1,6 +1,6 @@
 """A happens-before checker for copies, on a CPU: a device that only pretends to have streams.
 
-`CheckedDevice` stands in for the CPU (checkpoint/device.py) and is a dispatch mode at once. Everything runs at once and in order, so
+`CheckedDevice` stands in for the CPU (checkpoint/device.py) and is a dispatch mode. Everything runs at once and in order, so
 results are right whatever is missing; but each stream, thread and event carries a vector clock, and each operation notes the
 bytes that it reads and writes. Reported are
 

@@ -9,7 +9,7 @@ import torch
 import hfpatch
 from hfpatch.checkpoint import disk
 from hfpatch.checkpoint import layer as layer_module
-from hfpatch.checkpoint.device import arrived, standing_in
+from hfpatch.checkpoint.device import ToHost, arrived, standing_in
 from hfpatch.checkpoint.session import Session
 from tests.models import tiny_llama, tokens
 
@@ -82,12 +82,29 @@ def partial(model, device):
     loss(model).backward()
 
 
+def handed_over(model, device):
+    """A fetch that another stream than its own waits for, and values for the host that nobody asks for."""
+    loss(model).backward()
+    transfers, x = model.model._hfpatch_session.transfers, torch.randn(2, 8, 64)
+    saved = transfers.save(x)
+    transfers.settle()
+    ticket, other = transfers.fetch([(saved, 0, 8, None)]), device.stream()
+    device.wait(device.mark(), other)
+    with device.on(other):
+        ticket.wait()[0].mul(2)
+    ticket.done()
+    del ticket, saved
+    if transfers.tier == "gpu":
+        device.wait(device.mark(other))  # the tensor itself is the caller's
+    ToHost(x.mul(2))
+
+
 def raising(place: str, turn: str):
     """A step cut short in one module's forward, where it runs for the nth time, or in its backward; then a whole one."""
 
     def run(model, device):
         module = model.model.layers[1].get_submodule(place)
-        for nth in (1, 4, 6, 8):
+        for nth in (2, 5, 8):
             count = [0]
 
             def hook(*args, count=count, nth=nth):
@@ -122,6 +139,7 @@ def whole(action):
 ACTIONS = {
     "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards, "other order": other_order,
     "side stream": side_stream, "lengths": lengths, "partial": partial,
+    "handed over": handed_over,
     "raise in mlp": raising("mlp", "forward"), "raise in q": raising("self_attn.q_proj", "forward"),
     "raise in gradient": raising("mlp.down_proj", "backward"),
     "whole step": whole(step), "whole partial": whole(partial), "whole retain": whole(retain),

@@ -1,0 +1,129 @@
+"""No copy races with anything, in any way of training; and each synchronisation is there for a reason that is shown.
+
+The rows of REMOVALS were found by leaving each out of every scenario: one that catches it stands beside it.
+"""
+
+import itertools
+
+import pytest
+
+from hfpatch.checkpoint import disk
+from hfpatch.checkpoint.disk import File
+from hfpatch.checkpoint.offload import Ticket, Transfers
+from tests.faults import scenarios
+from tests.faults.checker import CheckedDevice
+
+# Every action, tier and way once; the long run has their product.
+SHORT = [
+    ("host", "tiles", "step"), ("disk", "streamed", "step"), ("gpu", "tiles", "packed"), ("host", "one", "retain"),
+    ("disk", "tiles", "two forwards"), ("host", "streamed", "other order"), ("host", "tiles", "side stream"),
+    ("disk", "one again", "lengths"), ("host", "streamed", "partial"), ("disk", "tiles", "partial"),
+    ("host", "tiles", "raise in mlp"), ("host", "streamed", "raise in q"), ("disk", "every 2", "raise in mlp"),
+    ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"), ("host", "tiles again", "raise in q"),
+    ("host", "one", "whole step"), ("disk", "one", "whole partial"), ("host", "one", "whole retain"),
+    ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
+    ("host", "tiles", "handed over"),
+]  # fmt: skip
+ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
+
+
+@pytest.mark.parametrize("tier, way, action", [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL)])
+def test_no_copy_races(tier, way, action, tmp_path):
+    device = CheckedDevice()
+    assert scenarios.run(device, tier, way, action, tmp_path) == []
+
+
+def test_the_short_rows_name_everything():
+    named = [set(column) for column in zip(*SHORT)]
+    assert named == [set(scenarios.TIERS), set(scenarios.WAYS), set(scenarios.ACTIONS)]
+
+
+STEP, DISK, PACKED = ("host", "tiles", "step"), ("disk", "tiles", "step"), ("gpu", "one", "packed")
+PARTIAL, LENGTHS, HANDED = ("host", "tiles", "partial"), ("host", "one", "lengths"), ("host", "tiles", "handed over")
+# The synchronisation -> a scenario that races without it. Found to be redundant, and dropped, as ordered through the compute
+# stream: the wait of a fetch for the copy to the host (settle is before it), that of a save for the last fetch from its block
+# (a ticket's end is before it), and the host's waits before blocks are let go (each waits as it is unpinned).
+REMOVALS = {
+    "Transfers.save: device.wait(device.mark(), self.to_host)": STEP,
+    "Transfers.settle: self.device.wait(copied, stream)": STEP,
+    "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
+    "LayerCall._tile_requests.<locals>.request: "
+    "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
+    "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
+    "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
+    "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
+    "DiskDirectory._write: self.device.synchronize(event)": DISK,
+    "DiskDirectory._read: self.device.synchronize(copied)": DISK,
+    "ToHost.__init__: self.device.wait(event, side)": PACKED,
+    "ToHost.get: self.device.synchronize(self.event)": PACKED,
+    "ToHost.__del__: self.device.wait(self.event, self.stream)": HANDED,
+    "_unpin: device.synchronize()": LENGTHS,
+}
+
+
+@pytest.mark.parametrize("site", REMOVALS)
+def test_each_synchronisation_is_needed(site, tmp_path):
+    device = CheckedDevice(without={site})
+    assert scenarios.run(device, *REMOVALS[site], tmp_path), "nothing races without it: is it redundant?"
+    assert site in device.sites
+
+
+def test_the_table_has_every_synchronisation(tmp_path):
+    met = set()
+    for row in {*REMOVALS.values(), ("disk", "streamed", "raise in q"), ("host", "one", "whole partial")}:
+        device = CheckedDevice()
+        assert scenarios.run(device, *row, tmp_path) == []
+        met |= set(device.sites)
+    ours = {site for site in met if site.split(":")[0] not in ("handed_over", "side_stream")}
+    assert ours == set(REMOVALS)
+
+
+# What is no call on the device but keeps copies right as well: (a patch that takes it away, a scenario).
+def forget_sources(patch):
+    save = Transfers.save
+
+    def without(self, x):
+        saved = save(self, x)
+        self.unsettled.clear()
+        return saved
+
+    patch.setattr(Transfers, "save", without)
+
+
+def forget_the_end_of_tickets(patch):
+    patch.delattr(Ticket, "__del__")
+
+
+def forget_the_last_use_of_slots(patch):
+    done = Ticket.done
+
+    def without(self):
+        after = None if self.slot is None else self.slot.thing
+        event = after and after.after
+        done(self)
+        if after is not None:
+            after.after = event
+
+    patch.setattr(Ticket, "done", without)
+
+
+def read_before_it_is_written(patch):
+    patch.setattr(File, "wait_written", lambda self: None)
+
+
+def reuse_bounces_at_once(patch):
+    patch.setattr(disk, "_ended", lambda job: None)
+
+
+@pytest.mark.parametrize("removal, row", [
+    (forget_sources, LENGTHS), (forget_the_end_of_tickets, PARTIAL), (forget_the_last_use_of_slots, STEP),
+    (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),
+])  # fmt: skip
+def test_each_owner_is_needed(removal, row, tmp_path, monkeypatch):
+    removal(monkeypatch)
+    device = CheckedDevice()
+    try:
+        problems = scenarios.run(device, *row, tmp_path)
+    except OSError as error:  # a file that ends early
+        problems = [error]
+    assert problems

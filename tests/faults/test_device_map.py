@@ -1,0 +1,53 @@
+"""accelerate's offloading and device maps: evaluation is as without, training is refused with a sentence."""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+
+import hfpatch
+from tests.models import tiny_llama, tokens
+
+PARTS = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+LAYERS = {"model.layers.0": "cpu", "model.layers.1": "cpu", "model.layers.2": "disk"}
+
+
+def lay_out(model, how, directory):
+    if how == "cpu_offload":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if how == "disk_offload":
+        return accelerate.disk_offload(model, directory, execution_device=torch.device("cpu"))
+    return accelerate.dispatch_model(model, {**PARTS, **LAYERS}, offload_dir=directory, main_device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", ["apply", "device map"])
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_evaluation_works_and_training_is_refused(how, first, tmp_path):
+    stock = tiny_llama(torch.float32).eval()
+    model = copy.deepcopy(stock)
+    ids = tokens()
+    if first == "apply":
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    lay_out(model, how, tmp_path)
+    if first != "apply":
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    with torch.no_grad():
+        expected = stock(ids, labels=ids)
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            assert (model(ids).logits - expected.logits).abs().max() < 1e-4
+            assert abs(model(ids, labels=ids).loss - expected.loss) < 1e-5
+    with pytest.raises(ValueError, match="hfpatch: expected a model on one device.*without device_map"):
+        model.train()(ids, labels=ids)
+
+
+def test_a_device_map_of_one_device_trains():
+    """bitsandbytes models come with hooks for their one device (QLoRA)."""
+    model = tiny_llama(torch.float32)
+    hfpatch.apply(model)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    ids = tokens()
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None

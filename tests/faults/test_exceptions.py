@@ -1,0 +1,256 @@
+"""After a step that was cut short the next one is exact, bit for bit, and nothing that the dead one held is lost."""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfpatch
+from hfpatch.checkpoint import disk
+from tests.models import gradients, pair, stock_loss, tiny_llama, tokens
+
+CODE = str(Path(hfpatch.__file__).parent / "checkpoint")
+# tile, save_attention, every: several tiles or one, attention saved or run again, segments
+WAYS = {"tiles": (8, True, 1), "one": (4096, True, 1), "every 2": (8, False, 2), "every 3": (4096, False, 3)}
+
+
+def patched(tier, way, directory, **changes):
+    tile, save, every = WAYS[way]
+    model = tiny_llama(**changes)
+    where = str(directory) if tier == "disk" else tier
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, save_attention=save, every=every)
+    )
+    return model
+
+
+def step(model, T=11):
+    """Every gradient of one step."""
+    model.zero_grad()
+    ids = tokens(2, T)
+    model(ids, labels=ids).loss.backward()
+    return gradients(model)
+
+
+def assert_same(got, expected):
+    for name, gradient in expected.items():
+        assert torch.equal(got[name], gradient), name
+
+
+def assert_nothing_held(model):
+    for queue in model.model._hfpatch_session.queues.values():
+        assert not queue.pending and not queue.under_way and not queue.transfers.unsettled
+        pool, tier = queue.transfers.pool, queue.transfers.disk
+        in_bounces = 0 if tier is None else (len(tier.write_bounces) + len(tier.read_bounces)) * disk.PIECE
+        assert pool.bytes_held - pool.bytes_free == in_bounces
+        assert tier is None or tier.read_bounces.free == len(tier.read_bounces) <= disk.BUFFERS
+
+
+class Interrupt:
+    """Ctrl-C at the nth line that runs in hfpatch/checkpoint/ (counts them where nth is None)."""
+
+    def __init__(self, nth=None):
+        self.nth, self.count, self.where = nth, 0, None
+
+    def _call(self, frame, event, arg):
+        code = frame.f_code
+        if not code.co_filename.startswith(CODE):
+            return None
+        callers = frame
+        for _ in range(4):
+            if callers is not None and callers.f_code.co_name == "__del__":
+                return None  # Python swallows it there
+            callers = callers and callers.f_back
+        return self._line
+
+    def _line(self, frame, event, arg):
+        if event == "line":
+            self.count += 1
+            if self.count == self.nth:
+                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exc):
+        sys.settrace(self.before)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(disk, "PIECE", 2048)
+
+
+def interrupt_everywhere(tier, way, directory, every_nth, first=1):
+    model = patched(tier, way, directory)
+    expected = {n: g.clone() for n, g in step(model).items()}
+    held = model.model._hfpatch_session.transfers.pool.bytes_held
+    with Interrupt() as lines:
+        step(model)
+    assert lines.count > 300
+    for nth in range(first, lines.count, every_nth):
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(nth) as stop:
+            step(model)
+        try:
+            assert_same(step(model), expected)
+        except BaseException as error:
+            raise AssertionError(f"after Ctrl-C in {stop.where}") from error
+    gc.collect()
+    assert_nothing_held(model)
+    assert model.model._hfpatch_session.transfers.pool.bytes_held == held
+
+
+# Lines are drawn evenly; all of them are the long test below.
+@pytest.mark.parametrize("tier, way", [("gpu", "every 2"), ("host", "tiles"), ("disk", "tiles"), ("host", "every 2")])
+def test_ctrl_c_at_any_line(tier, way, tmp_path):
+    interrupt_everywhere(tier, way, tmp_path, every_nth=509, first=37)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_at_every_line(tier, way, tmp_path):
+    interrupt_everywhere(tier, way, tmp_path, every_nth=3)
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def raise_in(module, nth):
+    count = [0]
+
+    def hook(*args):
+        count[0] += 1
+        if count[0] == nth:
+            raise torch.OutOfMemoryError("planted")
+
+    return module.register_forward_hook(hook)
+
+
+# Out of memory in forward and in backward, in post and in pre, a hundred times; and no step between that clears up.
+@pytest.mark.parametrize("tier, way", [
+    ("host", "tiles"), ("disk", "tiles"), ("gpu", "every 3"),
+    *(pytest.param(t, w, marks=pytest.mark.long) for t in ("gpu", "host", "disk") for w in WAYS),
+])  # fmt: skip
+def test_a_hundred_exceptions_leak_nothing(tier, way, tmp_path):
+    model = patched(tier, way, tmp_path)
+    expected = {n: g.clone() for n, g in step(model).items()}
+    pool = model.model._hfpatch_session.transfers.pool
+    held, files, threads = pool.bytes_held, open_files(), threading.active_count()
+    layer = model.model.layers[1]
+    for i in range(100):
+        handle = raise_in((layer.mlp, layer.self_attn.q_proj)[i % 2], i // 2 % 8 + 1)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step(model)
+        handle.remove()
+        if i == 50:
+            assert_same(step(model), expected)
+    assert_same(step(model), expected)
+    assert_nothing_held(model)
+    assert pool.bytes_held <= held + 2 * disk.BUFFERS * disk.PIECE * (tier == "disk")
+    assert open_files() <= files and threading.active_count() <= threads + 8 * (tier == "disk")
+
+
+@pytest.mark.parametrize("tier, way", [("host", "tiles"), ("disk", "one"), ("host", "every 2")])
+def test_partial_backward_then_a_whole_one(tier, way, tmp_path):
+    model = patched(tier, way, tmp_path)
+    expected = {n: g.clone() for n, g in step(model).items()}
+    held = model.model._hfpatch_session.transfers.pool.bytes_held
+    weight = model.model.layers[2].mlp.up_proj.weight
+    for _ in range(20):
+        hidden = model.model(tokens(2, 11)).last_hidden_state
+        torch.autograd.grad(hidden.sum(), weight)
+        del hidden
+    assert_same(step(model), expected)
+    assert_nothing_held(model)
+    assert model.model._hfpatch_session.transfers.pool.bytes_held <= held + 2 * disk.BUFFERS * disk.PIECE
+
+
+def test_a_retained_graph_survives_a_failed_backward():
+    """The same graph again, after its backward raised half-way through a layer's tiles."""
+    model = patched("host", "tiles", None)
+    expected = {n: g.clone() for n, g in step(model).items()}
+    model.zero_grad()
+    ids = tokens(2, 11)
+    loss = model(ids, labels=ids).loss
+    for nth in (1, 2, 3):
+        handle = raise_in(model.model.layers[2].mlp, nth)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+    model.zero_grad()
+    loss.backward()
+    assert_same(gradients(model), expected)
+
+
+def test_a_dead_step_that_a_debugger_holds_is_in_nobodys_way(tmp_path):
+    """sys.last_exc keeps every frame of a dead step, its tickets and slots: the next steps have their own."""
+    model = patched("disk", "tiles", tmp_path)
+    expected = {n: g.clone() for n, g in step(model).items()}
+    kept = []
+    for nth in (4, 5, 6, 7, 8, 9):
+        handle = raise_in(model.model.layers[1].mlp, nth)
+        try:
+            step(model)
+        except torch.OutOfMemoryError as error:
+            kept.append(error)
+        handle.remove()
+        assert_same(step(model), expected)
+    del kept
+    gc.collect()
+    assert_nothing_held(model)
+
+
+def test_a_smaller_batch_after_out_of_memory_has_the_dead_ones_blocks():
+    """What accelerate's find_executable_batch_size does: the same model, fewer tokens; nothing of the larger step stays."""
+    fresh, model = patched("host", "tiles", None), patched("host", "tiles", None)
+    handle = raise_in(model.model.layers[0].mlp, 14)  # in backward, the tiles of a layer under way
+    with contextlib.suppress(torch.OutOfMemoryError):
+        step(model, 44)
+    handle.remove()
+    assert_same(step(model), step(fresh))
+    held = [m.model._hfpatch_session.transfers.pool.bytes_held for m in (model, fresh)]
+    assert held[0] == held[1]
+
+
+def test_whole_layers_after_an_exception(tmp_path):
+    """The fallback to whole layers, through the same tiers."""
+    for tier in ("host", "disk"):
+        model = patched(tier, "every 2", tmp_path)
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *args: None)
+        expected = {n: g.clone() for n, g in step(model).items()}
+        for nth in (1, 2, 1, 2):
+            handle = raise_in(model.model.layers[1].mlp, nth)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                step(model)
+            handle.remove()
+            assert_same(step(model), expected)
+        assert_nothing_held(model)
+
+
+def test_exceptions_leave_the_parameters_in_place():
+    """Backward stands other tensors in for them: whatever ends it, the parameters are back."""
+    stock, model = pair()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8))
+    before = {n: id(p) for n, p in model.named_parameters()}
+    for nth in (1, 5):
+        handle = raise_in(model.model.layers[1].mlp, nth)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step(model)
+        handle.remove()
+    assert before == {n: id(p) for n, p in model.named_parameters()}
+    ids = tokens(2, 11)
+    stock_loss(stock, ids, input_ids=ids).backward()
+    got = step(model)
+    assert all((got[n] - g).abs().max() < 4096 * 2.0**-52 for n, g in gradients(stock).items())

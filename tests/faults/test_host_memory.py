@@ -1,0 +1,210 @@
+"""Pinned memory that cannot be had, that a fork must not inherit, and that is let go in order; several devices; the way out."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hfpatch
+from hfpatch.checkpoint import device as device_module
+from hfpatch.checkpoint import disk
+from hfpatch.checkpoint.device import Device, ToHost, arrived, host_empty, standing_in
+from hfpatch.checkpoint.offload import HostPool, Transfers
+from tests.faults.checker import CheckedDevice
+from tests.faults.test_exceptions import assert_same, patched, step
+from tests.models import gradients, tokens
+
+CPU = torch.device("cpu")
+
+
+class Pinning(Device):
+    """Notes what is pinned; refuses after `limit` bytes."""
+
+    pins = True
+
+    def __init__(self, limit=1 << 60):
+        super().__init__(CPU)
+        self.limit, self.calls, self.held = limit, [], 0
+
+    def pin(self, block):
+        if self.held + block.numel() > self.limit:
+            return 2
+        self.held += block.numel()
+        self.calls.append(("pin", block.data_ptr(), block.numel()))
+        return 0
+
+    def unpin(self, block):
+        self.held -= block.numel()
+        self.calls.append(("unpin", block.data_ptr(), block.numel()))
+
+    def synchronize(self, event=None):
+        self.calls.append("wait") if event is None else None
+
+
+def test_blocks_are_pinned_once_and_unpinned_after_a_wait():
+    device = Pinning()
+    pool = HostPool(device)
+    lease = pool.take(12345)
+    lease.thing.bytes.fill_(7)
+    where = (lease.thing.bytes.data_ptr(), 12345)
+    del lease
+    pool.take(12000)
+    pool.keep_only(())
+    assert device.calls == [("pin", *where), "wait", ("unpin", *where)] and device.held == 0
+
+
+def test_where_pinning_fails_copies_run_from_pageable_memory():
+    """One warning, the same gradients, and a policy that is resolved."""
+    expected = {n: g.clone() for n, g in step(patched("host", "tiles", None)).items()}
+    model = patched("host", "tiles", None)
+    with standing_in(CPU, Pinning(limit=20_000)) as device:
+        with pytest.warns(
+            UserWarning, match="expected to pin.*CUDA answered 2; copies run from pageable memory"
+        ) as told:
+            assert_same(step(model), expected)
+        assert len(told) == 1 and 0 < device.held <= 20_000
+        assert_same(step(model), expected)
+        hfpatch.undo(model)
+        assert device.held == 0
+
+
+def test_a_reservation_that_fails_half_way_leaves_nothing(monkeypatch):
+    """The next step reserves again, and runs."""
+    expected = {n: g.clone() for n, g in step(patched("host", "tiles", None)).items()}
+    model = patched("host", "tiles", None)
+    made = []
+
+    def scarce(nbytes, mapped):
+        made.append(nbytes)
+        if len(made) == 3:
+            raise MemoryError("planted")
+        return host_empty(nbytes, mapped)
+
+    monkeypatch.setattr(device_module, "host_empty", scarce)
+    with standing_in(CPU, Pinning()) as device:
+        with pytest.raises(MemoryError, match="planted"):
+            step(model)
+        assert device.held == 0 and not model.model._hfpatch_session.policies
+        assert_same(step(model), expected)
+        hfpatch.undo(model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_forked_processes_do_not_keep_pinned_memory():
+    """A data loader's workers would keep shared pages alive after they are freed here."""
+    block = host_empty(1 << 20, mapped=True)
+    with open("/proc/self/smaps") as smaps:
+        areas = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps.read())
+    for area in areas:
+        first, last = (int(n, 16) for n in area.split(" ", 1)[0].split("-"))
+        if first <= block.data_ptr() < last:
+            assert area.split(" ")[1] == "rw-p" and " dc" in area.split("VmFlags:")[1]
+            return
+    raise AssertionError("no such area")
+
+
+def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
+    device = Pinning()
+    pool = HostPool(device)
+    pool.take(4096)
+    pid = os.fork()
+    if pid == 0:
+        pool.keep_only(())
+        os._exit(len(device.calls) - 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_several_devices_keep_their_own_transfers():
+    model = patched("host", "tiles", None)
+    session, layer = model.model._hfpatch_session, model.model.layers[0]
+    for _ in range(2):
+        for where in ("cpu", "meta"):
+            session.policy(layer, torch.empty(2, 11, 64, device=where, dtype=torch.float64))
+    transfers = {key[0].type: queue.transfers for key, queue in session.queues.items()}
+    assert transfers["cpu"] is not transfers["meta"] and len(session.queues) == 2
+    expected = {n: g.clone() for n, g in step(model).items()}
+    loss = model(tokens(2, 11), labels=tokens(2, 11)).loss
+    session.policy(layer, torch.empty(2, 13, 64, device="meta", dtype=torch.float64))  # the other's, in the middle
+    model.zero_grad()
+    loss.backward()
+    assert_same(gradients(model), expected)
+
+
+def test_documents_wait_for_the_inputs_alone():
+    """Not for what the stream was given since they came: with accumulation that is the whole step before."""
+    with CheckedDevice() as device, standing_in(CPU, device):
+        mask = torch.ones(2, 11)
+        arrived({"attention_mask": mask})
+        came = device.clocks["compute"]["compute"]
+        torch.ones(3).mul_(2)  # the step before
+        ToHost(lambda m: m.sum(1), mask).get()
+        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
+        mask.mul_(0)  # written to since: its arrival says nothing now
+        ToHost(lambda m: m.sum(1), mask).get()
+        assert device.clocks["host"]["compute"] > came
+    assert not device.problems
+
+
+def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
+    """The pieces of several tiles are under way before the first is asked for, and never more than the buffers hold."""
+    monkeypatch.setattr(disk, "PIECE", 1024)
+    transfers = Transfers(CPU, "disk", str(tmp_path))
+    x = torch.randn(1, 64, 16)
+    saved = transfers.save(x)
+    tickets = [transfers.fetch([(saved, a, a + 32, None)]) for a in (0, 32)]
+    assert [len(t.reads[0][1].started) for t in tickets] == [2, 2]
+    more = [transfers.fetch([(saved, 0, 64, None)]) for _ in range(3)]
+    assert sum(len(t.reads[0][1].started) for t in tickets + more) == disk.BUFFERS - disk.RESERVE
+    for ticket, rows in zip(reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]):
+        assert torch.equal(ticket.wait()[0], x[:, rows])  # in the order that was not foreseen
+
+
+@pytest.mark.parametrize("error", ["directory gone", "disk full"])
+def test_disk_errors_are_one_sentence_and_the_next_step_is_exact(error, tmp_path, monkeypatch):
+    model = patched("disk", "tiles", tmp_path / "tier")
+    expected = {n: g.clone() for n, g in step(model).items()}
+    with monkeypatch.context() as patch:
+        if error == "disk full":
+
+            def full(*args):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(os, "pwrite", full)
+            for _ in range(2):
+                with pytest.raises(
+                    OSError, match="hfpatch: expected to write .* No space left on device came; free space"
+                ):
+                    step(model)
+        else:
+            os.rmdir(tmp_path / "tier")  # a clean-up job: it is made again
+    assert_same(step(model), expected)
+
+
+def test_leaving_makes_no_noise(tmp_path):
+    """A graph, a step that was cut short with its frames, threads and pinned blocks are alive when Python ends."""
+    program = f"""
+import sys, os, shutil, torch
+from hfpatch.checkpoint.device import standing_in
+from tests.faults.test_exceptions import patched, step, raise_in
+from tests.faults.test_host_memory import Pinning, CPU
+from tests.models import tokens
+standing_in(CPU, Pinning()).__enter__()
+for tier in ("host", "disk"):
+    model = patched(tier, "tiles", {str(tmp_path / "tier")!r})
+    globals()[tier] = model
+    step(model)
+    globals()["loss" + tier] = model(tokens(2, 11), labels=tokens(2, 11)).loss
+    raise_in(model.model.layers[1].mlp, 4)
+    try:
+        step(model)
+    except torch.OutOfMemoryError as error:
+        globals()["error" + tier] = error
+shutil.rmtree({str(tmp_path / "tier")!r})
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    noise = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
+    assert done.returncode == 0 and not noise
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,104 @@
+"""Backward runs on the weights that forward ran on, or says that they are gone."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import hfpatch
+from tests.models import largest_difference, pair, stock_loss, tokens
+
+BUDGET = 4096 * 2.0**-52
+WAYS = [hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096, every=2)]
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_functional_call_left_before_backward(settings, frozen):
+    stock, model = pair()
+    hfpatch.apply(model, checkpointing=settings)
+    ids = tokens()
+    found = []
+    for m in (stock, model):
+        m.requires_grad_(not frozen)
+        generator = torch.Generator().manual_seed(7)
+        weights = {
+            n: (p.detach() * (1 + 0.2 * torch.rand(p.shape, generator=generator, dtype=p.dtype))).requires_grad_(
+                not frozen or "norm" in n
+            )
+            for n, p in m.named_parameters()
+        }
+        if m is stock:
+            out = functional_call(m, weights, (), {"input_ids": ids, "use_cache": False}).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
+        else:
+            loss = functional_call(m, weights, (), {"input_ids": ids, "labels": ids}).loss
+        loss.backward()
+        found.append({n: w.grad for n, w in weights.items()})
+        assert all(p.grad is None for p in m.parameters())
+    assert largest_difference(*found) < BUDGET
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_written_to_before_backward_are_noticed(settings, trained):
+    _, model = pair()
+    hfpatch.apply(model, checkpointing=settings)
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(trained)
+    ids = tokens()
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        weight.mul_(1.1)
+    with pytest.raises(RuntimeError, match="Linear.weight was modified in place.*after backward"):
+        loss.backward()
+
+
+def test_an_optimizer_step_between_backwards_of_one_forward_is_noticed():
+    _, model = pair()
+    hfpatch.apply(model, checkpointing=WAYS[0])
+    optimizer = torch.optim.SGD(model.model.layers[1].mlp.parameters(), lr=0.1)
+    ids = tokens()
+    loss = model(ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()  # and nothing of it stays
+
+
+def fallbacks(model):
+    """Each way to whole layers."""
+    yield "dropout", lambda m: [setattr(layer.self_attn, "attention_dropout", 1e-9) for layer in m.model.layers], {}
+    yield "hooks", lambda m: [layer.self_attn.register_forward_hook(lambda *a: None) for layer in m.model.layers], {}
+    yield "4D mask", lambda m: None, {"attention_mask": torch.ones(37, 37, dtype=torch.bool).tril()[None, None]}
+
+
+@pytest.mark.parametrize("index", range(3), ids=["dropout", "hooks", "4D mask"])
+@pytest.mark.parametrize("every", [2, 3])
+def test_segments_and_layers_that_run_whole(every, index):
+    stock, model = pair()
+    _, prepare, inputs = list(fallbacks(model))[index]
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, every=every))
+    prepare(model)
+    ids = tokens()
+    torch.manual_seed(1)
+    stock_loss(stock, ids, input_ids=ids).backward()
+    torch.manual_seed(1)
+    model(ids, labels=ids, **inputs).loss.backward()
+    got, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, stock))
+    assert largest_difference(expected, got) < (1e-5 if index == 0 else BUDGET)
+
+
+def test_segments_on_another_family():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+        )
+    )  # fmt: skip
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=2))
+    ids = tokens(vocab=64)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
