@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,31 +151,27 @@ def _rope_rows():
 
 
 def _cross_entropy_rows():
-    # Vocabularies of Llama 3 and Llama 2; the second column set is every option at once.
+    # Vocabularies of Llama 3 and Llama 2; the loss plain and with every option at once, then what linear_log_prob asks.
+    plain = ("", (0.0, 1.0), 0.0, 0.0, 3)  # name, (inner, outer), smoothing, z-loss, factors of the backward
+    full = (" all", (1 / 30.0, 30.0), 0.1, 1e-4, 4)
+    fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
     for V in (128256, 32000):
         for dtype in (BF16, FP16, FP32):
-            logits, labels, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
-            row, flags = meta(4096, dtype=FP32), meta(4096, dtype=torch.bool)
-            for variant, extras in (("", (0.0, 0.0, 0.0)), (" smoothing softcap z", (0.1, 30.0, 1e-4))):
+            x, y, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
+            row, stats, best = meta(4096, dtype=FP32), meta(3, 4096, dtype=FP32), meta(4096, dtype=torch.int32)
+            name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
+            for kind, cap, smoothing, z_loss, K in (plain, full):
+                weight, b = (meta(V, dtype=FP32), best) if kind else (None, None)
                 for grad in (True, False):
-                    yield Row(
-                        f"{'loss+grad' if grad else 'loss'}{variant}",
-                        NAMES[dtype],
-                        f"V={V}",
-                        lambda x=logits, y=labels, s=scalar, r=row, f=flags, e=extras, g=grad: (
-                            cross_entropy.cross_entropy_fwd(x, y, s, r, r, f if e[0] else None, -100, *e, g)
-                        ),
-                        dtype == BF16 and V == 128256 and grad,
-                    )
-                yield Row(
-                    f"loss bwd{variant}",
-                    NAMES[dtype],
-                    f"V={V}",
-                    lambda x=logits, y=labels, r=row, e=extras: cross_entropy.cross_entropy_bwd(
-                        x, y, r, r, r, -100, *e[:2]
-                    ),
-                    dtype == BF16 and V == 128256,
-                )
+                    call = partial(fwd, x, y, scalar, weight, row, row, b, None, -100, smoothing, *cap, z_loss, grad)
+                    yield Row(f"{'loss+grad' if grad else 'loss'}{kind}", name, shape, call, short and grad)
+                call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *cap)
+                yield Row(f"loss bwd{kind}", name, shape, call, short)
+                kind = " softcap" if kind else ""
+                call = partial(fwd, x, y, scalar, None, row, row, best, stats, -100, 0.0, *cap, 0.0, False)
+                yield Row(f"log prob{kind}", name, shape, call, short)
+                call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *cap)
+                yield Row(f"log prob bwd{kind}", name, shape, call, short)
     for dtype in (BF16, FP16, FP32):
         yield Row(
             "scale",
