@@ -108,7 +108,9 @@ def cross_entropy_fwd_kernel(
         for start in range(0, V, BLOCK):
             m_v = start + o_v < V
             b_x = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
-            b_z = tl.where(m_v, _z(b_x, inner, outer, SOFTCAP), -float("inf"))
+            b_z = _z(b_x, inner, outer, SOFTCAP)
+            if SOFTCAP:
+                b_z = tl.where(m_v, b_z, -float("inf"))
             if BEST:
                 b_top, b_best = tl.max(b_z, axis=0, return_indices=True, return_indices_tie_break_left=True)
                 best = tl.where(b_top > top, start + b_best, best)
@@ -243,10 +245,13 @@ def scale_kernel(
         tl.store(x_ptr + o_n, (b_x * factor).to(x_ptr.dtype.element_ty), mask=m_n)
 
 
-def block_and_warps(vocab_size: int) -> tuple[int, int]:
-    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128."""
-    block = min(MAX_BLOCK, max(128, next_power_of_2(vocab_size)))
-    return block, max(1, min(16, block // 512))
+def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
+    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128.
+
+    Half as many elements a thread where the loop holds more than the logits (not plain): registers would spill.
+    """
+    block = min(MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, next_power_of_2(vocab_size)))
+    return block, max(1, min(16, block // (512 if plain else 256)))
 
 
 def cross_entropy_fwd(
@@ -269,7 +274,7 @@ def cross_entropy_fwd(
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    block, warps = block_and_warps(vocab_size)
+    block, warps = block_and_warps(vocab_size, class_weight_V is None and stats_3N is None)
     options = {
         "GRAD": grad,
         "BEST": best_N is not None,
@@ -301,7 +306,7 @@ def cross_entropy_bwd(
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    block, warps = block_and_warps(vocab_size)
+    block, warps = block_and_warps(vocab_size, class_weight_V is None)
     options = {
         "UNIFORM": rows_KN.shape[0] > 3,
         "STATS": rows_KN.shape[0] > 4,
