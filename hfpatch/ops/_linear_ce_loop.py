@@ -393,3 +393,15 @@ def backward_pass(
 
     extra = STATS_BYTES_PER_TOKEN if rows_KN.shape[0] > 4 else 0
     return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, False, extra)
+
+
+def or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:
+    """An op returns tensors alone: what is absent is empty."""
+    return tuple(like.new_empty(0) if t is None else t for t in tensors)
+
+
+def empty_grads(tensors, needs) -> tuple[Tensor | None, ...]:
+    """What the gradients of tensors look like, None where not needed."""
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need else None for t, need in zip(tensors, needs)
+    )

@@ -33,7 +33,16 @@ from hfpatch.ops._linear_ce_inputs import (
     logits_dtype,
     shift_labels,
 )
-from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, forward_pass, loss_factors, readable
+from hfpatch.ops._linear_ce_loop import (
+    SCHEMA,
+    Options,
+    backward_pass,
+    empty_grads,
+    forward_pass,
+    loss_factors,
+    or_empty,
+    readable,
+)
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -164,16 +173,12 @@ def _in_forward(opts: Options, needs: tuple[bool, bool, bool]) -> bool:
 # The compiled route: the same passes behind two ops. Outputs that are absent are empty tensors.
 
 
-def _or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if t is None else t for t in tensors)
-
-
 def _op(hidden, weight, bias, labels, class_weight, num_items, need_dx, need_dw, need_db, best, *options):
     opts, needs = Options(*options), (need_dx, need_dw, need_db)
     needs = needs if _in_forward(opts, needs) else (False,) * 3
     with torch.autocast(hidden.device.type, enabled=False):
         out = forward_pass(hidden, weight, bias, labels, class_weight, num_items, opts, needs, best=best)
-    return out.total, out.token_loss_N, out.lse_N, out.best_N, out.scale, *_or_empty(out.grads, hidden)
+    return out.total, out.token_loss_N, out.lse_N, out.best_N, out.scale, *or_empty(out.grads, hidden)
 
 
 def _op_fake(hidden, weight, bias, labels, class_weight, num_items, need_dx, need_dw, need_db, best, *options):
@@ -183,24 +188,17 @@ def _op_fake(hidden, weight, bias, labels, class_weight, num_items, need_dx, nee
     token_loss, lse = (total.new_empty(labels.shape) for _ in range(2))
     best_N = labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
     grads = empty_grads((hidden, weight, bias), (now and need_dx, now and need_dw, now and need_db))
-    return total, token_loss, lse, best_N, torch.empty_like(total), *_or_empty(grads, hidden)
-
-
-def empty_grads(tensors, needs) -> tuple[Tensor | None, ...]:
-    """What the gradients of tensors look like, None where not needed."""
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if need else None for t, need in zip(tensors, needs)
-    )
+    return total, token_loss, lse, best_N, torch.empty_like(total), *or_empty(grads, hidden)
 
 
 def _op_bwd(dtotal, dtoken, dlse, hidden, *others):
     *tensors, need_dx, need_dw, need_db = others[:9]
     opts, needs = Options(*others[9:]), (need_dx, need_dw, need_db)
-    return _or_empty(_backward_again(dtotal, dtoken, dlse, hidden, *tensors, opts, needs), hidden)
+    return or_empty(_backward_again(dtotal, dtoken, dlse, hidden, *tensors, opts, needs), hidden)
 
 
 def _op_bwd_fake(dtotal, dtoken, dlse, hidden, weight, bias, *others):
-    return _or_empty(empty_grads((hidden, weight, bias), others[4:7]), hidden)
+    return or_empty(empty_grads((hidden, weight, bias), others[4:7]), hidden)
 
 
 def _op_setup(ctx, inputs, output):
