@@ -281,6 +281,21 @@ def sweep(
     return dx_ND, None if dw is None else dw.finish(), None if db_V is None else db_V.to(bias_V.dtype)
 
 
+def divisor(
+    labels_N: Tensor, class_weight_V: Tensor | None, num_items: Tensor | None, opts: Options, device: torch.device
+) -> Tensor:
+    """What the sum of the token losses is divided by, a scalar on the device, not differentiable."""
+    wide = wide_dtype(opts.dtype)
+    if num_items is not None:
+        return num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
+    if opts.reduction != "mean":
+        return torch.ones((), dtype=wide, device=device)
+    if class_weight_V is None:
+        return (labels_N != opts.ignore_index).sum().to(wide)
+    safe_N = labels_N.clamp(0, class_weight_V.shape[0] - 1)
+    return class_weight_V[safe_N].masked_fill_(labels_N == opts.ignore_index, 0.0).sum()
+
+
 def forward_pass(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -299,16 +314,8 @@ def forward_pass(
     folded into the logits' gradient."""
     check_labels(labels_N, weight_VD.shape[0], opts.ignore_index)
     device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
-    if num_items is not None:
-        divisor = num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
-    elif opts.reduction != "mean":
-        divisor = torch.ones((), dtype=wide, device=device)
-    elif class_weight_V is None:
-        divisor = (labels_N != opts.ignore_index).sum().to(wide)
-    else:
-        safe_N = labels_N.clamp(0, weight_VD.shape[0] - 1)
-        divisor = class_weight_V[safe_N].masked_fill_(labels_N == opts.ignore_index, 0.0).sum()
-    scale = divisor.reciprocal()
+    total_by = divisor(labels_N, class_weight_V, num_items, opts, device)
+    scale = total_by.reciprocal()
 
     order, _ = kept = kept_tokens(labels_N, opts)
     loss_N, lse_N = (torch.zeros(tokens, dtype=wide, device=device) for _ in range(2))
@@ -344,7 +351,7 @@ def forward_pass(
         for out, values in zip(outputs, written):
             if out.numel():
                 out.index_copy_(-1, order, values)
-    return Forward(loss_N.sum() / divisor, loss_N, lse_N, best_N, stats_3N, scale, grads)
+    return Forward(loss_N.sum() / total_by, loss_N, lse_N, best_N, stats_3N, scale, grads)
 
 
 def loss_factors(

@@ -16,8 +16,6 @@ of allocations sees every buffer, also over fake tensors. Under torch.compile th
 `hfpatch::linear_cross_entropy`, one node in the graph instead of one per chunk and matmul.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,58 +41,14 @@ from hfpatch.ops._linear_ce_loop import (
     or_empty,
     readable,
 )
-
-
-class LinearCrossEntropyOutput(NamedTuple):
-    """What linear_cross_entropy returns where more than the loss was asked for; fields not asked for are None."""
-
-    loss: Tensor
-    token_loss: Tensor | None  # like labels, float32: each token's part of the sum, z-loss included; 0 where ignored
-    lse: Tensor | None  # like labels, float32: log sum exp of the (soft-capped) logits; 0 where ignored
-    accuracy: Tensor | None  # like labels, bool: the label has the first largest logit; False where ignored
-    predicted: Tensor | None  # like labels: the word with the first largest logit; -1 where ignored
+from hfpatch.ops.cross_entropy import CrossEntropyOutput, cross_entropy_ref
 
 
 def linear_cross_entropy_ref(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_items: int | Tensor | None = None,
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    shift: bool = False,
-) -> LinearCrossEntropyOutput:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options
+) -> CrossEntropyOutput:
     """The same in plain torch with whole logits, differentiable as often as asked; the oracle in float64."""
-    labels = shift_labels(labels, ignore_index) if shift else labels
-    z = F.linear(hidden, weight, bias)
-    z = z.to(wide_dtype(z.dtype)).reshape(-1, weight.shape[0]) * scale
-    z = softcap * torch.tanh(z / softcap) if softcap else z
-    class_weight = as_class_weight(class_weight, z, z.dtype)
-    labels_N = labels.reshape(-1).long()
-    keep_N = labels_N != ignore_index
-    lse_N = z.logsumexp(-1) * keep_N
-    token_loss_N = F.cross_entropy(
-        z, labels_N, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
-    token_loss_N = token_loss_N + z_loss * lse_N.square()
-    best_N = z.argmax(-1).masked_fill(~keep_N, -1)
-    correct_N = (best_N == labels_N) & keep_N
-    if reduction == "none":
-        loss = token_loss_N.reshape(labels.shape)
-    elif num_items is not None:
-        loss = token_loss_N.sum() / num_items
-    else:
-        share_N = keep_N if class_weight is None else class_weight[labels_N * keep_N] * keep_N
-        loss = token_loss_N.sum() / share_N.sum() if reduction == "mean" else token_loss_N.sum()
-    outputs = token_loss_N, lse_N, correct_N, best_N.to(labels.dtype)
-    return LinearCrossEntropyOutput(loss, *(t.reshape(labels.shape) for t in outputs))
+    return cross_entropy_ref(F.linear(hidden, weight, bias), labels, **options)
 
 
 def _upstream_per_token(dtotal, dtoken_N, scale, lse_N) -> Tensor:
@@ -269,12 +223,12 @@ def linear_cross_entropy(
     return_accuracy: bool = False,
     return_predicted: bool = False,
     inplace_hidden: bool = False,
-) -> Tensor | LinearCrossEntropyOutput:
+) -> Tensor | CrossEntropyOutput:
     """cross_entropy(hidden @ weight.T + bias, labels) with gradients for hidden, weight and bias, without whole logits.
 
     hidden [..., D], weight [V, D], bias [V]: one floating dtype (under autocast any, computed in autocast's). labels
     [...], int64 or int32, in [0, V) or ignore_index. Returns the loss, a float32 scalar (float64 for float64 inputs;
-    like labels for reduction="none"), or a LinearCrossEntropyOutput where one of the return_* options is set. The
+    like labels for reduction="none"), or a CrossEntropyOutput where one of the return_* options is set. The
     values are those of a Linear head followed by transformers' `ForCausalLMLoss`, which takes the softmax of the bf16
     logits in float32.
 
@@ -335,13 +289,5 @@ def linear_cross_entropy(
         settings = (opts, needs, best, per_token, private)
         total, token_loss_N, lse_N, best_N = _LinearCrossEntropy.apply(*tensors, settings)
     loss = token_loss_N.view(labels.shape) if reduction == "none" else total
-    if not (return_token_loss or return_lse or best):
-        return loss
-    predicted = best_N.view(labels.shape) if best else None
-    return LinearCrossEntropyOutput(
-        loss,
-        token_loss_N.view(labels.shape) if return_token_loss else None,
-        lse_N.view(labels.shape) if return_lse else None,
-        (predicted == labels) & (labels != ignore_index) if return_accuracy else None,
-        predicted.to(labels.dtype) if return_predicted else None,
-    )
+    asked = return_token_loss, return_lse, return_accuracy, return_predicted
+    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) if any(asked) else loss
