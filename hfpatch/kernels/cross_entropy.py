@@ -1,9 +1,11 @@
 """Cross-entropy over a chunk of logits, in place: one program per row, any vocabulary by looping over blocks.
 
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded past V).
-The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient; the
-rows in flight (one per program, 256 KiB each at V = 128,256 in bf16) stay in L2 between the two, so HBM sees one read
-and one write. Row offsets are int64. All arithmetic is float32; logits are upcast right after the load.
+The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient. HBM
+sees one read and one write if the rows in flight stay in L2 between the two: hence one program an SM for long rows (256
+KiB each at V = 128,256 in bf16), held to one by its 1,024 threads, with the loads of the next blocks under way while it
+computes (`forward_config`; profiles/kernels/ has the figures). Row offsets are int64. All arithmetic is float32; logits
+are upcast right after the load.
 A logit x becomes z = outer * tanh(inner * x), or outer * x without SOFTCAP; what a row is asked for is at the head of
 ops/_linear_ce_chunk.py.
 """
@@ -15,6 +17,7 @@ from torch import Tensor
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
 
 MAX_BLOCK = 8192
+LONG_ROW = 96 << 10  # bytes
 SCALE_BLOCK = 4096
 
 
@@ -72,6 +75,7 @@ def cross_entropy_fwd_kernel(
     SMOOTHING: tl.constexpr,
     CLASS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
     p_row = logits_ptr + i_n * S
@@ -105,7 +109,7 @@ def cross_entropy_fwd_kernel(
         best = 0
         slack = 0.0  # sum of exp(z - top) (z - top)
         square = 0.0  # sum of exp(z - top)^2
-        for start in range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             m_v = start + o_v < V
             b_x = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
             b_z = _z(b_x, inner, outer, SOFTCAP)
@@ -155,7 +159,7 @@ def cross_entropy_fwd_kernel(
             p_scale = y_scale + scale * 2.0 * z_loss * lse
             if SMOOTHING:
                 p_scale += scale * smoothing / V * w_sum
-            for start in range(0, V, BLOCK):
+            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 m_v = start + o_v < V
                 b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
                 b_d = p_scale * tl.exp(_z(b_x, inner, outer, SOFTCAP) - lse)
@@ -254,6 +258,17 @@ def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
     return block, max(1, min(16, block // (512 if plain else 256)))
 
 
+def forward_config(row_bytes: int, itemsize: int, *, grad: bool, plain: bool, bare: bool) -> tuple[int, int, int]:
+    """(block, num_warps, stages) of the forward for rows of row_bytes; bare: no soft cap, no smoothing.
+
+    Rows of up to 96 KiB fit L2 for three programs an SM, and without a gradient nothing is read again.
+    """
+    if not grad or not plain or row_bytes <= LONG_ROW:
+        return *block_and_warps(row_bytes // itemsize, plain), 1
+    # Blocks of 16 KiB, a stage less than `stages` of them in shared memory: one is computed, the others under way.
+    return 16384 // itemsize, 32, 4 if bare else 3
+
+
 def cross_entropy_fwd(
     logits_NV: Tensor,
     labels_N: Tensor,
@@ -274,7 +289,6 @@ def cross_entropy_fwd(
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    block, warps = block_and_warps(vocab_size, class_weight_V is None and stats_3N is None)
     options = {
         "GRAD": grad,
         "BEST": best_N is not None,
@@ -283,10 +297,14 @@ def cross_entropy_fwd(
         "SMOOTHING": smoothing != 0.0,
         "CLASS_WEIGHT": class_weight_V is not None,
     }
-    best, stats, weight = (loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V))
-    args = (logits_NV, labels_N, scale, weight, loss_N, lse_N, best, stats, logits_NV.stride(0), vocab_size)
-    args += (stats.stride(0), ignore_index, smoothing, inner, outer, z_loss)
-    launch(cross_entropy_fwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
+    row_bytes, itemsize = vocab_size * logits_NV.element_size(), logits_NV.element_size()
+    plain = class_weight_V is None and stats_3N is None
+    block, warps, stages = forward_config(row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing)
+    best, stats_row, weight = (loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V))
+    args = (logits_NV, labels_N, scale, weight, loss_N, lse_N, best, stats_row, logits_NV.stride(0), vocab_size)
+    args += (stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
+    constexprs = options | {"BLOCK": block, "STAGES": stages}
+    launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
 
 
 def cross_entropy_bwd(
