@@ -1,12 +1,15 @@
 """Cross-entropy over a chunk of logits, in place: one program per row, any vocabulary by looping over blocks.
 
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded past V).
-The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient; the
-rows in flight (one per program, 256 KiB each at V = 128,256 in bf16) stay in L2 between the two, so HBM sees one read
-and one write. Row offsets are int64. All arithmetic is float32; logits are upcast right after the load.
+The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient. HBM
+sees one read and one write if the rows in flight stay in L2 between the two: hence one program an SM for long rows (256
+KiB each at V = 128,256 in bf16), held to one by its 1,024 threads, with the loads of the next blocks under way while it
+computes (`forward_config`; profiles/kernels/ has the figures). Row offsets are int64. All arithmetic is float32; logits
+are upcast right after the load.
+A logit x becomes z = outer * tanh(inner * x), or outer * x without SOFTCAP; what a row is asked for is at the head of
+ops/_linear_ce_chunk.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
 
 MAX_BLOCK = 8192
+LONG_ROW = 96 << 10  # bytes
 SCALE_BLOCK = 4096
 
 
@@ -33,24 +37,45 @@ def _tanh_slope(x):
 
 
 @triton.jit
+def _finite(x):
+    # A word ruled out with -inf has probability 0, and 0 * -inf would be NaN. A maximum would hide a NaN.
+    return tl.where(x < -1e4, -1e4, x)
+
+
+@triton.jit
+def _z(b_x, inner, outer, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        return outer * _tanh(inner * b_x)
+    else:
+        return outer * b_x
+
+
+@triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
     scale_ptr,  # (), float32: what each token's loss is multiplied by on its way into the total
+    class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     loss_ptr,  # (N,)
     lse_ptr,  # (N,)
-    correct_ptr,  # (N,) bool, touched only where ACCURACY
+    best_ptr,  # (N,) int32, the first largest logit; touched only where BEST
+    stats_ptr,  # (3, N), row stride stride_stats: entropy, mean z, sum of squared probabilities; only where STATS
     S,
     V,
+    stride_stats,
     ignore_index,
     smoothing,
-    softcap,
+    inner,
+    outer,
     z_loss,
     GRAD: tl.constexpr,
-    ACCURACY: tl.constexpr,
+    BEST: tl.constexpr,
+    STATS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    CLASS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
     p_row = logits_ptr + i_n * S
@@ -60,8 +85,11 @@ def cross_entropy_fwd_kernel(
     if label == ignore_index:
         tl.store(loss_ptr + i_n, 0.0)
         tl.store(lse_ptr + i_n, 0.0)
-        if ACCURACY:
-            tl.store(correct_ptr + i_n, 0)
+        if BEST:
+            tl.store(best_ptr + i_n, -1)
+        if STATS:
+            for k in tl.static_range(3):
+                tl.store(stats_ptr + k * stride_stats + i_n, 0.0)
         if GRAD:
             for start in range(0, V, BLOCK):
                 b_zero = tl.zeros([BLOCK], dtype=tl.float32).to(logits_ptr.dtype.element_ty)
@@ -69,95 +97,141 @@ def cross_entropy_fwd_kernel(
     else:
         # A label outside the vocabulary has tripped the assertion of the op; it must not read outside memory as well.
         safe = tl.minimum(tl.maximum(label, 0), V - 1)
-        target = tl.load(p_row + safe).to(tl.float32)
-        if SOFTCAP:
-            target = softcap * _tanh(target / softcap)
+        target = _z(tl.load(p_row + safe).to(tl.float32), inner, outer, SOFTCAP)
+        weight = 1.0
+        if CLASS_WEIGHT:
+            weight = tl.load(class_weight_ptr + safe).to(tl.float32)
 
         top = -float("inf")
         total = 0.0
         z_sum = 0.0
+        w_sum = 0.0
         best = 0
-        for start in range(0, V, BLOCK):
+        slack = 0.0  # sum of exp(z - top) (z - top)
+        square = 0.0  # sum of exp(z - top)^2
+        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             m_v = start + o_v < V
-            b_z = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
+            b_x = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
+            b_z = _z(b_x, inner, outer, SOFTCAP)
             if SOFTCAP:
-                b_z = tl.where(m_v, softcap * _tanh(b_z / softcap), -float("inf"))
-            if ACCURACY:
+                b_z = tl.where(m_v, b_z, -float("inf"))
+            if BEST:
                 b_top, b_best = tl.max(b_z, axis=0, return_indices=True, return_indices_tie_break_left=True)
                 best = tl.where(b_top > top, start + b_best, best)
             else:
                 b_top = tl.max(b_z, axis=0)
             new_top = tl.maximum(top, b_top)
             shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(b_z - shift), axis=0)
+            fade = tl.exp(top - shift)
+            b_e = tl.exp(b_z - shift)
+            if STATS:
+                slack = fade * (slack + total * tl.where(top == -float("inf"), 0.0, top - shift))
+                slack += tl.sum(b_e * _finite(b_z - shift), axis=0)
+                square = fade * fade * square + tl.sum(b_e * b_e, axis=0)
+            total = total * fade + tl.sum(b_e, axis=0)
             top = new_top
-            if SMOOTHING:
-                z_sum += tl.sum(tl.where(m_v, b_z, 0.0), axis=0)
+            if SMOOTHING or STATS:
+                b_z = tl.where(m_v, b_z, 0.0)
+                if CLASS_WEIGHT:
+                    b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0).to(tl.float32)
+                    w_sum += tl.sum(b_w, axis=0)
+                    b_z *= b_w
+                z_sum += tl.sum(b_z, axis=0)
 
         lse = top + tl.log(total)
-        loss = lse - (1.0 - smoothing) * target + z_loss * lse * lse
+        loss = weight * (1.0 - smoothing) * (lse - target) + z_loss * lse * lse
         if SMOOTHING:
-            loss -= smoothing / V * z_sum
+            if not CLASS_WEIGHT:
+                w_sum += V
+            loss += smoothing / V * (w_sum * lse - z_sum)
         tl.store(loss_ptr + i_n, loss)
         tl.store(lse_ptr + i_n, lse)
-        if ACCURACY:
-            tl.store(correct_ptr + i_n, (best == label).to(tl.int8))
+        if BEST:
+            tl.store(best_ptr + i_n, best)
+        if STATS:
+            tl.store(stats_ptr + i_n, tl.log(total) - slack / total)
+            tl.store(stats_ptr + stride_stats + i_n, z_sum / V)
+            tl.store(stats_ptr + 2 * stride_stats + i_n, square / (total * total))
 
         if GRAD:
             scale = tl.load(scale_ptr)
-            p_scale = scale * (1.0 + 2.0 * z_loss * lse)
-            for start in range(0, V, BLOCK):
+            y_scale = scale * weight * (1.0 - smoothing)
+            p_scale = y_scale + scale * 2.0 * z_loss * lse
+            if SMOOTHING:
+                p_scale += scale * smoothing / V * w_sum
+            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 m_v = start + o_v < V
-                b_z = tl.load(p_row + start + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
+                b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
+                b_d = p_scale * tl.exp(_z(b_x, inner, outer, SOFTCAP) - lse)
+                b_d -= tl.where(start + o_v == label, y_scale, 0.0)
+                if SMOOTHING:
+                    u_scale = scale * smoothing / V
+                    if CLASS_WEIGHT:
+                        b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0)
+                        b_d -= u_scale * b_w.to(tl.float32)
+                    else:
+                        b_d -= u_scale
+                b_d *= outer
                 if SOFTCAP:
-                    b_x = tl.where(m_v, b_z, 0.0) / softcap
-                    b_d = p_scale * tl.exp(softcap * _tanh(b_x) - lse)
-                else:
-                    b_d = p_scale * tl.exp(b_z - lse)
-                b_d -= scale * (smoothing / V)
-                b_d -= tl.where(start + o_v == label, scale * (1.0 - smoothing), 0.0)
-                if SOFTCAP:
-                    b_d *= _tanh_slope(b_x)
+                    b_d *= inner * _tanh_slope(inner * b_x)
                 tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    logits_ptr,  # (N, V), row stride S; becomes the gradient
+    logits_ptr,  # (N, V), row stride S
+    out_ptr,  # (N, V), row stride S_out: the gradient; may be the logits
     labels_ptr,  # (N,)
-    lse_ptr,  # (N,)
-    p_scale_ptr,  # (N,) float32: the factor of the softmax
-    y_scale_ptr,  # (N,) float32: the factor of the (smoothed) one-hot label
+    rows_ptr,  # (K, N) float32, row stride stride_rows: lse and the factors of the gradient's terms
+    class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     S,
+    S_out,
     V,
+    stride_rows,
     ignore_index,
-    smoothing,
-    softcap,
+    inner,
+    outer,
+    UNIFORM: tl.constexpr,
+    STATS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CLASS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
-    p_row = logits_ptr + i_n * S
+    p_row, p_out, p_factor = logits_ptr + i_n * S, out_ptr + i_n * S_out, rows_ptr + i_n
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
-    lse = tl.load(lse_ptr + i_n)
-    p_scale = tl.load(p_scale_ptr + i_n)
-    y_scale = tl.load(y_scale_ptr + i_n)
+    lse = tl.load(p_factor)
+    p_scale = tl.load(p_factor + stride_rows)
+    y_scale = tl.load(p_factor + 2 * stride_rows)
+    if UNIFORM:
+        u_scale = tl.load(p_factor + 3 * stride_rows)
+    if STATS:
+        entropy = tl.load(p_factor + 4 * stride_rows)
+        h_scale = tl.load(p_factor + 5 * stride_rows)
+        s_scale = tl.load(p_factor + 6 * stride_rows)
     keep = label != ignore_index
     for start in range(0, V, BLOCK):
         m_v = start + o_v < V
-        b_z = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
-        if SOFTCAP:
-            b_x = b_z / softcap
-            b_d = p_scale * tl.exp(softcap * _tanh(b_x) - lse)
+        b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_log_p = _z(b_x, inner, outer, SOFTCAP) - lse
+        b_p = tl.exp(b_log_p)
+        if STATS:
+            b_d = b_p * (p_scale + h_scale * (_finite(b_log_p) + entropy) + s_scale * b_p)
         else:
-            b_d = p_scale * tl.exp(b_z - lse)
-        b_d -= y_scale * (smoothing / V)
-        b_d -= tl.where(start + o_v == label, y_scale * (1.0 - smoothing), 0.0)
+            b_d = p_scale * b_p
+        b_d -= tl.where(start + o_v == label, y_scale, 0.0)
+        if UNIFORM:
+            if CLASS_WEIGHT:
+                b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0)
+                b_d -= u_scale * b_w.to(tl.float32)
+            else:
+                b_d -= u_scale
+        b_d *= outer
         if SOFTCAP:
-            b_d *= _tanh_slope(b_x)
+            b_d *= inner * _tanh_slope(inner * b_x)
         b_d = tl.where(keep, b_d, 0.0)
-        tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
+        tl.store(p_out + start + o_v, b_d.to(out_ptr.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
@@ -175,60 +249,92 @@ def scale_kernel(
         tl.store(x_ptr + o_n, (b_x * factor).to(x_ptr.dtype.element_ty), mask=m_n)
 
 
-def block_and_warps(vocab_size: int) -> tuple[int, int]:
-    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128."""
-    block = min(MAX_BLOCK, max(128, next_power_of_2(vocab_size)))
-    return block, max(1, min(16, block // 512))
+def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
+    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128.
+
+    Half as many elements a thread where the loop holds more than the logits (not plain): registers would spill.
+    """
+    block = min(MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, next_power_of_2(vocab_size)))
+    return block, max(1, min(16, block // (512 if plain else 256)))
+
+
+def forward_config(row_bytes: int, itemsize: int, *, grad: bool, plain: bool, bare: bool) -> tuple[int, int, int]:
+    """(block, num_warps, stages) of the forward for rows of row_bytes; bare: no soft cap, no smoothing.
+
+    Rows of up to 96 KiB fit L2 for three programs an SM, and without a gradient nothing is read again.
+    """
+    if not grad or not plain or row_bytes <= LONG_ROW:
+        return *block_and_warps(row_bytes // itemsize, plain), 1
+    # Blocks of 16 KiB, a stage less than `stages` of them in shared memory: one is computed, the others under way.
+    return 16384 // itemsize, 32, 4 if bare else 3
 
 
 def cross_entropy_fwd(
     logits_NV: Tensor,
     labels_N: Tensor,
     scale: Tensor,
+    class_weight_V: Tensor | None,
     loss_N: Tensor,
     lse_N: Tensor,
-    correct_N: Tensor | None,
+    best_N: Tensor | None,
+    stats_3N: Tensor | None,
     ignore_index: int,
     smoothing: float,
-    softcap: float,
+    inner: float,
+    outer: float,
     z_loss: float,
     grad: bool,
 ) -> None:
-    """Launch of the forward; the arguments are those of `hfpatch::cross_entropy_chunk_` (softcap 0 means none)."""
+    """Launch of the forward; the arguments are those of `hfpatch::cross_entropy_chunk_`."""
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    correct = loss_N if correct_N is None else correct_N.view(torch.int8)
-    block, warps = block_and_warps(vocab_size)
     options = {
         "GRAD": grad,
-        "ACCURACY": correct_N is not None,
-        "SOFTCAP": softcap != 0.0,
+        "BEST": best_N is not None,
+        "STATS": stats_3N is not None,
+        "SOFTCAP": inner != 0.0,
         "SMOOTHING": smoothing != 0.0,
+        "CLASS_WEIGHT": class_weight_V is not None,
     }
-    args = (logits_NV, labels_N, scale, loss_N, lse_N, correct, logits_NV.stride(0), vocab_size)
-    args += (ignore_index, smoothing, softcap, z_loss)
-    launch(cross_entropy_fwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
+    row_bytes, itemsize = vocab_size * logits_NV.element_size(), logits_NV.element_size()
+    plain = class_weight_V is None and stats_3N is None
+    block, warps, stages = forward_config(row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing)
+    best, stats_row, weight = (loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V))
+    args = (logits_NV, labels_N, scale, weight, loss_N, lse_N, best, stats_row, logits_NV.stride(0), vocab_size)
+    args += (stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
+    constexprs = options | {"BLOCK": block, "STAGES": stages}
+    launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
 
 
 def cross_entropy_bwd(
     logits_NV: Tensor,
+    out_NV: Tensor,
     labels_N: Tensor,
-    lse_N: Tensor,
-    p_scale_N: Tensor,
-    y_scale_N: Tensor,
+    rows_KN: Tensor,
+    class_weight_V: Tensor | None,
     ignore_index: int,
-    smoothing: float,
-    softcap: float,
+    inner: float,
+    outer: float,
 ) -> None:
-    """Launch of the backward; the arguments are those of `hfpatch::cross_entropy_chunk_bwd_`."""
+    """Launch of the backward: out_NV (logits_NV itself, or a tensor like it) gets the gradient of the logits.
+
+    The other arguments are those of `hfpatch::cross_entropy_chunk_bwd_`.
+    """
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    block, warps = block_and_warps(vocab_size)
-    args = (logits_NV, labels_N, lse_N, p_scale_N, y_scale_N, logits_NV.stride(0), vocab_size)
-    args += (ignore_index, smoothing, softcap)
-    launch(cross_entropy_bwd_kernel, (rows,), args, {"SOFTCAP": softcap != 0.0, "BLOCK": block}, num_warps=warps)
+    block, warps = block_and_warps(vocab_size, class_weight_V is None)
+    options = {
+        "UNIFORM": rows_KN.shape[0] > 3,
+        "STATS": rows_KN.shape[0] > 4,
+        "SOFTCAP": inner != 0.0,
+        "CLASS_WEIGHT": class_weight_V is not None,
+    }
+    weight = rows_KN if class_weight_V is None else class_weight_V
+    args = (logits_NV, out_NV, labels_N, rows_KN, weight, logits_NV.stride(0), out_NV.stride(0), vocab_size)
+    args += (rows_KN.stride(0), ignore_index, inner, outer)
+    launch(cross_entropy_bwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -89,13 +89,15 @@ def swiglu_bwd_kernel(
     BLOCK_F: tl.constexpr,
 ):
     o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
-    b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
+    # All loads stand before the first store: the compiler may not move one across it.
     b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
+    if NEED_DGATE:
+        b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
     b_act, b_slope = _act_and_slope(b_gate, ACTIVATION)
     if NEED_DUP:
         tl.store(dup_ptr + o_n * F + o_f, (b_dy * b_act).to(dup_ptr.dtype.element_ty), mask=mask)
     if NEED_DGATE:
-        b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
         tl.store(dgate_ptr + o_n * F + o_f, (b_dy * b_up * b_slope).to(dgate_ptr.dtype.element_ty), mask=mask)
 
 

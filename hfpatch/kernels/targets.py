@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,31 +151,27 @@ def _rope_rows():
 
 
 def _cross_entropy_rows():
-    # Vocabularies of Llama 3 and Llama 2; the second column set is every option at once.
+    # Vocabularies of Llama 3 and Llama 2. Each kind: its name, (inner, outer), smoothing, z-loss, factors of the backward.
+    cap = (1 / 30.0, 30.0)
+    kinds = ("", (0.0, 1.0), 0.0, 0.0, 3), (" smoothing softcap z", cap, 0.1, 1e-4, 4), (" weights", cap, 0.1, 1e-4, 4)
+    fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
     for V in (128256, 32000):
         for dtype in (BF16, FP16, FP32):
-            logits, labels, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
-            row, flags = meta(4096, dtype=FP32), meta(4096, dtype=torch.bool)
-            for variant, extras in (("", (0.0, 0.0, 0.0)), (" smoothing softcap z", (0.1, 30.0, 1e-4))):
+            x, y, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
+            row, stats, best = meta(4096, dtype=FP32), meta(3, 4096, dtype=FP32), meta(4096, dtype=torch.int32)
+            name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
+            for kind, z, smoothing, z_loss, K in kinds:
+                b, weight = best if kind else None, meta(V, dtype=FP32) if kind == " weights" else None
                 for grad in (True, False):
-                    yield Row(
-                        f"{'loss+grad' if grad else 'loss'}{variant}",
-                        NAMES[dtype],
-                        f"V={V}",
-                        lambda x=logits, y=labels, s=scalar, r=row, f=flags, e=extras, g=grad: (
-                            cross_entropy.cross_entropy_fwd(x, y, s, r, r, f if e[0] else None, -100, *e, g)
-                        ),
-                        dtype == BF16 and V == 128256 and grad,
-                    )
-                yield Row(
-                    f"loss bwd{variant}",
-                    NAMES[dtype],
-                    f"V={V}",
-                    lambda x=logits, y=labels, r=row, e=extras: cross_entropy.cross_entropy_bwd(
-                        x, y, r, r, r, -100, *e[:2]
-                    ),
-                    dtype == BF16 and V == 128256,
-                )
+                    call = partial(fwd, x, y, scalar, weight, row, row, b, None, -100, smoothing, *z, z_loss, grad)
+                    yield Row(f"{'loss+grad' if grad else 'loss'}{kind}", name, shape, call, short and grad)
+                call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
+                yield Row(f"loss bwd{kind}", name, shape, call, short)
+            for kind, z in (("", (0.0, 1.0)), (" softcap", cap)):
+                call = partial(fwd, x, y, scalar, None, row, row, best, stats, -100, 0.0, *z, 0.0, False)
+                yield Row(f"log prob{kind}", name, shape, call, short)
+                call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
+                yield Row(f"log prob bwd{kind}", name, shape, call, short)
     for dtype in (BF16, FP16, FP32):
         yield Row(
             "scale",
@@ -227,17 +224,22 @@ def _specialize(kernel, args, kwargs) -> Launch:
 
 def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, int]:
     """num_warps, registers, stack and shared bytes (a thread, a thread, a program) of one kernel on one target."""
+    binary = compiled(launch, target)
+    usage = _amd_usage(binary) if target.backend == "hip" else _nvidia_usage(binary)
+    return {"num_warps": binary.metadata.num_warps, **usage, "shared": binary.metadata.shared}
+
+
+def compiled(launch: Launch, target: GPUTarget):
+    """The kernel as Triton compiles it for target: its `asm` and `metadata`."""
     source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    warps = {"num_warps": warps_for(launch.options["num_warps"], target.warp_size)}
-    options = launch.options | warps | {"enable_fp_fusion": True}
-    compiled = triton.compile(source, target=target, options=options)
-    usage = _amd_usage if target.backend == "hip" else _nvidia_usage
-    return warps | usage(compiled) | {"shared": compiled.metadata.shared}
+    num_warps = warps_for(launch.options["num_warps"], target.warp_size)
+    options = launch.options | {"num_warps": num_warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
 
 
-def _nvidia_usage(compiled) -> dict[str, int]:
+def _nvidia_usage(binary) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(binary.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         usage = subprocess.run(
@@ -247,9 +249,9 @@ def _nvidia_usage(compiled) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"] + found["LOCAL"]}
 
 
-def _amd_usage(compiled) -> dict[str, int]:
+def _amd_usage(binary) -> dict[str, int]:
     keys = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    found = {key: int(re.search(rf"\.{key}:\s*(\d+)", compiled.asm["amdgcn"])[1]) for key in keys}
+    found = {key: int(re.search(rf"\.{key}:\s*(\d+)", binary.asm["amdgcn"])[1]) for key in keys}
     spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
     return {"registers": found["vgpr_count"], "stack": found["private_segment_fixed_size"] + 4 * spilled}
 

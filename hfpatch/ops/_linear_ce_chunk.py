@@ -1,16 +1,21 @@
-"""The element-wise heart of linear_cross_entropy: three small ops that work on one chunk of logits, in place.
+"""The element-wise heart of the losses over logits: three small ops that work on one chunk of logits, in place.
 
 Legend: C rows of one chunk, V vocabulary. Each op mutates what its schema marks and returns nothing, so that nothing is
 allocated inside it (on the plain path a tile of rows of at most TILE elements, or one row, is upcast at a time).
 
-For a row with logits x, z = softcap * tanh(x / softcap) (or x), y the label, e the label smoothing:
-    lse  = log sum_j exp(z_j)
-    loss = lse - (1 - e) z_y - e/V sum_j z_j + z_loss * lse^2
-    dz_j = p_scale * exp(z_j - lse) - y_scale * ((1 - e) [j = y] + e/V),    dx_j = dz_j (1 - (z_j / softcap)^2)
-with p_scale = s (1 + 2 z_loss lse), y_scale = s for a loss that enters the total with factor s. A row whose label is
-ignore_index gets loss 0, lse 0 and an exactly zero gradient.
+For a row with logits x, z = outer * tanh(inner * x) (or outer * x), y the label, e the label smoothing, w_j the weight
+of class j (1 without class weights), p_j = exp(z_j - lse):
+    lse  = log sum_j exp(z_j)               best = the first largest z
+    loss = (1 - e) w_y (lse - z_y) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2
+    entropy = - sum_j p_j log p_j           mean = 1/V sum_j z_j           square = sum_j p_j^2
+and the gradient of any combination of these is
+    dz_j = p_j (P + H (log p_j + entropy) + Q p_j) - Y [j = y] - U w_j,     dx_j = dz_j * dz/dx
+with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e) w_y, U = s e/V,
+P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss, lse and the others 0, best
+-1 and an exactly zero gradient.
 """
 
+import torch
 from torch import Tensor
 
 from hfpatch.ops._library import define, use_kernel, wide_dtype
@@ -24,78 +29,109 @@ def _tiles(logits_CV: Tensor):
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _upcast_and_cap(logits_RV: Tensor, softcap: float) -> Tensor:
+def _z(logits_RV: Tensor, inner: float, outer: float) -> Tensor:
+    """z of the head of this file, a new tensor in the wide dtype."""
     z_RV = logits_RV.to(wide_dtype(logits_RV.dtype), copy=True)
-    return z_RV.div_(softcap).tanh_().mul_(softcap) if softcap else z_RV
+    z_RV = z_RV.mul_(inner).tanh_() if inner else z_RV
+    return z_RV.mul_(outer) if outer != 1.0 else z_RV
 
 
-def _gradient_(
-    z_RV: Tensor, labels_R1, keep_R1, lse_R1, p_scale_R1, y_scale_R1, smoothing: float, softcap: float
-) -> Tensor:
-    """dx of the head of this file; z_RV is consumed."""
-    slope_RV = z_RV.div(softcap).square_().neg_().add_(1.0) if softcap else None
-    vocab_size = z_RV.shape[1]
-    d_RV = z_RV.sub_(lse_R1).exp_().mul_(p_scale_R1)
-    if smoothing:
-        d_RV.sub_(y_scale_R1 * (smoothing / vocab_size))
-    d_RV.scatter_add_(1, labels_R1, y_scale_R1 * -(1.0 - smoothing))
+def _gradient_(z_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float) -> Tensor:
+    """dx of the head of this file; z_RV is consumed. rows_KR: lse, P, Y, then U, then entropy, H, Q."""
+    slope_RV = z_RV.div(outer).square_().neg_().add_(1.0).mul_(inner) if inner else None
+    lse_R1, p_R1, y_R1, *others = rows_KR.unsqueeze(-1)
+    log_p_RV = z_RV.sub_(lse_R1)
+    if len(others) > 1:
+        u_R1, entropy_R1, h_R1, q_R1 = others
+        d_RV = log_p_RV.exp()
+        factor_RV = log_p_RV.add_(entropy_R1).mul_(h_R1).add_(p_R1).addcmul_(d_RV, q_R1)
+        d_RV = d_RV.mul_(factor_RV.masked_fill_(d_RV == 0.0, 0.0))
+    else:
+        d_RV = log_p_RV.exp_().mul_(p_R1)
+    if others:
+        d_RV.sub_(others[0] if class_weight_V is None else others[0] * class_weight_V.to(d_RV.dtype))
+    d_RV.scatter_add_(1, labels_R1, -y_R1)
     if slope_RV is not None:
         d_RV.mul_(slope_RV)
-    return d_RV.masked_fill_(~keep_R1, 0.0)
+    return (d_RV.mul_(outer) if outer != 1.0 else d_RV).masked_fill_(~keep_R1, 0.0)
 
 
 def cross_entropy_chunk_plain_(
     logits_CV: Tensor,
     labels_C: Tensor,
     scale: Tensor,
+    class_weight_V: Tensor | None,
     loss_C: Tensor,
     lse_C: Tensor,
-    correct_C: Tensor | None,
+    best_C: Tensor | None,
+    stats_3C: Tensor | None,
     ignore_index: int,
     smoothing: float,
-    softcap: float,
+    inner: float,
+    outer: float,
     z_loss: float,
     grad: bool,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_` in plain torch; computes in float32, or float64 where the logits are."""
+    vocab_size = logits_CV.shape[1]
+    w_V = None if class_weight_V is None else class_weight_V.to(loss_C.dtype)
     for rows in _tiles(logits_CV):
-        z_RV = _upcast_and_cap(logits_CV[rows], softcap)
-        vocab_size = z_RV.shape[1]
-        keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
+        z_RV = _z(logits_CV[rows], inner, outer)
+        keep_R = labels_C[rows] != ignore_index
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, vocab_size - 1)
-        lse_R1 = z_RV.logsumexp(1, keepdim=True)
-        loss_R1 = lse_R1 - (1.0 - smoothing) * z_RV.gather(1, labels_R1) + z_loss * lse_R1.square()
+        lse_R = z_RV.logsumexp(1)
+        share_R = keep_R.to(loss_C.dtype).mul_(1.0 - smoothing)
+        if w_V is not None:
+            share_R *= w_V[labels_R1.squeeze(1)]
+        uniform = smoothing / vocab_size
+        loss_R = share_R * (lse_R - z_RV.gather(1, labels_R1).squeeze(1)) + z_loss * lse_R.square()
         if smoothing:
-            loss_R1 -= smoothing / vocab_size * z_RV.sum(1, keepdim=True)
-        loss_C[rows] = loss_R1.masked_fill_(~keep_R1, 0.0).squeeze(1)
-        lse_C[rows] = lse_R1.masked_fill(~keep_R1, 0.0).squeeze(1)
-        if correct_C is not None:
-            correct_C[rows] = ((z_RV.argmax(1, keepdim=True) == labels_R1) & keep_R1).squeeze(1)
+            z_sum_R, w_sum = (z_RV.sum(1), vocab_size) if w_V is None else (z_RV @ w_V, w_V.sum())
+            loss_R += uniform * (w_sum * lse_R - z_sum_R)
+        loss_C[rows] = loss_R.masked_fill_(~keep_R, 0.0)
+        lse_C[rows] = lse_R.masked_fill(~keep_R, 0.0)
+        if best_C is not None:
+            best_C[rows] = z_RV.argmax(1).to(best_C.dtype).masked_fill_(~keep_R, -1)
+        if stats_3C is not None:
+            _stats_(z_RV, keep_R, stats_3C[:, rows])
         if grad:
-            p_scale_R1 = scale * (1.0 + 2.0 * z_loss * lse_R1)
-            y_scale_R1 = scale.expand_as(p_scale_R1)
+            y_R = scale * share_R
+            factors = [lse_R, y_R + 2.0 * scale * z_loss * lse_R, y_R]
+            if smoothing:
+                factors[1] += scale * uniform * w_sum
+                factors.append((scale * uniform).expand_as(lse_R))
             logits_CV[rows] = _gradient_(
-                z_RV, labels_R1, keep_R1, lse_R1, p_scale_R1, y_scale_R1, smoothing, softcap
+                z_RV, labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
             ).to(logits_CV.dtype)
+
+
+def _stats_(z_RV: Tensor, keep_R: Tensor, out_3R: Tensor) -> None:
+    """Entropy, mean z and the sum of squared probabilities of each row; z_RV stays as it is."""
+    below_RV = z_RV - z_RV.amax(1, keepdim=True)
+    e_RV = below_RV.exp()
+    total_R = e_RV.sum(1)
+    # Nothing where e is 0: a word ruled out with -inf.
+    entropy_R = total_R.log() - below_RV.masked_fill_(e_RV == 0.0, 0.0).mul_(e_RV).sum(1) / total_R
+    square_R = e_RV.square_().sum(1) / total_R.square()
+    for out_R, values_R in zip(out_3R, (entropy_R, z_RV.mean(1), square_R)):
+        out_R.copy_(values_R.masked_fill_(~keep_R, 0.0))
 
 
 def cross_entropy_chunk_bwd_plain_(
     logits_CV: Tensor,
     labels_C: Tensor,
-    lse_C: Tensor,
-    p_scale_C: Tensor,
-    y_scale_C: Tensor,
+    rows_KC: Tensor,
+    class_weight_V: Tensor | None,
     ignore_index: int,
-    smoothing: float,
-    softcap: float,
+    inner: float,
+    outer: float,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
     for rows in _tiles(logits_CV):
-        z_RV = _upcast_and_cap(logits_CV[rows], softcap)
+        z_RV = _z(logits_CV[rows], inner, outer)
         keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, z_RV.shape[1] - 1)
-        lse_R1, p_scale_R1, y_scale_R1 = (t[rows].unsqueeze(1) for t in (lse_C, p_scale_C, y_scale_C))
-        logits_CV[rows] = _gradient_(z_RV, labels_R1, keep_R1, lse_R1, p_scale_R1, y_scale_R1, smoothing, softcap).to(
+        logits_CV[rows] = _gradient_(z_RV, labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer).to(
             logits_CV.dtype
         )
 
@@ -109,13 +145,13 @@ def _chunk(*args) -> None:
         cross_entropy_chunk_plain_(*args)
 
 
-def _chunk_bwd(*args) -> None:
-    if use_kernel(args[0]):
+def _chunk_bwd(logits_CV, *args) -> None:
+    if use_kernel(logits_CV):
         from hfpatch.kernels.cross_entropy import cross_entropy_bwd
 
-        cross_entropy_bwd(*args)
+        cross_entropy_bwd(logits_CV, logits_CV, *args)
     else:
-        cross_entropy_chunk_bwd_plain_(*args)
+        cross_entropy_chunk_bwd_plain_(logits_CV, *args)
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
@@ -133,17 +169,19 @@ def _no_output(*args) -> None:
     return None
 
 
-# logits become their gradient where `grad`; softcap 0 means none; scale is a 0-d tensor on the device.
+# logits become their gradient where `grad`; inner 0 means no soft cap; scale is a 0-d tensor on the device. stats holds
+# entropy, mean and square, one row each.
 cross_entropy_chunk_ = define(
-    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor(b!) loss, Tensor(c!) lse,"
-    " Tensor(d!)? correct, int ignore_index, float smoothing, float softcap, float z_loss, bool grad) -> ()",
+    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor? class_weight, Tensor(b!) loss,"
+    " Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, float inner, float outer,"
+    " float z_loss, bool grad) -> ()",
     _chunk,
     _no_output,
 )
-# p_scale and y_scale, one value a row: the factors of the softmax and of the label (head of this file).
+# rows: [K, C] in the wide dtype, one column a row of logits: lse, P, Y (K = 3), U (K = 4), entropy, H, Q (K = 7).
 cross_entropy_chunk_bwd_ = define(
-    "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor p_scale, Tensor y_scale,"
-    " int ignore_index, float smoothing, float softcap) -> ()",
+    "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, Tensor? class_weight,"
+    " int ignore_index, float inner, float outer) -> ()",
     _chunk_bwd,
     _no_output,
 )

@@ -1,4 +1,4 @@
-"""The chunk loop of linear_cross_entropy: logits of a few thousand tokens, turned in place into their gradient.
+"""The chunk loop of linear_cross_entropy and linear_log_prob: logits of a few thousand tokens, turned in place into their gradient.
 
 Legend: N tokens, M tokens kept (label is not ignore_index), C rows of one chunk, D hidden, V vocabulary.
 
@@ -15,7 +15,7 @@ the float32 rows already read, and the second slab is freed. No moment holds the
 import contextlib
 import contextvars
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +25,51 @@ from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
-BYTES_PER_TOKEN = 48  # loss, lse, label, sort key and order of every token, from the workspace
+BYTES_PER_TOKEN = 48  # loss, lse, best, label, sort key and order of every token, from the workspace
+STATS_BYTES_PER_TOKEN = 56  # where entropy and its kin are asked for: three numbers, twice, and the backward's factors
 _AS_CUDA = contextvars.ContextVar("hfpatch_linear_ce_as_cuda", default=False)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What linear_cross_entropy was asked for; softcap 0 means none; dtype is that of the logits."""
+class Options(NamedTuple):
+    """What the caller asked for; softcap 0 means none; dtype is that of the logits. SCHEMA says it to the dispatcher."""
 
     ignore_index: int
     reduction: str
     num_valid: int | None
     smoothing: float
+    scale: float
     softcap: float
+    temperature: float
     z_loss: float
     workspace_bytes: int
     dtype: torch.dtype
+
+    @property
+    def inner(self) -> float:
+        """z = outer * tanh(inner * x), or outer * x where inner is 0."""
+        return self.scale / self.softcap if self.softcap else 0.0
+
+    @property
+    def outer(self) -> float:
+        return (self.softcap or self.scale) / self.temperature
+
+
+SCHEMA = (
+    "int ignore_index, str reduction, int? num_valid, float smoothing, float scale, float softcap, float temperature,"
+    " float z_loss, int workspace_bytes, ScalarType dtype"
+)
+
+
+class Forward(NamedTuple):
+    """What forward_pass returns; best_N and stats_3N are empty where not asked for."""
+
+    total: Tensor  # scale * sum of token_loss
+    token_loss_N: Tensor
+    lse_N: Tensor
+    best_N: Tensor  # int32, -1 where ignored
+    stats_3N: Tensor  # entropy, mean logit, sum of squared probabilities
+    scale: Tensor
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias of total
 
 
 @contextlib.contextmanager
@@ -71,8 +100,8 @@ def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int) -> list[tupl
     most = workspace_bytes // row_bytes
     if most < 1:
         raise ValueError(
-            f"hfpatch: linear_cross_entropy needs at least {row_bytes:,} bytes for the logits of one token, "
-            f"workspace_bytes leaves {max(0, workspace_bytes):,}; raise it."
+            f"hfpatch: expected at least {row_bytes:,} bytes for the logits of one token, workspace_bytes "
+            f"leaves {max(0, workspace_bytes):,}; raise it."
         )
     size = most // ROWS * ROWS or most
     count = max(1, -(-(tokens - (most - size)) // size)) if tokens else 0
@@ -84,7 +113,7 @@ def check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
     if is_fake(labels_N):
         return
     ok_N = ((labels_N >= 0) & (labels_N < vocab_size)) | (labels_N == ignore_index)
-    expected = f"labels of linear_cross_entropy must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
+    expected = f"labels must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
     if not readable(labels_N):
         torch._assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
     elif not ok_N.all():
@@ -189,6 +218,7 @@ def sweep(
     step: Callable[[Tensor, int, int], None],
     needs: tuple[bool, bool, bool],
     overwrite: bool = False,
+    extra_bytes_per_token: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias), each None where `needs` says so, over chunks of the kept tokens.
 
@@ -207,7 +237,7 @@ def sweep(
     row_bytes = max(1, stride) * dtype.itemsize
     row_bytes += hidden_size * ((gather + (scatter and need_dx)) * dtype.itemsize + upcast * wide_dtype(dtype).itemsize)
     scratch_bytes = opts.workspace_bytes // 16
-    room = opts.workspace_bytes - tokens * BYTES_PER_TOKEN - upcast * scratch_bytes
+    room = opts.workspace_bytes - tokens * (BYTES_PER_TOKEN + extra_bytes_per_token) - upcast * scratch_bytes
     bounds = chunk_bounds(kept_count, row_bytes, room)
 
     weight_work_VD, bias_work_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
@@ -251,61 +281,100 @@ def sweep(
     return dx_ND, None if dw is None else dw.finish(), None if db_V is None else db_V.to(bias_V.dtype)
 
 
+def divisor(
+    labels_N: Tensor, class_weight_V: Tensor | None, num_items: Tensor | None, opts: Options, device: torch.device
+) -> Tensor:
+    """What the sum of the token losses is divided by, a scalar on the device, not differentiable."""
+    wide = wide_dtype(opts.dtype)
+    if num_items is not None:
+        return num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
+    if opts.reduction != "mean":
+        return torch.ones((), dtype=wide, device=device)
+    if class_weight_V is None:
+        return (labels_N != opts.ignore_index).sum().to(wide)
+    safe_N = labels_N.clamp(0, class_weight_V.shape[0] - 1)
+    return class_weight_V[safe_N].masked_fill_(labels_N == opts.ignore_index, 0.0).sum()
+
+
 def forward_pass(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
+    class_weight_V: Tensor | None,
     num_items: Tensor | None,
     opts: Options,
-    needs: tuple[bool, bool, bool],
-    accuracy: bool,
+    needs: tuple[bool, bool, bool] = (False,) * 3,
+    *,
+    best: bool = False,
+    stats: bool = False,
     overwrite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(total, token_loss_N, lse_N, correct_N, scale, (dX, dW, dbias)); correct_N is empty where not asked for.
-
-    total = scale * sum of token_loss; the gradients are those of total, folded into the logits' gradient.
-    """
+) -> Forward:
+    """The loss and what else is asked for, from logits computed once; with `needs` the gradients of the total as well,
+    folded into the logits' gradient."""
     check_labels(labels_N, weight_VD.shape[0], opts.ignore_index)
     device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
-    if num_items is not None:
-        divisor = num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
-    elif opts.reduction == "mean":
-        divisor = (labels_N != opts.ignore_index).sum().to(wide)
-    else:
-        divisor = torch.ones((), dtype=wide, device=device)
-    scale = divisor.reciprocal()
+    total_by = divisor(labels_N, class_weight_V, num_items, opts, device)
+    scale = total_by.reciprocal()
 
     order, _ = kept = kept_tokens(labels_N, opts)
     loss_N, lse_N = (torch.zeros(tokens, dtype=wide, device=device) for _ in range(2))
-    correct_N = torch.zeros(tokens if accuracy else 0, dtype=torch.bool, device=device)
+    best_N = torch.full((tokens if best else 0,), -1, dtype=torch.int32, device=device)
+    stats_3N = torch.zeros(3, tokens if stats else 0, dtype=wide, device=device)
     # Written in order of the kept tokens, moved to their places once at the end.
-    outputs = [loss_N, lse_N, correct_N]
-    written = outputs if order is None else [torch.zeros_like(t) for t in outputs]
+    outputs = [loss_N, lse_N, best_N, stats_3N]
+    written = outputs if order is None else [t.clone() for t in outputs]
     labels_M = labels_N if order is None else labels_N[order]
 
     def step(logits_CV, start, end):
-        loss, lse, correct = (t[start:end] for t in written)
+        loss, lse, best_C, stats_3C = (t[..., start:end] for t in written)
         cross_entropy_chunk_(
             logits_CV,
             labels_M[start:end],
             scale,
+            class_weight_V,
             loss,
             lse,
-            correct if accuracy else None,
+            best_C if best else None,
+            stats_3C if stats else None,
             opts.ignore_index,
             opts.smoothing,
-            opts.softcap,
+            opts.inner,
+            opts.outer,
             opts.z_loss,
             any(needs),
         )
 
-    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite)
+    extra = STATS_BYTES_PER_TOKEN if stats else 0
+    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra)
     if order is not None:
         for out, values in zip(outputs, written):
             if out.numel():
-                out.index_copy_(0, order, values)
-    return loss_N.sum() / divisor, loss_N, lse_N, correct_N, scale, grads
+                out.index_copy_(-1, order, values)
+    return Forward(loss_N.sum() / total_by, loss_N, lse_N, best_N, stats_3N, scale, grads)
+
+
+def loss_factors(
+    dloss_N: Tensor,
+    dlse_N: Tensor | None,
+    labels_N: Tensor,
+    lse_N: Tensor,
+    class_weight_V: Tensor | None,
+    vocab_size: int,
+    opts: Options,
+) -> Tensor:
+    """The rows of backward_pass for an upstream gradient per token loss and, where given, per lse."""
+    y_N = dloss_N * (1.0 - opts.smoothing)
+    if class_weight_V is not None:
+        y_N = y_N * class_weight_V[labels_N.clamp(0, vocab_size - 1)]
+    p_N = y_N + dloss_N * (2.0 * opts.z_loss * lse_N)
+    if dlse_N is not None:
+        p_N = p_N + dlse_N
+    if not opts.smoothing:
+        return torch.stack([lse_N, p_N, y_N])
+    u_N = dloss_N * (opts.smoothing / vocab_size)
+    p_N = p_N + u_N * (vocab_size if class_weight_V is None else class_weight_V.sum())
+    return torch.stack([lse_N, p_N, y_N, u_N])
 
 
 def backward_pass(
@@ -313,23 +382,33 @@ def backward_pass(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
-    lse_N: Tensor,
-    dloss_N: Tensor,
-    dlse_N: Tensor | None,
+    class_weight_V: Tensor | None,
+    rows_KN: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dX, dW, dbias) for an upstream gradient per token loss and, where given, per lse, from logits computed again."""
+    """(dX, dW, dbias) from logits computed again; rows_KN are the factors of `cross_entropy_chunk_bwd_`."""
     order, _ = kept = kept_tokens(labels_N, opts)
-    p_scale_N = dloss_N * (1.0 + 2.0 * opts.z_loss * lse_N)
-    if dlse_N is not None:
-        p_scale_N = p_scale_N + dlse_N
-    per_token = [labels_N, lse_N, p_scale_N, dloss_N]
-    if order is not None:
-        per_token = [t[order] for t in per_token]
+    labels_M = labels_N if order is None else labels_N[order]
+    rows_KM = rows_KN if order is None else rows_KN.index_select(1, order)
 
     def step(logits_CV, start, end):
-        rows = (t[start:end] for t in per_token)
-        cross_entropy_chunk_bwd_(logits_CV, *rows, opts.ignore_index, opts.smoothing, opts.softcap)
+        rows = rows_KM[:, start:end]
+        cross_entropy_chunk_bwd_(
+            logits_CV, labels_M[start:end], rows, class_weight_V, opts.ignore_index, opts.inner, opts.outer
+        )
 
-    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs)
+    extra = STATS_BYTES_PER_TOKEN if rows_KN.shape[0] > 4 else 0
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, False, extra)
+
+
+def or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:
+    """An op returns tensors alone: what is absent is empty."""
+    return tuple(like.new_empty(0) if t is None else t for t in tensors)
+
+
+def empty_grads(tensors, needs) -> tuple[Tensor | None, ...]:
+    """What the gradients of tensors look like, None where not needed."""
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need else None for t, need in zip(tensors, needs)
+    )

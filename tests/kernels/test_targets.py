@@ -54,6 +54,18 @@ def test_llama_8b_rows_for_hopper(tmp_path):
     compare(compiled(tmp_path / "table.csv", "--short", "--target", "sm_90"), whole=False)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
+def test_the_backward_of_swiglu_loads_all_before_it_stores():
+    """A load after a store waits for the arithmetic between them: the compiler may not move it up."""
+    from hfpatch.kernels import targets
+
+    row = next(r for r in targets._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16")
+    with targets.caught() as launches:
+        row.call()
+    ptx = targets.compiled(launches[0], targets.TARGETS["sm_90"]).asm["ptx"]
+    assert ptx.count("ld.global") == 3 and ptx.rindex("ld.global") < ptx.index("st.global")
+
+
 @pytest.mark.long
 def test_every_row_for_every_target(tmp_path):
     compare(compiled(tmp_path / "table.csv"), whole=True)

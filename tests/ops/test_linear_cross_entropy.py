@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ONE_CHUNK, MANY_CHUNKS = 512 << 20, 11_000
 
+ALL = {"label_smoothing": 0.1, "scale": 0.7, "softcap": 5.0, "z_loss": 0.01, "shift": True, "class_weight": True}
 OPTIONS = {
     "mean": {},
     "sum": {"reduction": "sum"},
@@ -23,10 +24,21 @@ OPTIONS = {
     "smoothing": {"label_smoothing": 0.2},
     "softcap": {"softcap": 3.0},
     "z_loss": {"z_loss": 0.03},
+    "scale": {"scale": 0.3},
+    "weights": {"class_weight": True},
     "shift": {"shift": True},
-    "all": {"num_items": 11, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01, "shift": True},
-    "all, none": {"reduction": "none", "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01, "shift": True},
+    "all": {"num_items": 11, **ALL},
+    "all, mean": ALL,
+    "all, none": {"reduction": "none", **ALL},
 }
+
+
+def options_for(name, vocab_size):
+    """OPTIONS[name] with its class weights as a tensor; one word weighs nothing."""
+    options = dict(OPTIONS[name])
+    if "class_weight" in options:
+        options["class_weight"] = torch.linspace(0.0, 2.0, vocab_size, device=DEVICE)
+    return options
 
 
 def make(shape, vocab_size, dtype, ignored=0.4, seed=0):
@@ -83,7 +95,7 @@ def check(inputs, labels, options, result_of=lambda out: out, seed=1, **only_our
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name, dtype, workspace):
     *inputs, labels = make((2, 33, 24), 101, dtype)
-    check(inputs, labels, OPTIONS[name], workspace_bytes=workspace)
+    check(inputs, labels, options_for(name, 101), workspace_bytes=workspace)
 
 
 # Tiny: one token, one word, one hidden; a 1-D hidden, a scalar label; two batch dimensions.
@@ -96,39 +108,60 @@ def test_tiny(shape, vocab_size, dtype):
 
 # Every branch of the block loop: part of a block, a full block, one lane more than a block; then Llama's vocabulary.
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("vocab_size", [7, 128, 8193, 128256])
+@pytest.mark.parametrize(
+    "vocab_size, weighted", [(7, False), (128, False), (8193, False), (128256, False), (7, True), (8193, True)]
+)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_chunk_ops(vocab_size, dtype, softcap):
+def test_chunk_ops(vocab_size, dtype, softcap, weighted):
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(3, vocab_size, generator=generator).mul(4).to(DEVICE, dtype)
+    logits = torch.randn(3, vocab_size, generator=generator).mul(4).add(3).to(DEVICE, dtype)
     labels = torch.tensor([0, -100, vocab_size - 1], device=DEVICE)
-    p_scale, y_scale = (torch.tensor(v, device=DEVICE) for v in ([0.7, 1.0, -0.4], [0.3, 2.0, 0.9]))
+    class_weight = torch.rand(vocab_size, generator=generator).to(DEVICE) if weighted else None
+    factors = torch.randn(6, 3, generator=generator).to(DEVICE)
+    scale, temperature = 0.7, 1.5
+    inner, outer = (scale / softcap, softcap / temperature) if softcap else (0.0, scale / temperature)
 
     def run(x):
         wide = torch.promote_types(x.dtype, torch.float32)
         fwd, bwd = x.clone(), x.clone()
         loss, lse = (torch.full((3,), torch.nan, dtype=wide, device=DEVICE) for _ in range(2))
-        correct = torch.ones(3, dtype=torch.bool, device=DEVICE)
-        scale = torch.tensor(0.25, dtype=wide, device=DEVICE)
-        cross_entropy_chunk_(fwd, labels, scale, loss, lse, correct, -100, 0.1, softcap, 0.02, True)
-        cross_entropy_chunk_bwd_(bwd, labels, lse, p_scale.to(wide), y_scale.to(wide), -100, 0.1, softcap)
-        return fwd, bwd, loss, lse, correct
+        best, stats = (
+            torch.full((3,), 9, dtype=torch.int32, device=DEVICE),
+            torch.full((3, 3), torch.nan, device=DEVICE),
+        )
+        total = torch.tensor(0.25, dtype=wide, device=DEVICE)
+        options = (-100, 0.1, inner, outer, 0.02, True)
+        cross_entropy_chunk_(fwd, labels, total, class_weight, loss, lse, best, None, *options)
+        nothing = (loss.clone(), lse.clone(), None)
+        cross_entropy_chunk_(x.clone(), labels, total, None, *nothing, stats, -100, 0.0, inner, outer, 0.0, False)
+        rows = torch.stack([lse, *factors[:3], stats[0], *factors[4:]]).to(wide)
+        cross_entropy_chunk_bwd_(bwd, labels, rows, class_weight, -100, inner, outer)
+        return fwd, bwd, loss, lse, *stats, best
 
     def autograd(x):
         x = x.detach().requires_grad_()
-        z = softcap * torch.tanh(x / softcap) if softcap else x
-        keep, lse = labels != -100, z.logsumexp(1)
-        cross_entropy = F.cross_entropy(z, labels, reduction="none", label_smoothing=0.1)
-        loss = (cross_entropy + 0.02 * lse.square()) * keep
+        z = (softcap * torch.tanh(x * scale / softcap) if softcap else x * scale) / temperature
+        keep, lse, log_p = labels != -100, z.logsumexp(1), z.log_softmax(1)
+        p, w = log_p.exp(), None if class_weight is None else class_weight.to(z)
+        loss = (F.cross_entropy(z, labels, w, reduction="none", label_smoothing=0.1) + 0.02 * lse.square()) * keep
         d_fwd = torch.autograd.grad(loss.sum() * 0.25, x, retain_graph=True)[0]
-        d_bwd = torch.autograd.grad(((cross_entropy * y_scale + (p_scale - y_scale) * lse) * keep).sum(), x)[0]
-        return d_fwd.to(dtype if x.dtype == torch.float32 else x.dtype), d_bwd, loss.detach(), lse.detach() * keep
+        stats = [t * keep for t in (-(p * log_p).sum(1), z.mean(1), p.square().sum(1))]
+        # The terms one by one: P lse, -Y z_y, -U w.z, H (sum_j p_j^0 log p_j)..., each with its factor a row.
+        f = factors.to(z)
+        entropy = -(p * log_p).sum(1)
+        terms = f[0] * lse - f[1] * z.gather(1, labels.clamp(0)[:, None])[:, 0]
+        terms = terms - f[2] * (z.sum(1) if w is None else z @ w) - f[4] * entropy
+        square = p.square().sum(1)
+        terms = terms + f[5] * (square / 2 + square.detach() * lse)
+        d_bwd = torch.autograd.grad((terms * keep).sum(), x)[0]
+        return d_fwd, d_bwd, loss.detach(), lse.detach() * keep, *(t.detach() for t in stats)
 
     got = run(logits)
-    names = "d_logits", "d_logits again", "loss", "lse"
+    names = "d_logits", "d_logits again", "loss", "lse", "entropy", "mean", "square"
     for what, ours, usual, best in zip(names, got, autograd(logits.float()), autograd(logits.double())):
-        assert_close(ours, usual, best, what, ours.dtype)
-    assert torch.equal(got[4], (logits.argmax(1) == labels))
+        assert_close(ours, usual.to(dtype) if what == "d_logits" else usual, best, what, ours.dtype)
+    if not softcap:  # which makes words equal
+        assert torch.equal(got[7].long(), logits.argmax(1).where(labels != -100, -1))
     assert torch.equal(got[0][1], torch.zeros_like(got[0][1])) and torch.equal(got[1][1], torch.zeros_like(got[1][1]))
 
 
@@ -149,7 +182,8 @@ def test_per_token_outputs_carry_gradients(dtype, reduction):
     options = {"z_loss": 0.01, "softcap": 4.0, "reduction": reduction}
     generator = torch.Generator().manual_seed(3)
     u_token, u_lse = (torch.randn(labels.shape, generator=generator).to(DEVICE) for _ in range(2))
-    asked = {"return_token_loss": True, "return_lse": True, "return_accuracy": True, "workspace_bytes": MANY_CHUNKS}
+    asked = {f"return_{what}": True for what in ("token_loss", "lse", "accuracy", "predicted")}
+    asked["workspace_bytes"] = MANY_CHUNKS
     runs, outputs = [], []
     for op, tensors, extra in (
         (linear_cross_entropy, inputs, asked),
@@ -164,6 +198,7 @@ def test_per_token_outputs_carry_gradients(dtype, reduction):
         assert got.dtype == usual.dtype or dtype == torch.float64
         near(got, usual, best, what, dtype if what[0] == "d" else got.dtype)
     assert torch.equal(outputs[0].accuracy, outputs[1].accuracy)
+    assert outputs[0].predicted.dtype == labels.dtype and torch.equal(outputs[0].predicted, outputs[1].predicted)
     assert outputs[0].accuracy.dtype == torch.bool and not outputs[0].accuracy.requires_grad
 
 

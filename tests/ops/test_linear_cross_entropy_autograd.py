@@ -7,7 +7,7 @@ import torch
 
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tests.numerics import assert_close
-from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, OPTIONS, exact, make
+from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, OPTIONS, exact, make, options_for
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -15,7 +15,8 @@ from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, 
 def test_gradcheck(name, workspace):
     *inputs, labels = make((2, 6, 4), 7, torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, workspace_bytes=workspace, **OPTIONS[name]), inputs
+        lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, workspace_bytes=workspace, **options_for(name, 7)),
+        inputs,
     )
 
 
@@ -154,7 +155,7 @@ def test_opcheck(dtype, reduction, needs):
     *inputs, labels = make((6, 4), 7, dtype)
     for tensor, wanted in zip(inputs, needs):
         tensor.requires_grad_(wanted)
-    args = (labels, None, *needs, True, -100, reduction, None, 0.0, 0.0, 0.0, 1 << 20, dtype)
+    args = (labels, None, None, *needs, True, -100, reduction, None, 0.0, 1.0, 0.0, 1.0, 0.0, 1 << 20, dtype)
     torch.library.opcheck(torch.ops.hfpatch.linear_cross_entropy.default, (*inputs, *args))
 
 
@@ -163,9 +164,11 @@ def test_opcheck_of_the_small_ops():
         return torch.rand(shape, device=DEVICE)
 
     labels = torch.tensor([1, -100], device=DEVICE)
-    chunk = (float32(2, 5), labels, float32(), float32(2), float32(2), labels > 0, -100, 0.0, 0.0, 0.0, True)
+    best, stats = labels.int(), float32(3, 2)
+    chunk = (float32(2, 5), labels, float32(), float32(5), float32(2), float32(2), best, stats)
+    chunk += (-100, 0.0, 0.0, 1.0, 0.0, True)
     torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_.default, chunk)
-    again = (float32(2, 5), labels, float32(2), float32(2), float32(2), -100, 0.0, 0.0)
+    again = (float32(2, 5), labels, float32(7, 2), None, -100, 0.0, 1.0)
     torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_bwd_.default, again)
     torch.library.opcheck(torch.ops.hfpatch.scale_.default, (float32(3), float32()))
     torch.library.opcheck(torch.ops.hfpatch.scaled.default, (float32(3), float32()))
@@ -190,7 +193,7 @@ def test_compiles_without_a_break(case):
 
     def step(hidden, weight, bias, labels):
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=case == "autocast"):
-            options = OPTIONS["all"] if case == "all" else {}
+            options = options_for("all", 11) if case == "all" else {}
             if case != "tokens":
                 return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
             out = linear_cross_entropy(hidden, weight, labels, bias=bias, return_token_loss=True, return_accuracy=True)
@@ -223,6 +226,9 @@ def test_compiles_without_a_break(case):
         ({"num_valid": -1}, "num_valid"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
+        ({"scale": 0.0}, "a finite scale > 0"),
+        ({"class_weight": torch.ones(3)}, "class_weight of shape"),
+        ({"class_weight": torch.ones(11, requires_grad=True)}, "without a gradient"),
         ({"z_loss": -1.0}, "z_loss"),
         ({"workspace_bytes": 100}, "workspace_bytes"),
     ],

@@ -1,0 +1,192 @@
+"""Cross-entropy of logits that exist already: one pass over them for the loss, one for the gradient, no copy in float32.
+
+Legend: N tokens, V vocabulary. The arithmetic is that of linear_cross_entropy (_linear_ce_chunk.py, whose kernels it
+shares); the backward reads the logits and writes a gradient of their dtype. Where the logits need not exist, use
+linear_cross_entropy.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_
+from hfpatch.ops._linear_ce_inputs import (
+    as_class_weight,
+    as_num_items,
+    check_labels_like,
+    check_loss,
+    check_options,
+    refuse,
+    shift_labels,
+)
+from hfpatch.ops._linear_ce_loop import SCHEMA, Options, check_labels, divisor, loss_factors
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What the losses return where more than the loss was asked for; fields not asked for are None."""
+
+    loss: Tensor
+    token_loss: Tensor | None  # like labels, float32: each token's part of the sum, z-loss included; 0 where ignored
+    lse: Tensor | None  # like labels, float32: log sum exp of the (scaled, soft-capped) logits; 0 where ignored
+    accuracy: Tensor | None  # like labels, bool: the label has the first largest logit; False where ignored
+    predicted: Tensor | None  # like labels: the word with the first largest logit; -1 where ignored
+
+    @classmethod
+    def of(cls, loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) -> "CrossEntropyOutput":
+        """asked: which of the four are wanted, in their order; best_N: int32, -1 where ignored."""
+        accuracy = lambda: (best_N.view(labels.shape) == labels) & (labels != ignore_index)  # noqa: E731
+        predicted = lambda: best_N.view(labels.shape).to(labels.dtype)  # noqa: E731
+        fields = lambda: token_loss_N.view(labels.shape), lambda: lse_N.view(labels.shape), accuracy, predicted
+        return cls(loss, *(field() if wanted else None for field, wanted in zip(fields, asked)))
+
+
+def cross_entropy_ref(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    shift: bool = False,
+) -> CrossEntropyOutput:
+    """The same in plain torch, differentiable as often as asked; the oracle in float64."""
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    z = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1]) * scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    class_weight = as_class_weight(class_weight, z, z.dtype)
+    labels_N = labels.reshape(-1).long()
+    keep_N = labels_N != ignore_index
+    lse_N = z.logsumexp(-1) * keep_N
+    token_loss_N = F.cross_entropy(
+        z, labels_N, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    token_loss_N = token_loss_N + z_loss * lse_N.square()
+    best_N = z.argmax(-1).masked_fill(~keep_N, -1)
+    if reduction == "none":
+        loss = token_loss_N.reshape(labels.shape)
+    elif num_items is not None:
+        loss = token_loss_N.sum() / num_items
+    else:
+        share_N = keep_N if class_weight is None else class_weight[labels_N * keep_N] * keep_N
+        loss = token_loss_N.sum() / share_N.sum() if reduction == "mean" else token_loss_N.sum()
+    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, (True,) * 4)
+
+
+# The op, its backward op, their fakes: a number a token. Outputs that are absent are empty tensors.
+
+
+def _op(logits, labels, class_weight, best, *options):
+    opts = Options(*options)
+    check_labels(labels, logits.shape[1], opts.ignore_index)
+    loss_N, lse_N = (logits.new_zeros(labels.shape, dtype=wide_dtype(logits.dtype)) for _ in range(2))
+    best_N = labels.new_full(labels.shape if best else (0,), -1, dtype=torch.int32)
+    run = cross_entropy_chunk_plain_
+    if use_kernel(logits):
+        from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
+    outputs = loss_N, lse_N, best_N if best else None, None
+    scale = loss_N.new_ones(())  # of the gradient, which waits for the backward
+    settings = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, False
+    run(logits, labels, scale, class_weight, *outputs, *settings)
+    return loss_N, lse_N, best_N
+
+
+def _op_fake(logits, labels, class_weight, best, *options):
+    loss_N, lse_N = (logits.new_empty(labels.shape, dtype=wide_dtype(logits.dtype)) for _ in range(2))
+    return loss_N, lse_N, labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
+
+
+def _op_bwd(dloss, dlse, logits, labels, class_weight, lse, *options):
+    opts = Options(*options)
+    dloss = torch.zeros_like(lse) if dloss is None else dloss
+    rows = loss_factors(dloss, dlse, labels, lse, class_weight, logits.shape[1], opts)
+    settings = labels, rows, class_weight, opts.ignore_index, opts.inner, opts.outer
+    if use_kernel(logits):
+        from hfpatch.kernels.cross_entropy import cross_entropy_bwd
+
+        d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        cross_entropy_bwd(logits, d_logits, *settings)
+    else:
+        d_logits = logits.clone(memory_format=torch.contiguous_format)
+        cross_entropy_chunk_bwd_plain_(d_logits, *settings)
+    return d_logits
+
+
+def _op_setup(ctx, inputs, output):
+    logits, labels, class_weight, _, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(logits, labels, class_weight, output[1])
+
+
+def _op_backward(ctx, dloss, dlse, _):
+    return _bwd(dloss, dlse, *ctx.saved_tensors, *ctx.options), *[None] * (3 + len(ctx.options))
+
+
+_bwd = define(
+    "cross_entropy_bwd(Tensor? dloss, Tensor? dlse, Tensor logits, Tensor labels, Tensor? class_weight, Tensor lse,"
+    f" {SCHEMA}) -> Tensor",
+    _op_bwd,
+    lambda dloss, dlse, logits, *others: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    backward=no_second_derivative("cross_entropy"),
+)
+_fwd = define(
+    f"cross_entropy(Tensor logits, Tensor labels, Tensor? class_weight, bool best, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _op,
+    _op_fake,
+    backward=_op_backward,
+    setup_context=_op_setup,
+)
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    shift: bool = False,
+    return_token_loss: bool = False,
+    return_lse: bool = False,
+    return_accuracy: bool = False,
+    return_predicted: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """Cross-entropy of logits [..., V] (bf16, fp16, fp32; fp64 on the plain path) and labels [...], in float32.
+
+    Options, results, dtypes and errors are those of linear_cross_entropy, whose docstring has them. The gradient is a
+    new tensor of the logits' dtype; token_loss and lse are differentiable. There is no second derivative: use
+    cross_entropy_ref.
+    """
+    op = "cross_entropy"
+    if logits.dim() == 0 or not logits.is_floating_point():
+        refuse(op, "floating-point logits [..., V]", f"{logits.dtype} {tuple(logits.shape)}", "check the head")
+    check_labels_like(op, logits, labels, shift)
+    check_options(op, scale=scale, softcap=softcap)
+    check_loss(op, logits.shape[-1], class_weight, reduction, num_items, label_smoothing, z_loss)
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    class_weight = as_class_weight(class_weight, logits, logits.dtype)
+    opts = Options(ignore_index, reduction, None, label_smoothing, scale, softcap or 0.0, 1.0, z_loss, 0, logits.dtype)
+    logits_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
+    best = return_accuracy or return_predicted
+    token_loss_N, lse_N, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
+    if reduction == "none":
+        loss = token_loss_N.view(labels.shape)
+    else:
+        num_items = as_num_items(num_items, logits, logits.dtype)
+        loss = token_loss_N.sum() / divisor(labels_N, class_weight, num_items, opts, logits.device)
+    asked = return_token_loss, return_lse, return_accuracy, return_predicted
+    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) if any(asked) else loss

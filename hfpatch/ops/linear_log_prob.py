@@ -1,0 +1,218 @@
+"""Per-token log-probabilities, entropies and their kin of hidden @ weight.T, without the logits: what preference and
+policy-gradient losses read of a language model.
+
+Legend: N tokens, D hidden size, V vocabulary. Chunks, kept tokens, weight gradient and kernels are those of
+linear_cross_entropy (_linear_ce_loop.py, _linear_ce_chunk.py). The upstream gradient of every token is known in the
+backward alone, so the forward keeps a few numbers a token and the logits are computed once more: four matmuls in all.
+As there, eager calls run an autograd Function of aten calls, and torch.compile sees one op a direction.
+
+With z = softcap * tanh(scale * logits / softcap) / temperature (no cap: scale * logits / temperature), p = softmax(z):
+    log_prob = z_y - lse        lse = log sum exp z        entropy = - sum p log p
+    mean_logit = mean of z over the vocabulary             sum_sq_prob = sum p^2        is_top1: y has the first largest z
+and for upstream gradients g of each the logits get dz = p (P + H (log p + entropy) + Q p) - Y [y] - U with
+Y = -g_log_prob, U = -g_mean_logit / V, H = -g_entropy, Q = 2 g_sum_sq_prob, P = Y + g_lse - Q sum_sq_prob.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfpatch.ops._library import define, no_second_derivative, wide_dtype
+from hfpatch.ops._linear_ce_inputs import check_head, check_options, logits_dtype, refuse, shift_labels
+from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
+
+
+class LinearLogProbOutput(NamedTuple):
+    """Each like labels, float32 (float64 for float64 inputs), differentiable; 0 where ignored, None where not asked."""
+
+    log_prob: Tensor | None
+    entropy: Tensor | None
+    lse: Tensor | None
+    mean_logit: Tensor | None
+    sum_sq_prob: Tensor | None
+    is_top1: Tensor | None  # bool, False where ignored
+
+
+def linear_log_prob_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
+) -> LinearLogProbOutput:
+    """All outputs in plain torch with whole logits, differentiable as often as asked; the oracle in float64."""
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    z = F.linear(hidden, weight, bias)
+    z = z.to(wide_dtype(z.dtype)) * scale
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    keep = labels != ignore_index
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    label = labels.long().where(keep, 0).unsqueeze(-1)
+    outputs = (
+        log_p.gather(-1, label).squeeze(-1),
+        -(p * log_p.masked_fill(p == 0.0, 0.0)).sum(-1),
+        z.logsumexp(-1),
+        z.mean(-1),
+        p.square().sum(-1),
+    )
+    is_top1 = (z.argmax(-1) == labels) & keep
+    return LinearLogProbOutput(*(t.masked_fill(~keep, 0.0) for t in outputs), is_top1)
+
+
+def _factors(dlog_prob_N, dlse_N, dstats_3N, lse_N, stats_3N, vocab_size: int) -> Tensor:
+    """The rows of backward_pass, as the head of this file says; an upstream gradient may be None."""
+    y_N = torch.zeros_like(lse_N) if dlog_prob_N is None else -dlog_prob_N
+    p_N = y_N if dlse_N is None else y_N + dlse_N
+    if dstats_3N is None or not dstats_3N.numel():
+        return torch.stack([lse_N, p_N, y_N])
+    (entropy_N, _, square_N), (dentropy_N, dmean_N, dsquare_N) = stats_3N, dstats_3N
+    q_N = 2.0 * dsquare_N
+    return torch.stack([lse_N, p_N - q_N * square_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N, q_N])
+
+
+def _forward(hidden, weight, bias, labels, stats, best, opts):
+    with torch.autocast(hidden.device.type, enabled=False):
+        out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats)
+    return out.token_loss_N.neg_(), out.lse_N, out.stats_3N, out.best_N
+
+
+def _backward(dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts):
+    rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0])
+    with torch.autocast(hidden.device.type, enabled=False):
+        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    """Eager route. Outputs: log_prob, lse, stats [3, N] (empty where not asked for), best (int32, likewise)."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts):
+        ctx.set_materialize_grads(False)
+        ctx.opts, ctx.needs = opts, ctx.needs_input_grad[:3]
+        tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
+        log_prob_N, lse_N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N, stats_3N)
+        ctx.mark_non_differentiable(best_N)
+        return log_prob_N, lse_N, stats_3N, best_N
+
+    @staticmethod
+    def backward(ctx, dlog_prob_N, dlse_N, dstats_3N, _):
+        if torch.is_grad_enabled():
+            no_second_derivative("linear_log_prob")(ctx)
+        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, *ctx.saved_tensors, ctx.needs, ctx.opts)
+        return *grads, None, None, None, None
+
+
+# The compiled route: the same passes behind two ops. Outputs that are absent are empty tensors.
+
+
+def _op(hidden, weight, bias, labels, stats, best, *options):
+    return _forward(hidden, weight, bias, labels, stats, best, Options(*options))
+
+
+def _op_fake(hidden, weight, bias, labels, stats, best, *options):
+    log_prob, lse = (hidden.new_empty(labels.shape, dtype=wide_dtype(Options(*options).dtype)) for _ in range(2))
+    stats_3N = log_prob.new_empty(3, labels.shape[0] if stats else 0)
+    return log_prob, lse, stats_3N, labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
+
+
+def _op_bwd(dlog_prob, dlse, dstats, hidden, *others):
+    *tensors, need_dx, need_dw, need_db = others[:8]
+    needs, opts = (need_dx, need_dw, need_db), Options(*others[8:])
+    return or_empty(_backward(dlog_prob, dlse, dstats, hidden, *tensors, needs, opts), hidden)
+
+
+def _op_bwd_fake(dlog_prob, dlse, dstats, hidden, weight, bias, *others):
+    return or_empty(empty_grads((hidden, weight, bias), others[3:6]), hidden)
+
+
+def _op_setup(ctx, inputs, output):
+    log_prob, lse, stats, best = output
+    ctx.options = inputs[6:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(best)
+    ctx.save_for_backward(*inputs[:4], lse, stats)
+
+
+def _op_backward(ctx, dlog_prob, dlse, dstats, _):
+    needs = tuple(ctx.needs_input_grad[:3])
+    grads = _bwd(dlog_prob, dlse, dstats, *ctx.saved_tensors, *needs, *ctx.options)
+    return *(g if need else None for g, need in zip(grads, needs)), *[None] * (3 + len(ctx.options))
+
+
+_TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
+_bwd = define(
+    f"linear_log_prob_bwd(Tensor? dlog_prob, Tensor? dlse, Tensor? dstats, {_TENSORS}, Tensor lse, Tensor stats,"
+    f" bool need_dx, bool need_dw, bool need_db, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _op_bwd,
+    _op_bwd_fake,
+    backward=no_second_derivative("linear_log_prob"),
+)
+_fwd = define(
+    f"linear_log_prob({_TENSORS}, bool stats, bool best, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _op,
+    _op_fake,
+    backward=_op_backward,
+    setup_context=_op_setup,
+)
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    num_valid: int | None = None,
+    outputs: tuple[str, ...] = ("log_prob",),
+    shift: bool = False,
+    workspace_bytes: int = 512 << 20,
+) -> LinearLogProbOutput:
+    """log softmax(hidden @ weight.T + bias) at the labels, and what else is asked for, a number a token.
+
+    hidden [..., D], weight [V, D], bias [V]: one floating dtype (under autocast any, computed in autocast's). labels
+    [...], int64 or int32, in [0, V) or ignore_index. outputs: names of the fields of LinearLogProbOutput; they are
+    defined at the head of this file, each like labels, 0 (False) where ignored, float32 (float64 for float64 inputs)
+    and differentiable, is_top1 apart. entropy, mean_logit and sum_sq_prob come together: asking for one costs what all
+    cost.
+
+    scale, softcap, temperature: logits are multiplied by scale, soft-capped, divided by temperature, in float32.
+    shift, num_valid, workspace_bytes: as in linear_cross_entropy; with shift each row's last position is ignored.
+
+    Gradients for hidden, weight and bias, for any upstream gradient of every token; the backward computes the logits a
+    second time. Raises ValueError for a label out of range (on a GPU: a device-side assertion), for shapes, dtypes or
+    options that do not fit. There is no second derivative: use linear_log_prob_ref.
+    """
+    op, names = "linear_log_prob", LinearLogProbOutput._fields
+    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    if not outputs or not set(outputs) <= set(names):
+        refuse(op, f"outputs among {', '.join(names)}", outputs, "name at least one of them")
+    check_head(op, hidden, weight, bias, labels, shift)
+    check_options(op, scale=scale, softcap=softcap, temperature=temperature, num_valid=num_valid)
+    dtype = logits_dtype(op, hidden, weight, bias)
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    opts = Options(
+        ignore_index, "none", num_valid, 0.0, scale, softcap or 0.0, temperature, 0.0, workspace_bytes, dtype
+    )
+    stats, best = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs), "is_top1" in outputs
+    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
+    if torch.compiler.is_compiling():
+        log_prob_N, lse_N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
+    else:
+        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts)
+    entropy_N, mean_N, square_N = stats_3N
+    is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
+    values = log_prob_N, entropy_N, lse_N, mean_N, square_N, is_top1_N
+    return LinearLogProbOutput(*(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values)))

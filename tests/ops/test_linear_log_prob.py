@@ -1,0 +1,179 @@
+"""linear_log_prob: every output and every gradient against float64, as its sibling's tests do.
+
+Runs three ways: plain torch on a CPU, the kernel under TRITON_INTERPRET=1, the kernel on a GPU.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hfpatch.ops._library import INTERPRET
+from hfpatch.ops._linear_ce_loop import as_on_cuda
+from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
+from tests.ops.test_linear_cross_entropy import DTYPES, MANY_CHUNKS, ONE_CHUNK, exact, make, near, plain
+from tests.ops.test_linear_cross_entropy_memory import PeakBytes
+
+NAMES = LinearLogProbOutput._fields
+FLOATS = NAMES[:-1]
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "all": {"temperature": 1.3, "scale": 0.6, "softcap": 3.0, "shift": True},
+}
+
+
+def check(inputs, labels, options, wanted=NAMES, **only_ours):
+    """The wanted outputs, and the gradients of all of them at once under a random upstream gradient per token."""
+    ups = {n: torch.randn(labels.shape, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(FLOATS)}
+    runs, results = [], []
+    for op, tensors, extra in (
+        (linear_log_prob, inputs, {"outputs": wanted, **only_ours}),
+        (linear_log_prob_ref, plain(inputs), {}),
+        (linear_log_prob_ref, exact(inputs), {}),
+    ):
+        out = op(*tensors[:2], labels, bias=tensors[2], **options, **extra)
+        results.append(out)
+        chosen = {n: getattr(out, n) for n in FLOATS if n in wanted}
+        total = sum((t * ups[n].to(t)).sum() for n, t in chosen.items())
+        runs.append({n: t.detach() for n, t in chosen.items()})
+        runs[-1] |= zip(("dX", "dW", "dbias"), torch.autograd.grad(total, tensors))
+    dtype = inputs[0].dtype
+    for what, got in runs[0].items():
+        assert got.dtype == runs[1][what].dtype or dtype == torch.float64
+        near(got, runs[1][what], runs[2][what], what, dtype if what[0] == "d" else got.dtype)
+    for name in NAMES:
+        assert (getattr(results[0], name) is None) == (name not in wanted)
+    if "is_top1" in wanted:
+        assert torch.equal(results[0].is_top1, results[1].is_top1)
+
+
+# 33 tokens and 101 words: nothing divides anything; MANY_CHUNKS leaves chunks of some ten rows, the last one short.
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name, dtype, workspace):
+    *inputs, labels = make((2, 33, 24), 101, dtype)
+    check(inputs, labels, OPTIONS[name], workspace_bytes=workspace)
+
+
+@pytest.mark.parametrize("wanted", NAMES[:-1])
+def test_each_output_alone(wanted):
+    *inputs, labels = make((2, 33, 24), 101, torch.float32)
+    check(inputs, labels, OPTIONS["all"], (wanted,))
+
+
+def test_words_ruled_out_have_no_entropy_and_no_gradient():
+    """A bias of -inf: probability 0, and 0 * -inf is not NaN."""
+    *inputs, labels = make((1, 12, 8), 9, torch.float32, ignored=0.0)
+    labels %= 5
+    with torch.no_grad():
+        inputs[2][5:] = -torch.inf
+    out = linear_log_prob(*inputs[:2], labels, bias=inputs[2], outputs=("log_prob", "entropy", "sum_sq_prob"))
+    grads = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum() + out.sum_sq_prob.sum(), inputs)
+    short = [inputs[0], *(t[:5] for t in inputs[1:])]
+    same = linear_log_prob(*short[:2], labels, bias=short[2], outputs=("log_prob", "entropy", "sum_sq_prob"))
+    torch.testing.assert_close(out[:2], same[:2])
+    assert all(g.isfinite().all() for g in grads) and not grads[1][5:].any()
+
+
+def test_ignored_tokens_cost_no_matmul_and_are_zero(monkeypatch):
+    hidden, weight, bias, labels = make((3, 64, 8), 9, torch.float32, ignored=0.7)
+    rows, real = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda b, x, w, **k: (rows.append(x.shape[0]), real(b, x, w, **k))[1])
+    valid = int((labels != -100).sum())
+    out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=NAMES, num_valid=valid)
+    torch.autograd.grad(out.entropy.sum(), hidden)
+    assert rows == [valid, valid], "once in the forward, once in the backward"
+    assert all(not t[labels == -100].any() for t in out)
+
+
+@pytest.mark.parametrize("workspace", [ONE_CHUNK, 3_500], ids=["one chunk", "many chunks"])
+def test_gradcheck(workspace):
+    *inputs, labels = make((2, 6, 4), 7, torch.float64)
+
+    def outputs(h, w, b):
+        return linear_log_prob(
+            h, w, labels, bias=b, outputs=FLOATS, workspace_bytes=workspace, softcap=2.0, temperature=0.8
+        )[:5]
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+
+
+@pytest.mark.parametrize("which", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+def test_any_subset_requires_grad(which):
+    *inputs, labels = make((2, 20, 8), 11, torch.float32)
+    full = torch.autograd.grad(linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.square().sum(), inputs)
+    for tensor, wanted in zip(inputs, which):
+        tensor.requires_grad_(bool(wanted))
+    out = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob
+    assert out.requires_grad == any(which)
+    if any(which):
+        out.square().sum().backward()
+    for tensor, grad, wanted in zip(inputs, full, which):
+        assert torch.equal(tensor.grad, grad) if wanted else tensor.grad is None
+
+
+def test_second_backward_and_second_derivative():
+    *inputs, labels = make((1, 12, 8), 11, torch.float32)
+    loss = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.exp().sum()
+    first, second = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="hfpatch: linear_log_prob has one derivative"):
+        torch.autograd.grad(loss, inputs[0], create_graph=True)
+
+
+@pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False)])
+def test_opcheck(needs):
+    *inputs, labels = make((6, 4), 7, torch.float32)
+    for tensor, wanted in zip(inputs, needs):
+        tensor.requires_grad_(wanted)
+    options = (-100, "none", None, 0.0, 0.9, 2.0, 1.2, 0.0, 1 << 20, torch.float32)
+    torch.library.opcheck(torch.ops.hfpatch.linear_log_prob.default, (*inputs, labels, all(needs), True, *options))
+
+
+@pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
+@pytest.mark.parametrize("outputs", [("log_prob",), NAMES])
+def test_compiles_without_a_break(outputs):
+    *inputs, labels = make((2, 20, 8), 11, torch.float32)
+
+    def step(hidden, weight, bias, labels):
+        out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=outputs, **OPTIONS["all"])
+        return sum((t.float() * (i + 1)).sum() for i, t in enumerate(out) if t is not None)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs, labels)
+    eager = step(*inputs, labels)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, inputs) for loss in (compiled, eager)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("outputs", [("log_prob",), NAMES])
+@pytest.mark.skipif(INTERPRET, reason="of the loop, not of the kernel")
+def test_stays_within_its_budget(outputs):
+    """The workspace in the forward; in the backward the workspace, dX and one float32 dW, as the loss op takes."""
+    tokens, hidden_size, vocab_size, workspace = 4096, 512, 16032, 8 << 20
+    with FakeTensorMode(), as_on_cuda():
+        hidden = torch.randn(1, tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(vocab_size, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(1, tokens, dtype=torch.int64)
+        with PeakBytes() as follow:
+            out = linear_log_prob(hidden, weight, labels, outputs=outputs, workspace_bytes=workspace, num_valid=tokens)
+            assert follow.peak <= workspace and follow.now <= 64 * tokens
+            sum(t.sum() for t in out[:5] if t is not None).backward()
+    assert follow.peak <= workspace + tokens * hidden_size * 2 + vocab_size * hidden_size * 4 + 64 * tokens
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"outputs": ("log_probs",)}, "outputs among log_prob, entropy"),
+        ({"outputs": ()}, "outputs among"),
+        ({"temperature": 0.0}, "a finite temperature > 0"),
+        ({"labels": torch.tensor([[1, 2, 99]])}, "99 came"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    call = {"hidden": torch.zeros(1, 3, 4), "weight": torch.zeros(11, 4), "labels": torch.ones(1, 3).long(), **change}
+    with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
+        linear_log_prob(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
