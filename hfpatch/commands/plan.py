@@ -57,9 +57,9 @@ def _checkpointing(args):
 
 def _simulated(args, found):
     """The plan with the activations of a simulated step of the same model and policy beside its own."""
-    from hfpatch.simulate.rivals import build, prepare
     from hfpatch.memory.formula import Policy
     from hfpatch.planner.models import resolve
+    from hfpatch.simulate.rivals import build, prepare
     from hfpatch.simulate.simulator import simulate
 
     _, shape, config = resolve(args.model)

@@ -33,6 +33,7 @@ def main(argv=None) -> int:
     made = common.parser("05_step_128k", __doc__)
     made.add_argument("--tokens", type=int, default=131072)
     made.add_argument("--layers", type=int, nargs="+", default=[32, 24, 16], help="tried in turn until one fits")
+    made.add_argument("--steps", type=int, default=2, help="steps that are timed")
     made.add_argument("--tile", type=int, help="tokens a tile; the engine's own choice without it")
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
     args = common.parse(made, argv)
@@ -40,8 +41,8 @@ def main(argv=None) -> int:
     kept = {"offload": "host", "every": 1, "save_attention": True} | ({"tile": args.tile} if args.tile else {})
     for layers in args.layers:
         case = {
-            "impl": "hfpatch", "layers": layers, "tokens": args.tokens, "checkpointing": kept, "warmup": 1, "steps": 2,
-            "split": True, "floor": True, "host_gib": args.host_gib,
+            "impl": "hfpatch", "layers": layers, "tokens": args.tokens, "checkpointing": kept, "warmup": 1,
+            "steps": args.steps, "split": True, "floor": True, "host_gib": args.host_gib,
         }  # fmt: skip
         (row,) = step.run_cases(sheet, step.small(sheet, [case])) or [{}]
         row["scaled"] = layers != 32

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.simulate.rivals import build, prepare
 from hfpatch.memory.formula import Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.simulate import kernels_cost
 from hfpatch.simulate.follow import Follower
+from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.shadow import Shadows
 from hfpatch.simulate.simulator import simulate, summarize
 from tests.simulate.real_memory import real_events, real_peak, train_step
