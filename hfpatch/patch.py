@@ -29,7 +29,17 @@ _MARKS = ("_hfpatch_session", "_hfpatch_eval_logits", "_hfpatch_head_told", "_hf
 
 @dataclass
 class Report:
-    """What apply() did: `swaps` are (option, class name, how many), `skipped` (option, reason), `notes` sentences."""
+    """What `hfpatch.apply` did; print it to read it.
+
+    model: class name of the model.
+    swaps: (option, class name of the modules, how many of them) for each option that took effect.
+    skipped: (option, reason) for each that did not.
+    notes: further sentences: the kernels' path, what is kept for backward, the memory expected.
+
+    >>> report = hfpatch.apply(model)
+    >>> report.count("rms_norm")  # 0 where the option was skipped
+    65
+    """
 
     model: str
     swaps: list[tuple[str, str, int]] = field(default_factory=list)
@@ -37,7 +47,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def count(self, option: str) -> int:
-        """How many modules an option swapped."""
+        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing") swapped."""
         return sum(n for o, _, n in self.swaps if o == option)
 
     def __str__(self):
@@ -121,13 +131,26 @@ def apply(
     checkpointing: "str | Checkpointing" = "auto",
     eval_logits: "str | bool" = "auto",
 ) -> Report:
-    """Fused RoPE, RMSNorm, MLP and loss, and tiled, offloaded checkpointing, on this model instance alone.
+    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
-    model: a transformers model, plain or wrapped by PEFT; before FSDP, DDP, DeepSpeed or torch.compile wrap it.
-    checkpointing: "auto", "off" (transformers' own then works as usual) or a Checkpointing.
-    eval_logits: whether evaluation with labels also returns logits: "auto" builds them up to 2 GiB.
-    Calling it again replaces the settings. Raises ValueError on a wrapped model, on one without decoder layers, and on
-    settings out of range.
+    Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
+    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings.
+
+    model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
+        wrap it.
+    rope: fused rotary embedding of q and k, one launch for both.
+    rms_norm: fused RMSNorm, and residual add with the norm after it.
+    mlp: fused SiLU (or GELU) times up.
+    loss: head and cross-entropy by chunks of tokens, logits never whole; outputs.logits is then None in training.
+    checkpointing: "auto" chooses from free memory at the first step; "off" leaves transformers' own checkpointing as
+        it is; a hfpatch.Checkpointing says what to keep and where.
+    eval_logits: whether evaluation with labels also returns logits: True, False, or "auto": up to 2 GiB of them.
+
+    Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
+    without decoder layers, and on settings out of range.
+
+    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+    >>> print(hfpatch.apply(model))
     """
     settings = _settings(checkpointing)
     if eval_logits not in ("auto", True, False):

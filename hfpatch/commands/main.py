@@ -4,6 +4,8 @@ import argparse
 import importlib
 import sys
 
+import hfpatch
+
 COMMANDS = {
     "plan": ("hfpatch.commands.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.commands.profile", "run real steps and write a memory report"),
@@ -22,6 +24,7 @@ def main(argv=None) -> int:
     """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 3 a plan that does not fit."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
+    parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
     if argv and argv[0] in READS_ITS_OWN:
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
