@@ -49,15 +49,17 @@ def _refuse_old(packages) -> None:
             )
 
 
-def __getattr__(name):
-    if name == "ops":
-        _refuse_old(["torch"])
-        return importlib.import_module("hfpatch.ops")
-    if name in _PUBLIC:
-        if name in ("apply", "Callback"):
-            _refuse_old(OLDEST)
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that sees it takes every misspelt name for a good one
+
+    def __getattr__(name):
+        if name == "ops":
+            _refuse_old(["torch"])
+            return importlib.import_module("hfpatch.ops")
+        if name in _PUBLIC:
+            if name in ("apply", "Callback"):
+                _refuse_old(OLDEST)
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
 
 
 def __dir__():

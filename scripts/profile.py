@@ -71,7 +71,7 @@ def main() -> int:
 def record(accelerator: Accelerator, options: step.Options):
     """One Run of this rank, the model patched before the engine wraps it."""
     model = step.build_model(options)
-    notes = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
+    applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
     vocab_size = model.config.vocab_size
     optimizer = step.make_optimizer(model.parameters(), options.optimizer)
     plugin = accelerator.state.deepspeed_plugin
@@ -93,7 +93,7 @@ def record(accelerator: Accelerator, options: step.Options):
         backward=accelerator.backward, progress=progress, main=accelerator.is_main_process,
     )  # fmt: skip
     run.setup["engine"] = f"{accelerator.distributed_type.value.lower()}, {accelerator.num_processes} ranks"
-    run.notes += notes
+    run.applied = applied
     if run.error is None and accelerator.num_processes > 1:
         peaks = accelerator.gather(torch.tensor([run.peak_bytes], device=accelerator.device)).tolist()
         run.notes.append("peak by rank: " + ", ".join(size(peak) for peak in peaks))
