@@ -36,7 +36,7 @@ class Job:
 
     entry: str
     arguments: str = ""
-    seconds: int = 20
+    seconds: int = 30
     show: str = ""
 
     @property
@@ -104,7 +104,7 @@ def work(path: Path) -> int:
         except BaseException:  # whatever it was: said, and the next one runs
             traceback.print_exc()
             found["trace"] = traceback.format_exc().strip().splitlines()[-6:]
-        _say(order["said"], number=number, **found)
+        _say(order["said"], number=number, rows=len(_lines(Path(os.environ[ROWS]))), **found)
         if found["trace"] and not _device_answers():
             return 1  # a context that met an illegal access answers nothing any more: the rest needs a new process
     return 0
@@ -186,21 +186,23 @@ class Slot:
                 [sys.executable, __file__, "--worker", str(orders)], stdout=log, stderr=log, env=environment,
                 start_new_session=True,
             )  # fmt: skip
-        settled, started, now = 0, time.monotonic(), numbers[0]
+        settled, started, now = 0, time.monotonic(), None
         try:
             while settled < len(numbers):
                 code = worker.poll()
-                for line in _lines(said)[:]:
+                for line in _lines(said):
                     number = line["number"]
-                    if "began" in line and number > now:
+                    if "began" in line and (now is None or number > now):
                         started, now = time.monotonic(), number
                     if "code" in line and number == numbers[settled]:
                         self._settle(number, line, time.monotonic() - started, work)
-                        settled += 1
+                        settled, started = settled + 1, time.monotonic()
                         if settled == len(numbers):
                             break
                 else:
                     over = time.monotonic() - started - self.jobs[numbers[settled]].seconds - GRACE
+                    if code is not None and settled and now != numbers[settled]:
+                        return settled  # it stopped after the last entry it settled: the next one has not begun
                     if code is not None:
                         why = f"the process ended with code {code}"
                     elif over > 0 or self.left() < 3:
@@ -219,7 +221,7 @@ class Slot:
     def _settle(self, number: int, result: dict, seconds: float, work: Path | None) -> None:
         """Says what an entry found, and packs its files."""
         job = self.jobs[number]
-        lines = _lines(self.rows)
+        lines = _lines(self.rows)[: result.get("rows")]
         fresh, self.seen = lines[self.seen :], len(lines)
         bad = [r for r in fresh if r.get("error") or r.get("passed") is False]
         missing = [f"{r['left_out']}: {r['why']}" for r in fresh if "left_out" in r]
@@ -280,6 +282,9 @@ def main(argv=None) -> int:
     made.add_argument("part", type=int, choices=sorted(PARTS))
     made.add_argument("--out", help="folder for the three files (default: $OUT or runs/gpu/slotN)")
     made.add_argument("--small", action="store_true", help="every entry at tiny size, also on a CPU")
+    made.add_argument(
+        "--host-gib", type=float, help="host memory to plan with, where the machine's figure grows with use"
+    )
     made.add_argument("--seconds", type=float, default=525, help="the whole slot ends by itself after this long")
     args = made.parse_args(argv)
     out = args.out or os.environ.get("OUT") or str(FOLDER.parents[1] / "runs" / "gpu" / f"slot{args.part}")
@@ -289,6 +294,8 @@ def main(argv=None) -> int:
         shown = {job.entry: job for job in jobs}
         words = {name: job.arguments if "{work}" in job.arguments else "--small" for name, job in shown.items()}
         jobs = [Job(name, words[name], 60, job.show) for name, job in shown.items()]
+    if args.host_gib:
+        os.environ["HFPATCH_HOST_MEMORY"] = str(int(args.host_gib * (1 << 30)))
     return Slot(args.part, jobs, Path(out), args.seconds).run()
 
 
