@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hfpatch.memory.hardware import GPUS, parse_lengths
 from hfpatch.memory.policy import Checkpointing
-from hfpatch.memory.presets import PRESETS
+from hfpatch.memory.presets import MODELS, PRESETS
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, plan
 from hfpatch.planner.show import picture, sweep_table
@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
     """The arguments of `hfpatch plan` on an argparse parser."""
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join(PRESETS)}; or a config.json, a folder, a hub id")
+    add("--model", required=True, help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id")
     add("--seq-len", default="131072", help="tokens a sequence, such as 8192 or 128k (131072)")
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")

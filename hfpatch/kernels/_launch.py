@@ -9,7 +9,11 @@ import torch
 def launch(
     kernel, grid: tuple[int, ...], args: tuple, constexprs: dict, *, num_warps: int, num_stages: int = 2
 ) -> None:
-    """Starts kernel[grid](*args, **constexprs) on the device of the first tensor. args: in the kernel's order."""
+    """Starts kernel[grid](*args, **constexprs) on the device of the first tensor. args: in the kernel's order.
+
+    num_warps: of 32 threads each.
+    """
+    num_warps = warps_for(num_warps, 64 if torch.version.hip else 32)
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     # Triton starts a kernel on the current device, which need not be the tensors'.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -27,6 +31,11 @@ def sm_count(device: torch.device) -> int:
     if device.type == "cuda":
         return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
     return 4 if device.type == "cpu" else 132
+
+
+def warps_for(num_warps: int, warp_size: int) -> int:
+    """num_warps of 32 threads in warps of warp_size: as many where the 1,024 threads of a program allow it."""
+    return min(num_warps, 1024 // warp_size)
 
 
 def cdiv(a: int, b: int) -> int:

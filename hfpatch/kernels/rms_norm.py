@@ -11,7 +11,17 @@ import triton.language as tl
 
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
 
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MAX_BWD_WIDTH = 8192  # beyond, a row's x, dy, weight and dW spill: 16 of each a thread at 64 registers
+
+
+@triton.jit
+def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """What x_hat is multiplied by: OFFSET + weight, weight 1 where there is none."""
+    if HAS_WEIGHT:
+        return tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
+    else:
+        return tl.full(o_d.shape, 1.0 + OFFSET, tl.float32)
 
 
 @triton.jit
@@ -28,7 +38,10 @@ def rms_norm_fwd_kernel(
     stride_residual,
     eps,
     OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUND_RSTD: tl.constexpr,
+    X_HAT_TYPE: tl.constexpr,  # what x_hat is rounded to before the weight
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -36,7 +49,7 @@ def rms_norm_fwd_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_n = o_n < N
     mask = m_n[:, None] & (o_d < D)[None, :]
-    b_w = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
     b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
     o_out = o_n[:, None] * D + o_d[None, :]
     x_type: tl.constexpr = total_ptr.dtype.element_ty
@@ -48,11 +61,9 @@ def rms_norm_fwd_kernel(
         b_x = b_total.to(tl.float32)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
     tl.store(rstd_ptr + o_n, b_rstd, mask=m_n)
-    b_y = b_x * b_rstd[:, None]
-    if OFFSET == 0.0:
-        b_y = b_y.to(x_type).to(tl.float32) * b_w[None, :]
-    else:
-        b_y = b_y * (OFFSET + b_w)[None, :]
+    if ROUND_RSTD:
+        b_rstd = b_rstd.to(x_type).to(tl.float32)
+    b_y = (b_x * b_rstd[:, None]).to(X_HAT_TYPE).to(tl.float32) * b_w[None, :]
     tl.store(y_ptr + o_out, b_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -72,6 +83,7 @@ def rms_norm_bwd_kernel(
     stride_x,
     rows_each,  # rows a program, a multiple of BLOCK_N
     OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
@@ -83,7 +95,7 @@ def rms_norm_bwd_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_dw = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    b_w = tl.load(weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32) + OFFSET
+    b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
     first = i_p * rows_each
     # The loads of the next rows are in flight (cp.async) while this row is reduced.
     for i in tl.range(0, rows_each, BLOCK_N, num_stages=STAGES):
@@ -123,6 +135,7 @@ def rms_norm_bwd_wide_kernel(
     stride_x,
     rows_each,
     OFFSET: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     HAS_DSUM: tl.constexpr,
     NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr,
@@ -139,7 +152,7 @@ def rms_norm_bwd_wide_kernel(
             for i_d in range(0, D, BLOCK_D):
                 o_d = i_d + tl.arange(0, BLOCK_D)
                 mask = (o_n < N)[:, None] & (o_d < D)[None, :]
-                b_w = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
+                b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
                 b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
                 b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
                 b_sum += b_dy * b_w[None, :] * b_x * b_rstd
@@ -155,7 +168,7 @@ def rms_norm_bwd_wide_kernel(
                 b_dw = tl.load(p_dw, mask=o_d < D, other=0.0) + tl.sum(b_dy * b_xhat, axis=0)
                 tl.store(p_dw, b_dw, mask=o_d < D)
             if NEED_DX:
-                b_w = tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
+                b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
                 b_dx = (b_dy * b_w[None, :] - b_xhat * b_mean) * b_rstd
                 if HAS_DSUM:
                     b_dsum = tl.load(dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0)
@@ -180,8 +193,11 @@ def _stages(bytes_each: int) -> int:
     return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
 
 
-def rms_norm_fwd(x, residual, weight, eps, offset, y_dtype):
-    """x, residual (or None): [..., D]. Returns y of y_dtype, rstd float32 [...], and the sum (or None)."""
+def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dtype):
+    """x, residual (or None): [..., D]; weight: [D] or None. Returns y of y_dtype, rstd float32 [...], the sum or None.
+
+    round_rstd: to the dtype of the sum; x_hat_dtype: what x_hat is rounded to before the weight.
+    """
     x_ND, D = rows_view(x), x.shape[-1]
     N = x_ND.shape[0]
     y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
@@ -194,16 +210,17 @@ def rms_norm_fwd(x, residual, weight, eps, offset, y_dtype):
     launch(
         rms_norm_fwd_kernel,
         (cdiv(N, block_n),),
-        (x_ND, residual_ND, weight.contiguous(), y, x_ND if total is None else total, rstd)
+        (x_ND, residual_ND, x_ND if weight is None else weight.contiguous(), y, x_ND if total is None else total, rstd)
         + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),
-        dict(OFFSET=offset, HAS_RESIDUAL=residual is not None, BLOCK_N=block_n, BLOCK_D=block_d),
+        dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_RESIDUAL=residual is not None)
+        | dict(ROUND_RSTD=round_rstd, X_HAT_TYPE=TYPES[x_hat_dtype], BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=num_warps,
     )
     return y, rstd, total
 
 
 def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    """Returns dx [..., D] of x's dtype and dw [D] of weight's dtype; None where not needed."""
+    """Returns dx [..., D] of x's dtype and dw [D] of weight's dtype; None where not needed. weight may be None."""
     x_ND, dy_ND, D = rows_view(x), rows_view(dy), x.shape[-1]
     dsum_ND = dy_ND if dsum is None else rows_view(dsum)
     N = x_ND.shape[0]
@@ -215,15 +232,15 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
     new = torch.zeros if wide else torch.empty
     dw_PD = new((programs, D), dtype=torch.float32, device=x.device) if need_dw else None
-    constexprs = dict(OFFSET=offset, HAS_DSUM=dsum is not None, NEED_DX=need_dx, NEED_DW=need_dw)
-    constexprs |= dict(BLOCK_N=block_n, BLOCK_D=block_d)
+    constexprs = dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None)
+    constexprs |= dict(NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_N=block_n, BLOCK_D=block_d)
     if not wide:
         bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
         constexprs["STAGES"] = _stages(block_n * block_d * bytes_each)
     launch(
         rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel,
         (programs,),
-        (dy_ND, dsum_ND, x_ND, weight.contiguous(), rstd.contiguous())
+        (dy_ND, dsum_ND, x_ND, x_ND if weight is None else weight.contiguous(), rstd.contiguous())
         + (x_ND if dx is None else dx, rstd if dw_PD is None else dw_PD, N, D)
         + (dy_ND.stride(0), dsum_ND.stride(0), x_ND.stride(0), rows_each),
         constexprs,

@@ -27,6 +27,11 @@ def _act_and_slope(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # sqrt(1 / 2)
         return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)  # a maximum would hide a NaN
+    elif ACTIVATION == "relu2":
+        r = tl.where(x < 0.0, 0.0, x)
+        return r * r, 2.0 * r
     else:
         # 0.5 * (1 + tanh v) = sigmoid(2 v): no tanh (the interpreter has none) and no cancellation.
         tl.static_assert(ACTIVATION == "gelu_tanh")

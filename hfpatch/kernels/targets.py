@@ -1,8 +1,8 @@
 """Cross-compilation of every kernel without a GPU: `python -m hfpatch.kernels.targets`.
 
 A row calls a launcher with tensors on the meta device at a real shape; the start of the kernel is caught and what would
-have been run is compiled for each architecture, so the table is about the very arguments, tiles and warps that a GPU
-is given. Registers, stack (spilled registers live there; 0 is none) and shared memory are read from the cubin.
+have been run is compiled for each target, so the table is about the very arguments, tiles and warps that a GPU is given.
+Registers, stack (spilled registers live there; 0 is none) and shared memory are read from the compiled binary.
 A new kernel adds its rows to ROWS.
 """
 
@@ -25,10 +25,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from hfpatch.kernels import cross_entropy, rms_norm, rope, swiglu
+from hfpatch.kernels._launch import warps_for
 
-ARCHITECTURES = (80, 90, 100)
+# A100; L4, L40S, RTX 4090; H100, H200; B200; RTX 5090; MI300.
+TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 TABLE = Path(__file__).parents[2] / "profiles" / "kernels" / "table.csv"
-COLUMNS = ("kernel", "variant", "dtype", "shape", "sm", "num_warps", "registers", "stack", "shared", "triton")
+COLUMNS = ("kernel", "variant", "dtype", "shape", "target", "num_warps", "registers", "stack", "shared", "triton")
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64"}
@@ -59,6 +62,15 @@ def meta(*shape: int, dtype=BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+# What families do: (name, weight, offset, rstd rounded, x_hat rounded), as ops/rms_norm.py has it.
+NORMS = (
+    ("", True, 0.0, False, True),
+    (" gemma", True, 1.0, False, False),
+    (" olmo2", True, 0.0, False, False),
+    (" no weight", False, 0.0, True, True),
+)
+
+
 def _rms_norm_rows():
     # Hidden sizes of Llama 3.2 1B and 3B, 8B, Llama 2 13B, 70B, 405B; 128 is a norm over one head (Qwen3).
     for D in (128, 2048, 3072, 4096, 5120, 8192, 16384):
@@ -66,34 +78,37 @@ def _rms_norm_rows():
             if D != 4096 and x_dtype != BF16:
                 continue
             x, w, rstd = meta(8192, D, dtype=x_dtype), meta(D, dtype=w_dtype), meta(8192, dtype=FP32)
-            y_dtype = torch.promote_types(x_dtype, w_dtype)
-            dy, label, short = meta(8192, D, dtype=y_dtype), NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
+            label, short = NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
             if x_dtype != w_dtype:
                 label += "+" + NAMES[w_dtype]
-            for offset in (0.0, 1.0) if D == 4096 else (0.0,):
-                order = " gemma" if offset else ""
+            for order, has_weight, offset, round_rstd, round_x_hat in NORMS if D == 4096 else NORMS[:1]:
+                if order in (" olmo2", " no weight") and not short:
+                    continue
+                y_dtype = torch.promote_types(x_dtype, w_dtype) if round_x_hat else x_dtype
+                dy, weight = meta(8192, D, dtype=y_dtype), w if has_weight else None
+                options = offset, round_rstd, x_dtype if round_x_hat else FP32, y_dtype
                 for residual in (None, x):
                     name = ("rms_norm" if residual is None else "add_rms_norm") + order
                     yield Row(
                         f"{name} fwd",
                         label,
                         f"[*,{D}]",
-                        lambda x=x, r=residual, w=w, o=offset, d=y_dtype: rms_norm.rms_norm_fwd(x, r, w, 1e-6, o, d),
+                        lambda x=x, r=residual, w=weight, o=options: rms_norm.rms_norm_fwd(x, r, w, 1e-6, *o),
                         short,
                     )
                     yield Row(
                         f"{name} bwd",
                         label,
                         f"[*,{D}]",
-                        lambda dy=dy, s=residual, x=x, w=w, r=rstd, o=offset: rms_norm.rms_norm_bwd(
-                            dy, s, x, w, r, o, True, True
+                        lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: rms_norm.rms_norm_bwd(
+                            dy, s, x, w, r, o, True, w is not None
                         ),
                         short,
                     )
 
 
 def _swiglu_rows():
-    for activation in ("silu", "gelu", "gelu_tanh"):
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         for dtype in (BF16, FP16, FP32):
             whole, both = meta(8192, 14336, dtype=dtype), meta(8192, 28672, dtype=dtype)
             for layout, gate, up in (("", whole, whole), (" halves", *both.chunk(2, -1))):
@@ -210,12 +225,17 @@ def _specialize(kernel, args, kwargs) -> Launch:
     return Launch(kernel, signature, constexprs, attrs, options)
 
 
-def compile_launch(launch: Launch, sm: int) -> dict[str, int]:
-    """registers, stack and shared bytes a thread (a block for shared) of one kernel on one architecture."""
+def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, int]:
+    """num_warps, registers, stack and shared bytes (a thread, a thread, a program) of one kernel on one target."""
     source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", sm, 32), options=launch.options | {"enable_fp_fusion": True}
-    )
+    warps = {"num_warps": warps_for(launch.options["num_warps"], target.warp_size)}
+    options = launch.options | warps | {"enable_fp_fusion": True}
+    compiled = triton.compile(source, target=target, options=options)
+    usage = _amd_usage if target.backend == "hip" else _nvidia_usage
+    return warps | usage(compiled) | {"shared": compiled.metadata.shared}
+
+
+def _nvidia_usage(compiled) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -224,11 +244,17 @@ def compile_launch(launch: Launch, sm: int) -> dict[str, int]:
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     found = {key: int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
-    stack = found["STACK"] + found["LOCAL"]
-    return {"registers": found["REG"], "stack": stack, "shared": compiled.metadata.shared}
+    return {"registers": found["REG"], "stack": found["STACK"] + found["LOCAL"]}
 
 
-def table(architectures=ARCHITECTURES, *, short: bool = False) -> list[dict[str, str]]:
+def _amd_usage(compiled) -> dict[str, int]:
+    keys = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    found = {key: int(re.search(rf"\.{key}:\s*(\d+)", compiled.asm["amdgcn"])[1]) for key in keys}
+    spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    return {"registers": found["vgpr_count"], "stack": found["private_segment_fixed_size"] + 4 * spilled}
+
+
+def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]]:
     """Compiles every row (short: those of the quick test) and returns the table's lines, all values as text."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("hfpatch: compiling needs a process without TRITON_INTERPRET, came 1; unset it.")
@@ -238,10 +264,9 @@ def table(architectures=ARCHITECTURES, *, short: bool = False) -> list[dict[str,
             row.call()
         assert launches, row
         for launch in launches:
-            for sm in architectures:
-                figures = compile_launch(launch, sm) | {"num_warps": launch.options["num_warps"]}
+            for name in targets:
                 line = dict(kernel=launch.kernel.__name__, variant=row.variant, dtype=row.dtype, shape=row.shape)
-                line |= {"sm": sm, "triton": triton.__version__} | figures
+                line |= {"target": name, "triton": triton.__version__} | compile_launch(launch, TARGETS[name])
                 lines.append({column: str(line[column]) for column in COLUMNS})
     return lines
 
@@ -254,17 +279,17 @@ def read_table(path: Path = TABLE) -> list[dict[str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
-    parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="architectures to compile for")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=tuple(TARGETS), help="what to compile for")
     parser.add_argument("--short", action="store_true", help="only the rows of the quick test")
     args = parser.parse_args()
-    lines = table(args.sm, short=args.short)
+    lines = table(args.target, short=args.short)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
     spilled = [line for line in lines if line["stack"] != "0"]
-    print(f"{len(lines)} kernels for sm {', '.join(map(str, args.sm))}, {len(spilled)} with spills -> {args.out}")
+    print(f"{len(lines)} kernels for {', '.join(args.target)}, {len(spilled)} with spills -> {args.out}")
     for line in spilled:
         print("spills:", *(line[column] for column in COLUMNS), file=sys.stderr)
     return 0

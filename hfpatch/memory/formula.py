@@ -4,15 +4,15 @@ A step's memory is the largest of a few moments, each a sum of named buffers tha
 (checkpoint/layer.py, ops/_linear_ce_loop.py, ops/embedding.py; for stock models transformers' own). The simulator runs
 that code; tests hold the two within 3% of each other.
 
-Legend: N = batch * tokens rows; D hidden, F intermediate, Q and KV columns of the query and key projections, H query
-heads, V vocabulary, s bytes an element; u = N*D*s.
+Legend: N = batch * tokens rows; D hidden, F intermediate, Q, K, O columns of queries, keys (or values), attention outputs,
+H query heads, V vocabulary, s bytes an element; u = N*D*s.
 """
 
 from dataclasses import dataclass
 
-from hfpatch.memory.shape import LLAMA_LIKE, GiB, ModelShape, Policy
+from hfpatch.memory.shape import GiB, ModelShape, Policy
 
-__all__ = ["LLAMA_LIKE", "GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
+__all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
@@ -71,12 +71,13 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one step: matmuls, attention forward and backward over the causal half; model: the least there is."""
+    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as the field counts."""
 
     matmul: float
     attention_forward: float
     attention_backward: float
     model: float
+    model_attention: float  # of model, attention's part
 
     @property
     def total(self) -> float:
@@ -120,16 +121,18 @@ class _Sizes:
         self.shape, self.batch, self.tokens, self.s = shape, batch, tokens, s
         self.rows = batch * tokens
         self.u = self.rows * shape.hidden_size * s
-        self.q, self.kv = self.rows * shape.q_size * s, self.rows * shape.kv_size * s
+        self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
+        self.kv = self.rows * (shape.kv_size + shape.v_size) * s
         self.lse = self.rows * shape.num_heads * 4
         self.f = self.rows * shape.intermediate_size * s
-        self.always = 2 * tokens * shape.head_dim * s + 2 * 8 * self.rows  # cos, sin, ids and labels
+        rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
+        self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
-        self.layer = shape.layer_parameters * s
-        self.ends = self.embedding * (1 if shape.tied else 2) + shape.hidden_size * s
+        self.first = shape.layer_parameters_of(0) * s
+        self.body = shape.body_parameters * s
         self.gradients = shape.parameters * s
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
-        self.head_gradient = self.embedding + shape.hidden_size * s
+        self.head_gradient = self.embedding + shape.norm_parameters * s
 
     def embedding_moments(self, fused: bool) -> list:
         """The backward of the token embedding, all other gradients being there."""
@@ -174,10 +177,39 @@ def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
     return Moment("loss", z.embedding, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.embedding)
 
 
+def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
+    """(bytes of the MLP's inner columns, of what it holds beside them, of its largest weight gradient), for t rows.
+
+    A mixture of experts gathers a row for each expert that a token goes to, and keeps three such rows: gathered, given
+    by the experts, weighted.
+    """
+    shape, s = z.shape, z.s
+    D, joined = shape.hidden_size, 2 if shape.joined else 1
+    if not shape.is_sparse(layer):
+        return t * shape.intermediate_size * s, 0, joined * D * shape.intermediate_size * s
+    rows = t * shape.experts_per_token
+    inner = rows * shape.expert_size * s + t * shape.shared_size * s
+    return inner, 3 * rows * D * s, 2 * shape.experts * D * shape.expert_size * s
+
+
+def plain_bytes(z: _Sizes, layer: int) -> int:
+    """What autograd keeps of a layer of fused parts that runs whole."""
+    inner, beside, _ = _mlp_tile(z, layer, z.rows)
+    norms = (2 + z.shape.norms) * z.u + 4 * z.shape.norms * z.rows
+    acts = 3 if z.shape.fused_mlp else 4
+    return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
+
+
+def kept_bytes(z: _Sizes, name: str) -> int:
+    """What one of shape.KEEPABLE takes of one layer."""
+    matrices = 2 if z.shape.gated else 1
+    return {"qkv": z.q + z.kv, "mid": z.u, "gate_up": matrices * z.f}[name]
+
+
 def _tiled(z: _Sizes, policy: Policy):
     """Moments of hfpatch's tiled layers (the phases A to D of checkpoint/layer.py), and host bytes."""
-    shape, s, n = z.shape, z.s, z.shape.num_layers
-    D, F, Q = shape.hidden_size, shape.intermediate_size, shape.q_size
+    shape, s, n = z.shape, z.s, z.shape.num_layers - min(policy.plain, z.shape.num_layers)
+    D, O = shape.hidden_size, shape.out_size
     step = max(1, policy.tile // z.batch)
     single = step >= z.tokens
     t = min(z.tokens, step) * z.batch
@@ -189,55 +221,79 @@ def _tiled(z: _Sizes, policy: Policy):
 
     # What the layers keep, and where.
     kept_x, kept_out = -(-n // policy.every), n if save else 0
-    each = z.u, z.q + z.lse
-    stored = kept_x * each[0] + kept_out * each[1]
+    each = z.u, z.out + z.lse
+    more = sum(kept_bytes(z, name) for name in policy.keep)
+    stored = kept_x * each[0] + kept_out * each[1] + n * more
     host = stored if off else 0
+    plain = sum(plain_bytes(z, i) for i in range(n, shape.num_layers))
     on_device = 0 if off else stored
     ring = 0
-    if off:
-        ring = (2 if single else RING_SLOTS) * t * (D + (Q if stream else 0)) * s
+    if off and n:
+        streamed = (O if stream else 0) + sum(
+            {"mid": D, "gate_up": 2 * shape.intermediate_size}.get(name, 0) for name in policy.keep
+        )
+        ring = (2 if single else RING_SLOTS) * t * (D + streamed) * s
 
-    tile_D, tile_F = t * D * s, t * F * s
-    join = t * Q * s if groups > 1 else 0
-    fetched = z.q if save and off and not stream else 0  # the attention outputs, whole on the device
-    qkv = z.q + 2 * z.kv
+    tile_D = t * D * s
+    join = t * O * s if groups > 1 else 0
+    fetched = z.out if save and off and not stream else 0  # the attention outputs, whole on the device
+    qkv = z.q + z.kv
     lse = z.lse if save and off else 0
-    mlp_dw = D * F * s
 
-    def layer_moments(name, gradients, checkpoints, extra, x_resident, saved=save):
+    def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
+        inner, beside, mlp_dw = _mlp_tile(z, index, t)
+        acts = 0 if shape.fused_mlp else 1
+        beside += acts * inner
         ring_here = 0 if x_resident else ring
-        recomputed = 0 if saved else z.q + z.lse  # attention outputs computed again
+        recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         if single:
-            mlp = max(3 * tile_F + 7 * tile_D, 5 * tile_F + 5 * tile_D, 4 * tile_F + 5 * tile_D + mlp_dw)
+            mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside
             held = fetched + recomputed + qkv + join + lse + z.always + extra
             return [Moment(f"{name}: tile", gradients, checkpoints, mlp + held, workspace=ring_here)]
-        wide = 4 * (shape.mlp_parameters + D * Q + D)
-        tile = max(5 * tile_F, 4 * tile_F + mlp_dw) + 3 * tile_D + join
-        a = z.u + z.q + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
-        outs = (2 * z.q // groups if stream else fetched) + recomputed
-        c = z.u + z.q + qkv + outs + lse + z.always + extra + (z.q + 2 * z.kv) // groups
+        mlp = shape.mlp_parameters_of(index)
+        wide = 4 * (mlp + shape.o_weights + D)
+        tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
+        a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
+        outs = (2 * z.out // groups if stream else fetched) + recomputed
+        c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
         scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
-        done = mlp_dw * 3 + (D * Q + D) * s  # this layer's gradients that are rounded by then
+        done = (mlp + shape.o_weights + D) * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
             Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
         ]
 
-    moments = [_loss_moment(z, on_device)]
-    moments += layer_moments("last layer", z.head_gradient, on_device, 0, not off) if not off else []
+    moments = [_loss_moment(z, on_device + plain)]
+    if policy.plain:
+        moments += _plain_moments(z, n, on_device, plain)
+    if not n:
+        return moments + z.embedding_moments(fused=True), 0
+    after = z.head_gradient + sum(shape.layer_parameters_of(i) for i in range(n, shape.num_layers)) * s
+    moments += layer_moments("last layer", n - 1, after, on_device, 0, not off) if not off or policy.plain else []
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
-        segment = (k - 1) * (z.u + z.q + z.lse)
-        here = z.head_gradient + (n - k) * z.layer
-        moments += layer_moments("segment", here, 0 if off else z.u, segment, True)
-    first = 0 if off else each[0] + (each[1] if save else 0)
+        segment = (k - 1) * (z.u + z.out + z.lse)
+        here = z.head_gradient + z.body - sum(shape.layer_parameters_of(i) for i in range(k)) * s
+        moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, True)
+    first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
-    again = z.q + z.lse if k > 1 else 0
-    here = z.head_gradient + (n - 1) * z.layer
-    moments += layer_moments("first layer", here, first, again, not off, save or k > 1)
+    again = z.out + z.lse if k > 1 else 0
+    here = z.head_gradient + z.body - z.first
+    moments += layer_moments("first layer", 0, here, first, again, not off, save or k > 1)
     moments += z.embedding_moments(fused=True)
     return moments, host
+
+
+def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
+    """The last layer that keeps everything, and the first of them (layer n)."""
+    shape, last = z.shape, z.shape.num_layers - 1
+    working = lambda i: 2 * _mlp_tile(z, i, z.rows)[0] + z.u + z.always  # noqa: E731
+    done = sum(shape.layer_parameters_of(i) for i in range(n + 1, last + 1)) * z.s
+    return [
+        Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
+        Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),
+    ]
 
 
 def _stock(z: _Sizes, checkpointing: bool):
@@ -245,7 +301,7 @@ def _stock(z: _Sizes, checkpointing: bool):
     shape, n = z.shape, z.shape.num_layers
     wide = z.rows * shape.hidden_size * 4
     norm = wide + 2 * z.u + 4 * z.rows  # fp32 input, normalised, scaled, rstd
-    saved = 2 * norm + 2 * z.q + 2 * z.kv + z.lse + 4 * z.f
+    saved = 2 * norm + z.q + z.out + z.kv + z.lse + 4 * z.f
     kept = n * (z.u if checkpointing else saved)
     logits = z.rows * shape.vocab_size
     final = wide + z.u
@@ -254,43 +310,65 @@ def _stock(z: _Sizes, checkpointing: bool):
     working = saved - z.f + 3 * z.f + z.u + z.always  # gate, silu, up, their gradients and that of the product
     if checkpointing:
         moments.append(Moment("last layer", z.head_gradient, checkpoints=kept, layer=working))
-        moments.append(Moment("first layer", z.head_gradient + (n - 1) * z.layer, checkpoints=z.u, layer=working))
+        moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
     else:
         moments.append(Moment("last layer", z.head_gradient, checkpoints=kept - saved + z.u, layer=working))
-        moments.append(Moment("first layer", z.head_gradient + (n - 1) * z.layer, checkpoints=z.u, layer=working))
+        moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
     moments += z.embedding_moments(fused=False)
     return moments
 
 
 def _untiled(z: _Sizes):
-    """Moments of hfpatch's kernels in transformers' own layers, nothing checkpointed."""
-    n = z.shape.num_layers
-    saved = 4 * z.u + 8 * z.rows + 2 * z.q + 2 * z.kv + z.lse + 3 * z.f
-    working = 2 * z.f + z.u + z.always
-    moments = [_loss_moment(z, n * saved)]
-    moments.append(Moment("last layer", z.head_gradient, checkpoints=n * saved, layer=working))
-    moments.append(Moment("first layer", z.head_gradient + (n - 1) * z.layer, checkpoints=saved, layer=working))
-    moments += z.embedding_moments(fused=True)
-    return moments
+    """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
+    plain = sum(plain_bytes(z, i) for i in range(z.shape.num_layers))
+    return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *z.embedding_moments(fused=True)]
+
+
+def attended(tokens: int, window: int) -> float:
+    """Pairs of tokens in one causal row of attention, half the square or, of a window, a band of it."""
+    return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
+
+
+# Whether the layer leaves out the products that nobody reads (shape.dead_after, dead_before) when it runs again.
+SKIPS_DEAD = False
+
+
+def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -> int:
+    """Weights that one token meets once more in a layer's backward."""
+    after = shape.o_weights + shape.mlp_weights(layer)
+    before = shape.qkv_weights if single else 2 * shape.qkv_weights
+    if SKIPS_DEAD:
+        after -= shape.dead_after(layer)
+        before -= 0 if single else shape.dead_before
+    if "qkv" in policy.keep:
+        before -= shape.qkv_weights if not single else shape.dead_before if SKIPS_DEAD else 0
+    if "mid" in policy.keep:
+        after -= shape.o_weights
+    if "gate_up" in policy.keep:
+        after -= (2 if shape.gated else 1) * shape.hidden_size * shape.intermediate_size
+    return before + after
 
 
 def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the mathematics needs: 6 a weight."""
+    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a weight and token,
+    attention three times its forward, nothing that runs again."""
     rows, n = batch * tokens, shape.num_layers
-    D, Q = shape.hidden_size, shape.q_size
-    qkv = D * (Q + 2 * shape.kv_size)
-    mlp = 3 * D * shape.intermediate_size
-    layer = qkv + D * Q + mlp
-    once = 2 * batch * tokens * tokens * Q * n  # attention forward, causal half
-    least = 6 * rows * (n * layer + shape.embedding_parameters)
+    layers = sum(shape.qkv_weights + shape.o_weights + shape.mlp_weights(i) for i in range(n))
+    # Two products over the causal half (or a window): q with k, and with v.
+    once = 2 * batch * (shape.q_size + shape.out_size) * sum(attended(tokens, shape.window(i)) for i in range(n))
+    least = 6 * rows * (layers + shape.embedding_parameters)
     again, forwards = 0.0, 1.0
     if isinstance(policy, Policy):
+        tiled = range(n - min(policy.plain, n))
         single = max(1, policy.tile // batch) >= tokens
-        again = n * (layer + (0 if single else qkv))
+        again = sum(recomputed_weights(shape, policy, i, single=single) for i in tiled)
         if policy.every > 1:
-            again += (n - -(-n // policy.every)) * layer
-        forwards = 1 if policy.save_attention and policy.every == 1 else 2
+            skipped = len(tiled) - -(-len(tiled) // policy.every)
+            again += skipped * (layers / n)
+        if not (policy.save_attention and policy.every == 1):
+            forwards += len(tiled) / n
     elif policy == STOCK_CHECKPOINTING:
-        # Recomputation stops before down_proj, whose output nothing needs.
-        again, forwards = n * (layer - D * shape.intermediate_size), 2
-    return Flops(least + 2 * rows * again, once * forwards, once * 2.5, least + 3.5 * once)
+        # Recomputation stops before the last projection, whose output nothing needs.
+        dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
+        again, forwards = layers - n * dead, 2
+    return Flops(least + 2 * rows * again, once * forwards, once * 2.5, least + 3 * once, 3 * once)

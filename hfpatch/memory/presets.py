@@ -14,14 +14,91 @@ _ROWS = {
 
 PRESETS = tuple(_ROWS)
 
+_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_OSS = {"num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+# Other families, by their id on the hub; sources: the config.json published there. "(text)": the language tower alone.
+#   id                            type         hidden inter  layers heads kv head_dim vocab  tied   max_pos theta      more
+_MODELS = {
+    "Qwen/Qwen3-0.6B":            ("qwen3",     1024, 3072,  28, 16, 8, 128, 151936, True,  40960, 1e6, {}),
+    "Qwen/Qwen3-1.7B":            ("qwen3",     2048, 6144,  28, 16, 8, 128, 151936, True,  40960, 1e6, {}),
+    "Qwen/Qwen3-4B":              ("qwen3",     2560, 9728,  36, 32, 8, 128, 151936, True,  40960, 1e6, {}),
+    "Qwen/Qwen3-8B":              ("qwen3",     4096, 12288, 36, 32, 8, 128, 151936, False, 40960, 1e6, {}),
+    "Qwen/Qwen3-14B":             ("qwen3",     5120, 17408, 40, 40, 8, 128, 151936, False, 40960, 1e6, {}),
+    "Qwen/Qwen3-32B":             ("qwen3",     5120, 25600, 64, 64, 8, 128, 151936, False, 40960, 1e6, {}),
+    "Qwen/Qwen3-30B-A3B":         ("qwen3_moe", 2048, 6144,  48, 32, 4, 128, 151936, False, 40960, 1e6, _MOE),
+    "Qwen/Qwen2.5-7B":            ("qwen2",     3584, 18944, 28, 28, 4, 128, 152064, False, 131072, 1e6, {}),
+    "Qwen/Qwen2.5-14B":           ("qwen2",     5120, 13824, 48, 40, 8, 128, 152064, False, 131072, 1e6, {}),
+    "Qwen/Qwen2.5-32B":           ("qwen2",     5120, 27648, 64, 40, 8, 128, 152064, False, 131072, 1e6, {}),
+    "Qwen/Qwen2.5-72B":           ("qwen2",     8192, 29568, 80, 64, 8, 128, 152064, False, 131072, 1e6, {}),
+    "mistralai/Mistral-7B-v0.3":  ("mistral",   4096, 14336, 32, 32, 8, 128, 32768,  False, 32768, 1e6,
+                                   {"sliding_window": None}),
+    "mistralai/Mistral-Nemo-2407": ("mistral",  5120, 14336, 40, 32, 8, 128, 131072, False, 131072, 1e6,
+                                    {"sliding_window": None}),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral",  4096, 14336, 32, 32, 8, 128, 32000,  False, 32768, 1e6,
+                                    {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "google/gemma-2-9b":          ("gemma2",    3584, 14336, 42, 16, 8, 256, 256000, True,  8192,  1e4,
+                                   _GELU | {"sliding_window": 4096}),
+    "google/gemma-3-4b":          ("gemma3_text", 2560, 10240, 34, 8, 4, 256, 262208, True, 131072, 1e6,
+                                   _GELU | {"sliding_window": 1024, "text": True}),
+    "google/gemma-3-12b":         ("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, True, 131072, 1e6,
+                                   _GELU | {"sliding_window": 1024, "text": True}),
+    "google/gemma-3-27b":         ("gemma3_text", 5376, 21504, 62, 32, 16, 128, 262208, True, 131072, 1e6,
+                                   _GELU | {"sliding_window": 1024, "query_pre_attn_scalar": 168, "text": True}),
+    "openai/gpt-oss-20b":         ("gpt_oss",   2880, 2880,  24, 64, 8, 64,  201088, False, 131072, 1.5e5,
+                                   _OSS | {"num_local_experts": 32}),
+    "openai/gpt-oss-120b":        ("gpt_oss",   2880, 2880,  36, 64, 8, 64,  201088, False, 131072, 1.5e5,
+                                   _OSS | {"num_local_experts": 128}),
+    "microsoft/phi-4":            ("phi3",      5120, 17920, 40, 40, 10, 128, 100352, False, 16384, 2.5e5, {}),
+    "allenai/OLMo-2-1124-7B":     ("olmo2",     4096, 11008, 32, 32, 32, 128, 100352, False, 4096, 5e5, {}),
+    "HuggingFaceTB/SmolLM3-3B":   ("smollm3",   2048, 11008, 36, 16, 4, 128, 128256, True,  65536, 5e6, {}),
+    "zai-org/GLM-4-9B-0414":      ("glm4",      4096, 13696, 40, 32, 2, 128, 151552, False, 32768, 1e4, {}),
+    "bigcode/starcoder2-7b":      ("starcoder2", 4608, 18432, 32, 36, 4, 128, 49152, True,  16384, 1e6,
+                                   {"sliding_window": 4096}),
+    "CohereLabs/c4ai-command-r-v01": ("cohere", 8192, 22528, 40, 64, 64, 128, 256000, True, 131072, 8e6, {}),
+    "deepseek-ai/DeepSeek-V3":    ("deepseek_v3", 7168, 18432, 61, 128, 128, 64, 129280, False, 163840, 1e4, {}),
+}  # fmt: skip
+
+MODELS = tuple(_MODELS)
+# Endings of a name that change the weights and no size.
+_SAME_SIZES = ("-instruct", "-it", "-pt", "-base")
+
+
+def _plain(name: str) -> str:
+    """A name without its owner and without what tells no size apart: meta-llama/Llama-3.1-8B-Instruct, llama-3.1-8b."""
+    short = name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    for word in _SAME_SIZES:
+        short = short.removesuffix(word).replace(f"{word}-", "-")
+    return short
+
+
+_PLAIN = {_plain(name): name for name in (*_ROWS, *_MODELS)}
+_PLAIN |= {"llama-3.3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b"}
+# Whose a name on the hub must be: another owner's model of the same name may have other sizes.
+_OWNERS = ("meta-llama", "unsloth", "CohereForAI", *(name.split("/")[0] for name in _MODELS))
+
+
+def find_preset(name: str) -> str | None:
+    """The preset that a name means: itself, a hub id of the same sizes, or one without its owner. None for no preset."""
+    owner = name.split("/")[0].lower() if "/" in name else None
+    if name.count("/") > 1 or (owner and owner not in [o.lower() for o in _OWNERS]):
+        return None
+    return _PLAIN.get(_plain(name))
+
 
 def preset_config(name: str) -> dict:
-    """The config.json of a preset as a dict, for `LlamaConfig(**preset_config(name))` or the planner.
+    """The config.json of a preset as a dict, for `AutoConfig.for_model(**preset_config(name))` or the planner.
 
     Raises ValueError for a name that is no preset.
     """
-    if name not in _ROWS:
-        raise ValueError(f"hfpatch: the presets are {', '.join(PRESETS)}, {name!r} came; or pass a config.json.")
+    known = find_preset(name)
+    if known is None:
+        known_names = ", ".join((*PRESETS, *MODELS))
+        raise ValueError(f"hfpatch: the presets are {known_names}, {name!r} came; or pass a config.json.")
+    return _llama(known) if known in _ROWS else _other(known)
+
+
+def _llama(name: str) -> dict:
     hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, (theta, factor) = _ROWS[name]
     config = {
         "model_type": "llama",
@@ -53,3 +130,15 @@ def preset_config(name: str) -> dict:
     else:
         config |= {"bos_token_id": 1, "eos_token_id": 2}
     return config
+
+
+def _other(name: str) -> dict:
+    kind, hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, theta, more = _MODELS[name]
+    more = dict(more)
+    text = " (text)" if more.pop("text", False) else ""
+    return {
+        "model_type": kind, "_name_or_path": name + text, "hidden_size": hidden, "intermediate_size": inter,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim,
+        "vocab_size": vocab, "tie_word_embeddings": tied, "max_position_embeddings": positions, "rope_theta": theta,
+        "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, **more,
+    }  # fmt: skip

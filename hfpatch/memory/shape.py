@@ -2,20 +2,23 @@
 
 from dataclasses import dataclass
 
-# Families whose layers are Llama's: norm, q/k/v/o, norm, gated MLP. The closed form describes these alone.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 
 GiB = 1 << 30
-
-
-def _read(config, name, default=None):
-    value = config.get(name, None) if isinstance(config, dict) else getattr(config, name, None)
-    return default if value is None else value
+# What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
+KEEPABLE = ("qkv", "mid", "gate_up")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama-like decoder. Counts are of elements; nothing here is in bytes."""
+    """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
+
+    head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank, kv_rank: of latent
+    attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
+    experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
+    a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
+    activation: as the config names it. Raises ValueError for sizes that no model has.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -25,9 +28,33 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
+    v_head_dim: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    norms: int = 2
+    norm_bias: bool = False
+    norm_after: bool = False
+    gated: bool = True
+    joined: bool = False
+    joined_qkv: bool = False
+    parallel: bool = False
+    sinks: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    expert_bias: bool = False
+    dense_layers: tuple = ()
+    windows: tuple = ()
+    local_rope: bool = False
+    softcap: float = 0.0
+    final_softcap: float = 0.0
+    activation: str = "silu"
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -43,61 +70,207 @@ class ModelShape:
     def from_config(cls, config) -> "ModelShape":
         """From a transformers config, an object with its fields, or the dict of a config.json.
 
-        Raises ValueError for a model type whose layers are not Llama's.
+        Raises ValueError for a model type without a row in families.py, and for a config of several towers.
         """
-        kind = _read(config, "model_type", "llama")
-        if kind not in LLAMA_LIKE:
+        kind = Values(config).number("model_type", "llama")
+        family = FAMILIES.get(kind)
+        if family is None:
+            several = Values(config).get("text_config") is not None
             raise ValueError(
-                f"hfpatch: the plan knows the model types {', '.join(LLAMA_LIKE)}, {kind!r} came; "
-                "run it with --simulate, which executes the model itself."
-            )
+                f"hfpatch: expected one of the model types {', '.join(FAMILIES)}, {kind!r} came; "
+                + ("pass its text_config for the language model alone." if several else
+                   "run it with --simulate, which executes the model itself.")
+            )  # fmt: skip
+        values = Values(config, family)
         missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                               "vocab_size") if _read(config, n) is None]  # fmt: skip
+                               "vocab_size") if values.get(n) is None]  # fmt: skip
         if missing:
             raise ValueError(f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json.")
-        heads = _read(config, "num_attention_heads")
+        heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
+        sizes = {
+            "head_dim": values.number("head_dim", values.get("hidden_size") // max(1, heads)),
+            "num_kv_heads": values.number("num_key_value_heads", heads),
+        }
+        if family.latent:
+            rope = values.get("qk_rope_head_dim")
+            sizes |= {
+                "head_dim": values.get("qk_nope_head_dim") + rope, "v_head_dim": values.get("v_head_dim"),
+                "num_kv_heads": heads, "q_rank": values.number("q_lora_rank", 0), "kv_rank": values.get("kv_lora_rank"),
+                "rope_dim": rope,
+            }  # fmt: skip
+        experts = values.number(family.experts, 0) if family.experts else 0
+        if experts:
+            size = values.get(family.expert_size)
+            sizes |= {
+                "experts": experts, "experts_per_token": values.get("num_experts_per_tok"), "expert_size": size,
+                "shared_size": size * values.number("n_shared_experts", 0), "expert_bias": family.expert_bias,
+                "dense_layers": dense_layers(values, layers),
+            }  # fmt: skip
+        normed = not family.qk_norm_key or values.get(family.qk_norm_key)
         return cls(
-            hidden_size=_read(config, "hidden_size"),
-            intermediate_size=_read(config, "intermediate_size"),
-            num_layers=_read(config, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=_read(config, "num_key_value_heads", heads),
-            head_dim=_read(config, "head_dim", _read(config, "hidden_size") // heads),
-            vocab_size=_read(config, "vocab_size"),
-            tied=bool(_read(config, "tie_word_embeddings", False)),
-            attention_bias=bool(_read(config, "attention_bias", kind == "qwen2")),
-            mlp_bias=bool(_read(config, "mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-        )
+            hidden_size=values.get("hidden_size"), intermediate_size=values.get("intermediate_size"),
+            num_layers=layers, num_heads=heads, vocab_size=values.get("vocab_size"),
+            tied=bool(values.number("tie_word_embeddings", False)), qkv_bias=values.flag(family.qkv_bias),
+            o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
+            qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
+            norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
+            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope,
+            windows=attention_windows(family, values, layers),
+            softcap=values.number("attn_logit_softcapping", 0.0),
+            final_softcap=values.number("final_logit_softcapping", 0.0),
+            activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,
+        )  # fmt: skip
 
+    # -- columns -----------------------------------------------------------------------------------------------------
     @property
     def q_size(self) -> int:
-        """Columns of the query projection's output, and of the attention output."""
+        """Columns of the queries."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Columns of the key (or value) projection's output."""
+        """Columns of the keys."""
         return self.num_kv_heads * self.head_dim
 
     @property
+    def v_size(self) -> int:
+        """Columns of the values."""
+        return self.num_kv_heads * (self.v_head_dim or self.head_dim)
+
+    @property
+    def out_size(self) -> int:
+        """Columns of the attention output."""
+        return self.num_heads * (self.v_head_dim or self.head_dim)
+
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's attention sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return bool(self.experts) and layer not in self.dense_layers
+
+    @property
+    def rotary_kinds(self) -> int:
+        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one for the rest."""
+        return len(set(self.windows)) if self.local_rope and self.windows else 1
+
+    @property
+    def fused_mlp(self) -> bool:
+        """Whether the MLP runs as one fused activation that keeps gate and up alone."""
+        return self.gated and self.activation in ("silu", "swish")
+
+    @property
+    def keepable(self) -> tuple[str, ...]:
+        """Those of KEEPABLE that its layers have: parallel blocks have no sum after attention, experts no one gate and up."""
+        return tuple(
+            n for n in KEEPABLE if not (n == "mid" and self.parallel) and not (n == "gate_up" and self.experts)
+        )
+
+    # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
+    @property
+    def qkv_weights(self) -> int:
+        """Weights of the projections before attention."""
+        D = self.hidden_size
+        if not self.kv_rank:
+            return D * (self.q_size + self.kv_size + self.v_size)
+        queries = self.q_rank * (D + self.q_size) if self.q_rank else D * self.q_size
+        columns = self.q_size - self.num_heads * self.rope_dim + self.v_size
+        return queries + D * (self.kv_rank + self.rope_dim) + self.kv_rank * columns
+
+    @property
+    def o_weights(self) -> int:
+        """Weights of the projection after attention."""
+        return self.out_size * self.hidden_size
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def mlp_weights(self, layer: int) -> int:
+        """Weights of a layer's MLP that one token meets: the router's, its experts' and the shared ones."""
+        D = self.hidden_size
+        if not self.is_sparse(layer):
+            return self._matrices * D * self.intermediate_size
+        return D * (self.experts + self._matrices * (self.experts_per_token * self.expert_size + self.shared_size))
+
+    def dead_after(self, layer: int) -> int:
+        """Weights whose product nobody reads when a layer's part after attention runs again: the last projection, unless
+        a norm or routing weights follow it; in parallel blocks the attention's own as well."""
+        if self.norm_after:
+            return 0
+        mlp = self.shared_size if self.is_sparse(layer) else self.intermediate_size
+        return self.hidden_size * mlp + (self.o_weights if self.parallel else 0)
+
+    @property
+    def dead_before(self) -> int:
+        """The same of the part before attention, run again once q, k and v are there: rotation reads no values, norms do."""
+        if self.kv_rank:
+            queries = (self.q_rank or self.hidden_size) * self.q_size
+            return queries + self.kv_rank * (self.q_size - self.num_heads * self.rope_dim + self.v_size)
+        return self.hidden_size * self.v_size if self.qk_norm else self.qkv_weights
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (2 if self.norm_bias else 1)
+
+    @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's q, k, v and o projections."""
-        weights = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        # transformers: attention_bias puts a bias on o_proj too for llama; qwen2 has none there (6 KiB a layer).
-        biases = (self.q_size + 2 * self.kv_size + self.hidden_size) if self.attention_bias else 0
-        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
+        """Parameters of one layer's attention: projections, biases, norms of q and k, sinks."""
+        count = self.qkv_weights + self.o_weights
+        if self.kv_rank:
+            count += self.q_rank + self.kv_rank  # norms of the latents
+            count += (self.q_rank + self.kv_rank + self.rope_dim) if self.qkv_bias else 0
+        elif self.qkv_bias:
+            count += self.q_size + self.kv_size + self.v_size
+        count += self.hidden_size if self.o_bias else 0
+        count += {"": 0, "head": 2 * self.head_dim, "full": self.q_size + self.kv_size}[self.qk_norm]
+        return count + (self.num_heads if self.sinks else 0)
+
+    def _mlp(self, width: int) -> int:
+        biases = (self._matrices - 1) * width + self.hidden_size if self.mlp_bias else 0
+        return self._matrices * self.hidden_size * width + biases
+
+    def mlp_parameters_of(self, layer: int) -> int:
+        """Parameters of one layer's MLP, all experts and the router included."""
+        if not self.is_sparse(layer):
+            return self._mlp(self.intermediate_size)
+        D, size = self.hidden_size, self.expert_size
+        biases = self.experts * (2 * size + D + 1) if self.expert_bias else 0
+        shared = self._mlp(self.shared_size) if self.shared_size else 0
+        return self.experts * (self._matrices * D * size + D) + biases + shared
+
+    def layer_parameters_of(self, layer: int) -> int:
+        """Parameters of one decoder layer, its norms included."""
+        return self.attention_parameters + self.mlp_parameters_of(layer) + self.norms * self.norm_parameters
+
+    @property
+    def body_parameters(self) -> int:
+        """Parameters of all decoder layers."""
+        dense = len(self.dense_layers) if self.experts else self.num_layers
+        sparse = self.num_layers - dense
+        one = lambda layer: self.layer_parameters_of(layer)  # noqa: E731
+        first_dense = self.dense_layers[0] if self.experts and dense else 0
+        first_sparse = next((i for i in range(self.num_layers) if self.is_sparse(i)), 0)
+        return (dense * one(first_dense) if dense else 0) + (sparse * one(first_sparse) if sparse else 0)
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one layer's gate, up and down projections."""
-        biases = (2 * self.intermediate_size + self.hidden_size) if self.mlp_bias else 0
-        return 3 * self.hidden_size * self.intermediate_size + biases
+        """Parameters of the largest MLP of a layer."""
+        return max(self.mlp_parameters_of(i) for i in self._kinds)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer, its two norms included."""
-        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden_size
+        """Parameters of the largest decoder layer."""
+        return max(self.layer_parameters_of(i) for i in self._kinds)
+
+    @property
+    def _kinds(self) -> tuple:
+        """One layer of each kind of MLP."""
+        found = {self.is_sparse(i): i for i in range(self.num_layers)}
+        return tuple(found.values())
 
     @property
     def embedding_parameters(self) -> int:
@@ -107,8 +280,8 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
-        return self.num_layers * self.layer_parameters + ends
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.norm_parameters
+        return self.body_parameters + ends
 
 
 @dataclass(frozen=True)
@@ -120,6 +293,8 @@ class Policy:
     save_attention: keep out and lse, so that the attention forward runs once.
     stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
     tile: tokens a tile.
+    plain: how many of the last layers keep all that autograd saves, and run nothing again.
+    keep: what the other layers keep beside x, out and lse, of KEEPABLE.
     """
 
     offload: str = "host"
@@ -127,3 +302,5 @@ class Policy:
     save_attention: bool = True
     stream_attention: bool = False
     tile: int = 8192
+    plain: int = 0
+    keep: tuple = ()

@@ -8,46 +8,43 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a grou
 Layout in memory is [B, T, heads, E]; the kernels get transposed views.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from hfpatch.ops._attention_blocks import blocks_backward, blocks_forward
+from hfpatch.ops._attention_pattern import CAUSAL, HIDDEN_SCORE, Documents, Pattern
+
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Token ranges that attend only within themselves, over the flattened [B*T] tokens.
+def attention_ref(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    *,
+    scale: float,
+    pattern: Pattern = CAUSAL,
+    sinks_H: Tensor | None = None,
+):
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests. Returns out_BTHE, lse_BHT.
 
-    bounds: ascending offsets, first 0 and last B*T, as host ints; on a device they are also the int32 cu_seqlens.
+    sinks_H: a score a head that takes part in the softmax and has no value (Xiao et al., 2023; gpt-oss).
     """
-
-    bounds: tuple[int, ...]
-    cu_seqlens: Tensor
-
-    @property
-    def longest(self) -> int:
-        return max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
-
-
-def attention_ref(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, scale: float, documents: Documents | None = None):
-    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests. Returns out_BTHE, lse_BHT."""
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     B, T, H, E = q_BTHE.shape
     repeat = H // k_BTKE.shape[2]
     q = q_BTHE.to(dtype).transpose(1, 2)
     k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_BTKE, v_BTKE))
-    allowed_BTT = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(B, T, T)
-    if documents is not None:
-        index_N = torch.arange(B * T, device=q.device)
-        ends = torch.tensor(documents.bounds[1:], device=q.device)
-        document_BT = torch.bucketize(index_N, ends, right=True).view(B, T)
-        allowed_BTT = allowed_BTT & (document_BT[:, :, None] == document_BT[:, None, :])
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~allowed_BTT[:, None], float("-inf"))
+    scores = q @ k.transpose(-1, -2) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks_H is not None:
+        lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
     out = (scores - lse[..., None]).exp() @ v
     return out.transpose(1, 2).to(q_BTHE.dtype), lse
 
@@ -125,34 +122,54 @@ BACKENDS = {
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (_efficient_forward, _efficient_backward),
 }
-# cuDNN's and FA2's varlen entries differ in what they return; only FA2's is used for packed documents.
+# cuDNN's and FA2's varlen entries differ in what they return; only FA2's is used for packed documents and windows.
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _varlen_forward(q_NHE, k_NKE, v_NKE, documents: Documents, scale: float):
-    """FA2 over packed documents. lse is [H, N]."""
-    cu, longest = documents.cu_seqlens, documents.longest
+def _fa2_arguments(B: int, T: int, pattern: Pattern):
+    """What FA2's own entry wants: (cu_q, cu_k, longest, longest) and the window's keywords."""
+    documents = pattern.documents
+    cu, longest = (None, T) if documents is None else (documents.cu_seqlens, documents.longest)
+    window = {} if pattern.window is None else {"window_size_left": pattern.window - 1, "window_size_right": 0}
+    return (cu, cu, longest, longest), window
+
+
+def _fa2_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
+    """FA2 over packed documents (lse [H, N]) or with a window (lse [B, H, T])."""
+    B, T = q_BTHE.shape[:2]
+    lengths, window = _fa2_arguments(B, T, pattern)
+    q, k, v = q_BTHE, k_BTKE, v_BTKE
+    if pattern.documents is not None:
+        q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
     out, lse, seed, offset, _ = aten._flash_attention_forward(
-        q_NHE, k_NKE, v_NKE, cu, cu, longest, longest, 0.0, True, False, scale=scale
+        q, k, v, *lengths, 0.0, True, False, scale=scale, **window
     )
-    return out, lse, (seed, offset)
+    return out.view(q_BTHE.shape), lse, (seed, offset)
 
 
-def _varlen_backward(dout, q, k, v, out, lse, state, documents: Documents, scale: float):
-    cu, longest = documents.cu_seqlens, documents.longest
-    return aten._flash_attention_backward(
-        dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, True, *state, scale=scale
-    )
+def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float):
+    B, T = q.shape[:2]
+    lengths, window = _fa2_arguments(B, T, pattern)
+    shapes = [x.shape for x in (q, k, v)]
+    if pattern.documents is not None:
+        dout, q, k, v, out = (x.reshape(B * T, *x.shape[2:]) for x in (dout, q, k, v, out))
+    grads = aten._flash_attention_backward(dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale, **window)
+    return [g.view(shape) for g, shape in zip(grads, shapes)]
 
 
-def supported(head_dim: int, dtype: torch.dtype, device: torch.device, documents: bool = False) -> str | None:
-    """None where this module can run such an attention, else the reason in a few words."""
-    if device.type == "cpu":
+def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL) -> str | None:
+    """None where this module has fast kernels for such an attention, else the reason in a few words."""
+    if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":
         return f"no direct attention kernels on {device.type}"
+    if pattern.softcap is not None:
+        return "no kernel here caps scores"
     if dtype not in _HALF:
-        return "packed documents need fp16 or bf16 on a GPU" if documents else None
+        what = (
+            "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
+        )
+        return f"{what} need fp16 or bf16 on a GPU" if what else None
     if head_dim % 8 or head_dim > 256:
         return f"head_dim {head_dim} is not a multiple of 8 up to 256"
     return None
@@ -232,17 +249,38 @@ def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: i
     return splits * batch * rows * group_heads * head_dim * 4
 
 
-def attention_forward(q_BTHE, k_BTKE, v_BTKE, *, scale: float, documents: Documents | None = None, backend: str):
-    """Causal attention of one group. Returns out_BTHE, lse ([B, H, T] or, packed on a GPU, [H, N]; float32 or wider), state."""
-    if documents is None:
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        out, lse, state = BACKENDS[backend][0](q, k, v, scale)
-        return out.transpose(1, 2), lse, state
-    B, T, H, E = q_BTHE.shape
-    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q_BTHE, k_BTKE, v_BTKE))
+def _chosen(q, pattern: Pattern, backend: str) -> str:
+    """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where no kernel serves."""
+    if backend == "blocks" or pattern.softcap is not None:
+        return "blocks"
+    if q.device.type == "cuda" and supported(q.shape[3], q.dtype, q.device, pattern):
+        return "blocks"
     if q.device.type == "cuda":
-        out, lse, state = _varlen_forward(q, k, v, documents, scale)
-        return out.view(B, T, H, E), lse, state
+        return backend if pattern.documents is None and pattern.window is None else "fa2"
+    return "blocks" if pattern.window is not None else backend
+
+
+def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
+    """(q, k, v of one head dimension): a column of k lowers hidden keys' scores, zeros fill up to a multiple of 8.
+
+    q's column is a power of two large enough that k's stays within float16.
+    """
+    E, E_v = q.shape[3], v.shape[3]
+    wide = max(E + (hidden_BT is not None), E_v)
+    if wide > E or wide > E_v:
+        wide = -(-wide // 8) * 8
+    if hidden_BT is None:
+        return tuple(x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    lift = 256.0
+    q, k, v = (torch.nn.functional.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    q[..., E] = lift
+    k[..., E] = (hidden_BT.to(k.dtype) * (HIDDEN_SCORE / (lift * scale)))[:, :, None]
+    return q, k, v
+
+
+def _packed_cpu_forward(q, k, v, documents: Documents, scale: float):
+    B, T, H, E = q.shape
+    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
     out_NHE, lse_HN = torch.empty_like(q), q.new_empty(H, B * T, dtype=torch.promote_types(q.dtype, torch.float32))
     for a, b in zip(documents.bounds, documents.bounds[1:]):
         out, lse, _ = _cpu_forward(*(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale)
@@ -250,22 +288,81 @@ def attention_forward(q_BTHE, k_BTKE, v_BTKE, *, scale: float, documents: Docume
     return out_NHE.view(B, T, H, E), lse_HN, ()
 
 
-def attention_backward(
-    dout_BTHE, q, k, v, out, lse, state, *, scale: float, documents: Documents | None = None, backend: str
+def _packed_cpu_backward(dout, q, k, v, out, lse, documents: Documents, scale: float):
+    shapes = [x.shape for x in (q, k, v)]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (dout, q, k, v, out)]
+    grads = [torch.empty_like(x) for x in flat[1:4]]
+    for a, b in zip(documents.bounds, documents.bounds[1:]):
+        args = [x[None, a:b].transpose(1, 2) for x in flat]
+        pieces = _cpu_backward(*args, lse[None, :, a:b].contiguous(), (), scale)
+        for grad, piece in zip(grads, pieces):
+            grad[a:b] = piece[0].transpose(0, 1)
+    return [g.view(shape) for g, shape in zip(grads, shapes)]
+
+
+def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
+    """lse as [B, H, T], a view: packed kernels give [H, N], some pad the tokens."""
+    return lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
+
+
+def attention_forward(
+    q_BTHE, k_BTKE, v_BTKE, *, scale: float, pattern: Pattern = CAUSAL, sinks_H: Tensor | None = None, backend: str
 ):
-    """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned."""
-    if documents is None:
-        grads = BACKENDS[backend][1](*(x.transpose(1, 2) for x in (dout_BTHE, q, k, v, out)), lse, state, scale)
-        return tuple(x.transpose(1, 2) for x in grads)
-    B, T, H, E = q.shape
-    flat = [x.reshape(B * T, *x.shape[2:]) for x in (dout_BTHE, q, k, v, out)]
-    if q.device.type == "cuda":
-        grads = _varlen_backward(*flat, lse, state, documents, scale)
+    """Causal attention of one group: out_BTHE, lse ([B, H, T] or, packed in a kernel, [H, N]; float32 or wider), state.
+
+    v's head dimension may differ from that of q and k. sinks_H: see attention_ref; they take part in out and lse.
+    """
+    chosen = _chosen(q_BTHE, pattern, backend)
+    if chosen == "blocks":
+        out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
-        grads = [torch.empty_like(x) for x in flat[1:4]]
-        for a, b in zip(documents.bounds, documents.bounds[1:]):
-            args = [x[None, a:b].transpose(1, 2) for x in flat]
-            pieces = _cpu_backward(*args, lse[None, :, a:b].contiguous(), (), scale)
-            for grad, piece in zip(grads, pieces):
-                grad[a:b] = piece[0].transpose(0, 1)
-    return tuple(g.view(B, T, *g.shape[1:]) for g in grads)
+        q, k, v = _widened(q_BTHE, k_BTKE, v_BTKE, scale, pattern.hidden_BT)
+        if chosen == "fa2":
+            out, lse, state = _fa2_forward(q, k, v, pattern, scale)
+        elif pattern.documents is not None:
+            out, lse, state = _packed_cpu_forward(q, k, v, pattern.documents, scale)
+        else:
+            out, lse, state = BACKENDS[chosen][0](*(x.transpose(1, 2) for x in (q, k, v)), scale)
+            out = out.transpose(1, 2)
+        if out.shape[3] != v_BTKE.shape[3]:
+            out = out[..., : v_BTKE.shape[3]].contiguous()
+    if sinks_H is not None:
+        B, T = out.shape[:2]
+        per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
+        share = torch.sigmoid(per_head - sinks).transpose(1, 2)[..., None]
+        out = torch.mul(out, share).to(out.dtype)
+        per_head.copy_(torch.logaddexp(per_head, sinks))
+    return out, lse, state
+
+
+def attention_backward(
+    dout_BTHE, q, k, v, out, lse, state, *, scale: float, pattern: Pattern = CAUSAL, sinks_H: Tensor | None = None,
+    backend: str,
+):  # fmt: skip
+    """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned; with sinks_H theirs as a fourth.
+
+    out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts them in.
+    """
+    chosen = _chosen(q, pattern, backend)
+    if chosen == "blocks":
+        grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
+    else:
+        wide_q, wide_k, wide_v = _widened(q, k, v, scale, pattern.hidden_BT)
+        dout, wide_out = dout_BTHE, out
+        if wide_v.shape[3] != v.shape[3]:
+            dout, wide_out = (torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3])) for x in (dout, out))
+        args = (dout, wide_q, wide_k, wide_v, wide_out)
+        if chosen == "fa2":
+            grads = _fa2_backward(*args, lse, state, pattern, scale)
+        elif pattern.documents is not None:
+            grads = _packed_cpu_backward(*args, lse, pattern.documents, scale)
+        else:
+            grads = BACKENDS[chosen][1](*(x.transpose(1, 2) for x in args), lse, state, scale)
+            grads = [x.transpose(1, 2) for x in grads]
+        grads = [g if g.shape[3] == x.shape[3] else g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
+    if sinks_H is None:
+        return tuple(grads)
+    B, T = q.shape[:2]
+    delta_BHT = (dout_BTHE.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    weight = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, B, T))
+    return *grads, -(weight * delta_BHT).sum((0, 2)).to(sinks_H.dtype)

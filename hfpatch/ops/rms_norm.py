@@ -2,11 +2,16 @@
 
 Legend: B batch, T tokens, N = all leading dims together, D hidden.
 
-    rstd = 1 / sqrt(mean(x^2) + eps)        x_hat = x * rstd        g = dy * (offset + weight)
-    offset 0 (Llama):  y = weight * x_hat.to(x.dtype)               result: promote(x, weight), as HF's module gives
-    offset 1 (Gemma):  y = (x_hat * (1 + weight)).to(x.dtype)       result: x.dtype
+    rstd = 1 / sqrt(mean(x^2) + eps)        x_hat = x * rstd        w = offset + weight, or offset + 1 without a weight
+    y = w * x_hat                           g = dy * w
     dx = rstd * (g - x_hat * mean(g * x_hat))                       dweight = sum over N of dy * x_hat
-Only rstd is saved beside the inputs.
+Only rstd is saved beside the inputs. Families differ in where 16 bits come in (`cast`) and so in the result's dtype:
+
+    "before"  x_hat to x.dtype, then the weight       promote(x, weight)  Llama, Qwen, Mistral, DeepSeek-V3 and most
+    "after"   the product, once                       x.dtype             Gemma (offset 1), OLMo2, gpt-oss, Nemotron-H
+    "weight"  x_hat to the weight's dtype, if 16 bits that dtype or wide  T5 and its kin
+    "rstd"    rstd to x.dtype, x times that as well   promote(x, weight)  DeepSeek-V4 (no weight)
+The backward is the same for all: roundings have no derivative.
 """
 
 import torch
@@ -14,86 +19,111 @@ from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
 
+CASTS = ("before", "after", "weight", "rstd")
 MAX_KERNEL_WIDTH = 16384  # a row lives in one program's registers; wider rows take the plain path
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+def rms_norm_ref(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: str = "before"
+) -> Tensor:
     """Plain torch, differentiable any number of times; float64 stays float64."""
-    return _plain_fwd(x, weight, eps, offset)[0]
+    return _plain_fwd(x, weight, eps, offset, cast)[0]
 
 
 def add_rms_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "before",
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return rms_norm_ref(total, weight, eps, offset=offset), total
+    return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
 
 
-def _plain_fwd(x, weight, eps, offset):
+def _plain_fwd(x, weight, eps, offset, cast):
     x_wide = x.to(wide_dtype(x.dtype))
     rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
-    x_hat = x_wide * rstd
-    if offset:
-        y = (x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype)
-    else:
-        y = weight * x_hat.to(x.dtype)
-    return y, rstd.squeeze(-1)
+    x_hat = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(_x_hat_dtype(x.dtype, weight, cast))
+    # A product of two 16-bit tensors is computed in float32 and rounded once.
+    w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
+    y = x_hat if w is None else x_hat * w
+    return y.to(_y_dtype(x.dtype, weight, cast)), rstd.squeeze(-1)
+
+
+def _factor(weight, offset, wide):
+    """offset + weight in the wide dtype, None for 1."""
+    if weight is None:
+        return 1.0 + offset if offset else None
+    return weight.to(wide) + offset if offset else weight.to(wide)
 
 
 def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    wide = wide_dtype(x.dtype, weight.dtype)
-    dy, rstd = dy.to(wide), rstd.to(wide).unsqueeze(-1)
+    wide = wide_dtype(x.dtype, dy.dtype)
+    dy, rstd, w = dy.to(wide), rstd.to(wide).unsqueeze(-1), _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
     dx = dw = None
     if need_dw:
         dw = (dy * x_hat).flatten(0, -2).sum(0).to(weight.dtype) if x.dim() > 1 else (dy * x_hat).to(weight.dtype)
     if need_dx:
-        g = dy * (offset + weight.to(wide))
+        g = dy if w is None else dy * w
         dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
         dx = (dx if dsum is None else dx + dsum).to(x.dtype)
     return dx, dw
 
 
-def _y_dtype(x, weight, offset):
-    return x.dtype if offset else torch.promote_types(x.dtype, weight.dtype)
+def _x_hat_dtype(dtype, weight, cast):
+    """The dtype x_hat is rounded to before the weight meets it."""
+    if cast == "weight":
+        return weight.dtype if weight.dtype.itemsize == 2 else wide_dtype(dtype)
+    return wide_dtype(dtype) if cast == "after" else dtype
 
 
-def _kernel_serves(x, weight, *others):
-    return 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0 and use_kernel(x, weight, *others)
+def _y_dtype(dtype, weight, cast):
+    if cast == "after" or weight is None:
+        return dtype
+    return torch.promote_types(_x_hat_dtype(dtype, weight, cast), weight.dtype)
+
+
+def _kernel_serves(x, *others):
+    return 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0 and use_kernel(x, *others)
 
 
 # The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.
 
 
-def _rms_norm(x, weight, eps, offset):
+def _rms_norm(x, weight, eps, offset, cast):
     if _kernel_serves(x, weight):
         from hfpatch.kernels import rms_norm as kernels
 
-        return kernels.rms_norm_fwd(x, None, weight, eps, offset, _y_dtype(x, weight, offset))[:2]
-    y, rstd = _plain_fwd(x, weight, eps, offset)
+        dtypes = _x_hat_dtype(x.dtype, weight, cast), _y_dtype(x.dtype, weight, cast)
+        return kernels.rms_norm_fwd(x, None, weight, eps, offset, cast == "rstd", *dtypes)[:2]
+    y, rstd = _plain_fwd(x, weight, eps, offset, cast)
     return y.contiguous(), rstd.contiguous()
 
 
-def _rms_norm_fake(x, weight, eps, offset):
+def _rms_norm_fake(x, weight, eps, offset, cast):
     rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
-    return x.new_empty(x.shape, dtype=_y_dtype(x, weight, offset)), rstd
+    return x.new_empty(x.shape, dtype=_y_dtype(x.dtype, weight, cast)), rstd
 
 
-def _add_rms_norm(x, residual, weight, eps, offset):
+def _add_rms_norm(x, residual, weight, eps, offset, cast):
     if _kernel_serves(x, weight, residual):
         from hfpatch.kernels import rms_norm as kernels
 
         dtype = torch.promote_types(x.dtype, residual.dtype)
-        y_dtype = dtype if offset else torch.promote_types(dtype, weight.dtype)
-        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, y_dtype)
+        dtypes = _x_hat_dtype(dtype, weight, cast), _y_dtype(dtype, weight, cast)
+        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
     total = (x + residual).contiguous()
-    y, rstd = _plain_fwd(total, weight, eps, offset)
+    y, rstd = _plain_fwd(total, weight, eps, offset, cast)
     return y, rstd, total
 
 
-def _add_rms_norm_fake(x, residual, weight, eps, offset):
+def _add_rms_norm_fake(x, residual, weight, eps, offset, cast):
     total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    return (*_rms_norm_fake(total, weight, eps, offset), total)
+    return (*_rms_norm_fake(total, weight, eps, offset, cast), total)
 
 
 def _rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
@@ -103,16 +133,16 @@ def _rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
         dx, dw = kernels.rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw)
     else:
         dx, dw = _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw)
-    dx = x.new_empty(0) if dx is None else dx.contiguous()
-    return dx, weight.new_empty(0) if dw is None else dw
+    return x.new_empty(0) if dx is None else dx.contiguous(), x.new_empty(0) if dw is None else dw
 
 
 def _rms_norm_bwd_fake(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
+    dx = x.new_empty(x.shape if need_dx else 0)
+    return dx, weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
 
 
 _BWD = define(
-    "rms_norm_bwd(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor rstd, float offset, "
+    "rms_norm_bwd(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float offset, "
     "bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
     _rms_norm_bwd,
     _rms_norm_bwd_fake,
@@ -121,7 +151,7 @@ _BWD = define(
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _, ctx.offset = inputs
+    x, weight, _, ctx.offset, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
@@ -129,14 +159,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, _):
     if dy is None:
-        return None, None, None, None
+        return (None,) * 5
     need_dx, need_dw, *_ = ctx.needs_input_grad
     dx, dw = _BWD(dy, None, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None
+    return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
 def _add_setup_context(ctx, inputs, output):
-    x, residual, weight, _, ctx.offset = inputs
+    x, residual, weight, _, ctx.offset, _ = inputs
     ctx.set_materialize_grads(False)
     # The sum carries a gradient only where a term does.
     ctx.mark_non_differentiable(*(output[1:] if not any(ctx.needs_input_grad[:2]) else output[1:2]))
@@ -155,20 +185,19 @@ def _add_backward(ctx, dy, _, dsum):
         dx.to(ctx.dtypes[0]) if need_x and need_dx else None,
         dx.to(ctx.dtypes[1]) if need_residual and need_dx else None,
         dw if need_dw else None,
-        None,
-        None,
+        *(None, None, None),
     )
 
 
 _FWD = define(
-    "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor rstd)",
     _rms_norm,
     _rms_norm_fake,
     backward=_backward,
     setup_context=_setup_context,
 )
 _ADD = define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) "
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) "
     "-> (Tensor y, Tensor rstd, Tensor total)",
     _add_rms_norm,
     _add_rms_norm_fake,
@@ -177,38 +206,53 @@ _ADD = define(
 )
 
 
-def _check(x, weight):
-    if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
+def _check(x, weight, cast):
+    if x.dim() == 0 or (weight is not None and (weight.dim() != 1 or x.shape[-1] != weight.shape[0])):
+        came = "None" if weight is None else list(weight.shape)
         raise ValueError(
-            f"hfpatch: rms_norm expects weight [D] for x [..., D], came weight {list(weight.shape)} and x "
-            f"{list(x.shape)}; normalise over the last dimension."
+            f"hfpatch: rms_norm expects weight [D] or None for x [..., D], came weight {came} and x {list(x.shape)}; "
+            "normalise over the last dimension."
+        )
+    if cast not in CASTS or (cast == "weight" and weight is None):
+        raise ValueError(
+            f'hfpatch: rms_norm expects cast to be one of {", ".join(CASTS)} ("weight" with a weight alone), '
+            f'came {cast!r} with weight {"absent" if weight is None else "given"}; "before" is Llama\'s.'
         )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32.
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: str = "before"
+) -> Tensor:
+    """(offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32.
 
-    x: [..., D], bf16/fp16/fp32 (fp64 on the plain path); weight: [D]; offset: 0.0 for Llama's order (x_hat is rounded
-    to x.dtype, then multiplied), 1.0 for Gemma's ((1 + weight) in float32, rounded once).
-    Returns [..., D] contiguous, of dtype promote(x, weight) at offset 0, else x.dtype. ValueError where D differs.
-    Same dtypes and values as transformers' LlamaRMSNorm and GemmaRMSNorm. One derivative.
+    x: [..., D], bf16/fp16/fp32 (fp64 on the plain path); weight: [D], or None for 1; offset: what is added to the
+    weight in float32, 1.0 for Gemma. cast: where the result is rounded to 16 bits, one of CASTS, with the dtype of the
+    result as the head of this file says; the default is Llama's, Gemma takes offset=1.0, cast="after".
+    Returns [..., D] contiguous. ValueError where D differs or cast is not known. Same dtypes and values as the module
+    of transformers that rounds there. One derivative.
     """
-    _check(x, weight)
-    return _FWD(x, weight, eps, offset)[0]
+    _check(x, weight, cast)
+    return _FWD(x, weight, eps, offset, cast)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "before",
 ) -> tuple[Tensor, Tensor]:
     """total = x + residual and rms_norm(total, weight), in one pass. Returns (normed, total).
 
     x, residual: [..., D], the same shape; the sum has their promoted dtype. Everything else as rms_norm.
     """
-    _check(x, weight)
+    _check(x, weight, cast)
     if x.shape != residual.shape:
         raise ValueError(
             f"hfpatch: add_rms_norm expects x and residual of one shape, came {list(x.shape)} and "
             f"{list(residual.shape)}; expand the smaller one."
         )
-    y, _, total = _ADD(x, residual, weight, eps, offset)
+    y, _, total = _ADD(x, residual, weight, eps, offset, cast)
     return y, total

@@ -21,6 +21,11 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -34,17 +39,26 @@ def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 def _act(x, name):
     if name == "silu":
         return F.silu(x)
-    return F.gelu(x, approximate=_APPROXIMATE[name])
+    if name in _APPROXIMATE:
+        return F.gelu(x, approximate=_APPROXIMATE[name])
+    return F.relu(x) if name == "relu" else F.relu(x).square()
+
+
+def _dgate(dact, x, name):
+    """Gradient of act(x) whose own is dact, in the dtype of both."""
+    if name == "silu":
+        return torch.ops.aten.silu_backward(dact, x)
+    if name in _APPROXIMATE:
+        return torch.ops.aten.gelu_backward(dact, x, approximate=_APPROXIMATE[name])
+    return torch.where(x > 0, dact if name == "relu" else dact * 2.0 * x, 0.0)
 
 
 def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
     wide = wide_dtype(gate.dtype, up.dtype)
     dy, gate_wide = dy.to(wide), gate.to(wide)
     dgate = dup = None
-    if need_dgate and activation == "silu":
-        dgate = torch.ops.aten.silu_backward(dy * up, gate_wide).to(gate.dtype)
-    elif need_dgate:
-        dgate = torch.ops.aten.gelu_backward(dy * up, gate_wide, approximate=_APPROXIMATE[activation]).to(gate.dtype)
+    if need_dgate:
+        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype)
     if need_dup:
         dup = _act(gate_wide, activation).mul_(dy).to(up.dtype)
     return dgate, dup

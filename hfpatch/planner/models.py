@@ -1,10 +1,10 @@
-"""What `--model` may be: a preset, a config.json, a folder with one, a config or model object, or (online) a hub id."""
+"""What `--model` may be: a preset, a config.json, a folder with one, a config or model object, or a hub id."""
 
 import json
 import os
 from pathlib import Path
 
-from hfpatch.memory.presets import PRESETS, preset_config
+from hfpatch.memory.presets import MODELS, PRESETS, find_preset, preset_config
 from hfpatch.memory.shape import ModelShape
 
 
@@ -12,44 +12,63 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
     """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another kind."""
     if isinstance(model, ModelShape):
         return "model", model, {}
+    name, values = config_of(model)
+    return name, ModelShape.from_config(values), values
+
+
+def config_of(model) -> tuple[str, dict]:
+    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache.
+
+    ValueError where there is none.
+    """
     if isinstance(model, dict):
-        return model.get("_name_or_path") or model.get("model_type", "model"), ModelShape.from_config(model), model
+        return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):
         config = getattr(model, "config", model)
         values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-        return getattr(config, "_name_or_path", "") or "model", ModelShape.from_config(config), values
+        return getattr(config, "_name_or_path", "") or "model", values
     name = os.fspath(model)
-    if name in PRESETS:
-        return name, ModelShape.from_config(preset_config(name)), preset_config(name)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        try:
-            values = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(
-                f"hfpatch: a config.json was expected, {path} is no JSON; pass the model's folder."
-            ) from None
-        if not isinstance(values, dict):
-            raise ValueError(f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came.")
-        return name, ModelShape.from_config(values), values
+        return name, read_config(path)
+    if find_preset(name) is not None:
+        values = preset_config(name)
+        return values.get("_name_or_path", find_preset(name)), values
     if name.count("/") == 1 and not path.parent.exists():
-        values = hub_config(name)
-        return name, ModelShape.from_config(values), values
+        return name, hub_config(name)
     raise ValueError(
-        f"hfpatch: the known models are {', '.join(PRESETS)}, {name!r} came; pass one of them, a config.json, "
-        "a model's folder, or a hub id like owner/name."
+        f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one of them, a "
+        "config.json, a model's folder, or a hub id like owner/name."
     )
 
 
-def hub_config(name: str) -> dict:
-    """The config.json of a model on the hub (or in the local cache). ValueError where it cannot be had."""
-    from transformers import AutoConfig
-
+def read_config(path: Path) -> dict:
+    """The values of a config.json. ValueError where it holds no JSON object."""
     try:
-        return AutoConfig.from_pretrained(name).to_dict()
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"hfpatch: a config.json was expected, {path} is no JSON; pass the model's folder.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came.")
+    return values
+
+
+def hub_config(name: str) -> dict:
+    """The config.json of a model in the local cache, or of the hub. ValueError says what to download where it cannot be had."""
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    except ImportError:
+        raise ValueError(f"hfpatch: {name!r} is no preset and huggingface_hub is absent; pass a config.json.") from None
+    try:
+        return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
+    except (OSError, ValueError):
+        pass  # not in the cache; its ValueErrors name no file
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)  # fails at once where downloads try again
+        return read_config(Path(hf_hub_download(name, "config.json")))
+    except Exception as error:  # no network, a gated or an unknown model: each has a class of its own, by version
         raise ValueError(
-            f"hfpatch: no config of {name!r} could be had ({reason}); pass a preset or a config.json."
+            f"hfpatch: expected a preset or a model whose config.json can be had, {name!r} came "
+            f"({type(error).__name__}); download its config.json and pass the file."
         ) from None

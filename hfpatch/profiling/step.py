@@ -65,12 +65,13 @@ class Options:
 
 def load_config(name: str):
     """A preset's, a config.json's, a folder's or a hub id's configuration."""
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
-    from hfpatch.memory.presets import PRESETS, preset_config
+    from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 
-    if name in PRESETS:
-        return LlamaConfig(**preset_config(name))
+    if name in (*PRESETS, *MODELS):
+        values = preset_config(name)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
     if name.endswith(".json") and not Path(name).is_file():
         raise ValueError(f"hfpatch: a config.json was expected at {name}, no file is there; check the path.")
     return AutoConfig.from_pretrained(name)

@@ -134,8 +134,7 @@ def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0,
     get a gradient; a frozen one costs 4 FLOPs a token instead of 6.
     """
     flops = step_flops(shape, "off", batch=batch, tokens=tokens)
-    attention = flops.attention_forward + flops.attention_backward
-    return (flops.model - attention) * (4 + 2 * trained) / 6 + attention * attention_share
+    return (flops.model - flops.model_attention) * (4 + 2 * trained) / 6 + flops.model_attention * attention_share
 
 
 def _trained_share(model) -> float:

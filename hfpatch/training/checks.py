@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.memory.formula import LLAMA_LIKE, GiB, ModelShape, step_memory
+from hfpatch.memory.families import FAMILIES
+from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.training.arguments import checkpointing_of
@@ -157,7 +158,7 @@ def memory_of(config, model, data, args) -> None:
     An engine or a placement spreads or moves them, so there its own plan answers; so it does for families without a
     closed form.
     """
-    if args.deepspeed or args.fsdp or model.placement or config.model_type not in LLAMA_LIKE:
+    if args.deepspeed or args.fsdp or model.placement or config.model_type not in FAMILIES:
         return
     shape = ModelShape.from_config(config)
     default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32

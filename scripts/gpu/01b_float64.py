@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from cases import LLAMA_8B, OPS, TINY, Error, Widths, errors
 
 from hfpatch import ops
-from hfpatch.ops.attention import Documents, attention_backward, attention_forward, attention_ref
+from hfpatch.ops.attention import Documents, Pattern, attention_backward, attention_forward, attention_ref
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 WORDS = """
@@ -122,8 +122,8 @@ def attention(sheet, key, dtype, T, widths: Widths, group: int, documents=None) 
     ]
     heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)  # not the first: an offset too
     q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
-    out, lse, state = attention_forward(q, k, v, scale=scale, documents=documents, backend=key)
-    grads = attention_backward(dout, q, k, v, out, lse, state, scale=scale, documents=documents, backend=key)
+    out, lse, state = attention_forward(q, k, v, scale=scale, pattern=Pattern(documents), backend=key)
+    grads = attention_backward(dout, q, k, v, out, lse, state, scale=scale, pattern=Pattern(documents), backend=key)
     results = []
     for function, dt in (
         (lambda *t: plain_attention(*t, scale, documents), dtype),

@@ -12,9 +12,10 @@ def inputs(B, T, H, K, E, dtype, seed=0):
     return [torch.randn(B, T, heads, E, generator=g, dtype=torch.float64).to(dtype) for heads in (H, K, K, H)]
 
 
-def reference(q, k, v, dout, scale, documents, dtype):
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    out, lse = A.attention_ref(*leaves, scale=scale, documents=documents)
+def reference(q, k, v, dout, scale, documents, dtype, sinks=None, **pattern):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    sinks = leaves[3] if sinks is not None else None
+    out, lse = A.attention_ref(*leaves[:3], scale=scale, pattern=A.Pattern(documents, **pattern), sinks_H=sinks)
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
@@ -46,11 +47,48 @@ def test_documents(dtype):
     assert documents.longest == 16
     exact = reference(q, k, v, dout, 0.25, documents, torch.float64)
     plain = reference(q, k, v, dout, 0.25, documents, dtype)
-    out, lse, state = A.attention_forward(q, k, v, scale=0.25, documents=documents, backend="cpu")
-    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, documents=documents, backend="cpu")
+    out, lse, state = A.attention_forward(q, k, v, scale=0.25, pattern=A.Pattern(documents), backend="cpu")
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, pattern=A.Pattern(documents), backend="cpu")
     lse = lse.view(4, 2, 20).transpose(0, 1)
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
         check(got, p, e, name, dtype, 20)
+
+
+def _hidden():
+    hidden = torch.zeros(2, 45, dtype=torch.bool)
+    hidden[0, 7:9], hidden[1, 40:], hidden[0, 30] = True, True, True  # holes and right padding
+    return hidden
+
+
+# Each alone and all together; the window ends within a block and crosses documents; v narrower and wider than q.
+@pytest.mark.parametrize("E_v", [16, 8, 24])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents", "documents hidden_BT",
+                                   "documents window hidden_BT softcap"])  # fmt: skip
+@pytest.mark.parametrize("sinks", [False, True])
+def test_patterns(names, dtype, E_v, sinks, monkeypatch):
+    monkeypatch.setattr("hfpatch.ops._attention_blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
+    q, k, v, dout = inputs(2, 45, 4, 2, 16, dtype)
+    v, dout = (torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout))
+    bounds = (0, 3, 4, 45, 60, 90)
+    every = {"documents": A.Documents(bounds, torch.tensor(bounds, dtype=torch.int32)), "window": 9, "softcap": 2.0,
+             "hidden_BT": _hidden()}  # fmt: skip
+    pattern = {name: every[name] for name in names.split()}
+    documents = pattern.pop("documents", None)
+    sink = torch.linspace(-2, 2, 4, dtype=torch.float64).to(dtype) if sinks else None
+    exact = reference(q, k, v, dout, 0.25, documents, torch.float64, sink, **pattern)
+    plain = reference(q, k, v, dout, 0.25, documents, dtype, sink, **pattern)
+    if sinks:
+        # What reaches the sink's gradient is the attention output as it is kept, in the working dtype.
+        products = (dout.float() * plain[0].float()).sum(-1).transpose(1, 2)
+        plain = (*plain[:-1], -(torch.exp(sink.float()[:, None] - plain[1]) * products).sum((0, 2)).to(dtype))
+    asked = {"scale": 0.25, "pattern": A.Pattern(documents, **pattern), "sinks_H": sink, "backend": "cpu"}
+    out, lse, state = A.attention_forward(q, k, v, **asked)
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
+    assert [g.dtype for g in grads] == [dtype] * len(grads)
+    lse = A._per_head(lse, 2, 45)
+    for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact):
+        check(got, p, e, name, dtype, 45)
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
@@ -97,10 +135,10 @@ def test_varlen_call_binds_to_each_version(version, monkeypatch):
 
     monkeypatch.setattr(A, "aten", Aten)
     documents = A.Documents((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32))
-    q = torch.randn(12, 4, 16)
-    out, lse, state = A._varlen_forward(q, q, q, documents, 0.25)
-    assert out.shape == (12, 4, 16) and lse.shape == (4, 12) and len(state) == 2
-    assert seen["max_q"] == 7 and seen["scale"] == 0.25 and torch.equal(seen["cu_q"], documents.cu_seqlens)
+    q = torch.randn(2, 6, 4, 16)
+    out, lse, state = A._fa2_forward(q, q, q, A.Pattern(documents, window=3), 0.25)
+    assert out.shape == (2, 6, 4, 16) and lse.shape == (4, 12) and len(state) == 2
+    assert seen["max_q"] == 7 and (seen["window_size_left"], seen["window_size_right"]) == (2, 0) and seen["scale"] == 0.25 and torch.equal(seen["cu_q"], documents.cu_seqlens)
 
 
 def test_groups_keep_a_gpu_full_and_memory_small():
@@ -118,4 +156,6 @@ def test_backend_of_each_device():
     assert A.choose_backend("cuda", torch.float32, 4, 2, 16, 128) == "efficient"
     assert A.supported(128, torch.bfloat16, torch.device("cuda")) is None
     assert "head_dim" in A.supported(260, torch.bfloat16, torch.device("cuda"))
-    assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), documents=True)
+    assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
+    assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
+    assert "caps" in A.supported(128, torch.bfloat16, torch.device("cuda"), A.Pattern(softcap=30.0))

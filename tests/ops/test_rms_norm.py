@@ -1,53 +1,102 @@
-"""rms_norm and add_rms_norm: transformers' two orders, their gradients, and what breaks naive kernels."""
+"""rms_norm and add_rms_norm: the orders of transformers' families, their gradients, and what breaks naive kernels."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hfpatch.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from hfpatch.ops.rms_norm import CASTS, add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 
 EPS = 1e-5
 
 
-def stock(x, weight, offset=0.0):
-    """HF's own module, called on our tensors."""
-    module = (GemmaRMSNorm if offset else LlamaRMSNorm)(weight.shape[0], eps=EPS)
-    return torch.func.functional_call(module, {"weight": weight}, (x,))
+class Family(NamedTuple):
+    """A norm of transformers and the options that say the same."""
+
+    module: str
+    name: str
+    offset: float = 0.0
+    cast: str = "before"
+    weight: bool = True
+    arguments: dict = {}
+
+    def stock(self, x, *weight):
+        """HF's own module, called on our tensors."""
+        file = pytest.importorskip(f"transformers.models.{self.module}.modeling_{self.module}")
+        module = getattr(file, self.name)(*(w.shape[0] for w in weight), eps=EPS, **self.arguments)
+        return torch.func.functional_call(module, dict(zip(["weight"], weight)), (x,))
+
+    def both(self):
+        """ops.rms_norm, the stock module and the oracle, each a function of x and, where there is one, the weight."""
+        options = {"offset": self.offset, "cast": self.cast}
+        op = lambda x, w=None: rms_norm(x, w, EPS, **options)  # noqa: E731
+        return op, self.stock, lambda x, w=None: rms_norm_ref(x, w, EPS, **options)
+
+    def both_add(self):
+        options = {"offset": self.offset, "cast": self.cast}
+        op = lambda x, r, w=None: add_rms_norm(x, r, w, EPS, **options)  # noqa: E731
+        exact = lambda x, r, w=None: add_rms_norm_ref(x, r, w, EPS, **options)  # noqa: E731
+        return op, lambda x, r, *w: (self.stock(r + x, *w), r + x), exact
 
 
-def both(offset):
-    op = lambda x, w: rms_norm(x, w, EPS, offset=offset)  # noqa: E731
-    exact = lambda x, w: rms_norm_ref(x, w, EPS, offset=offset)  # noqa: E731
-    return op, lambda x, w: stock(x, w, offset), exact
+FAMILIES = {
+    "llama": Family("llama", "LlamaRMSNorm"),
+    "gemma": Family("gemma", "GemmaRMSNorm", 1.0, "after"),
+    "olmo2": Family("olmo2", "Olmo2RMSNorm", 0.0, "after"),
+    "t5": Family("t5", "T5LayerNorm", 0.0, "weight"),
+    "deepseek_v4": Family("deepseek_v4", "DeepseekV4UnweightedRMSNorm", 0.0, "rstd", False),
+    "gemma3n": Family("gemma3n", "Gemma3nRMSNorm", 0.0, "after", False, {"dim": 1, "with_scale": False}),
+}
+LLAMA = FAMILIES["llama"]
 
 
-def both_add(offset):
-    op = lambda x, r, w: add_rms_norm(x, r, w, EPS, offset=offset)  # noqa: E731
-    exact = lambda x, r, w: add_rms_norm_ref(x, r, w, EPS, offset=offset)  # noqa: E731
-    return op, lambda x, r, w: (stock(r + x, w, offset), r + x), exact
+def weights(family, width, dtype):
+    return (randn(width, dtype=dtype, seed=1),) if family.weight else ()
 
 
 # 1, 7: odd and tiny; 96: no power of two; 128: a norm over one head; 4096: Llama-8B; 33 rows: no block divides it.
 SHAPES = [(1, 1), (2, 3, 7), (33, 96), (5, 128), (9, 4096)]
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients(shape, dtype, offset):
-    x, w = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
-    check(*both(offset), (x, w), retain=True)
-    check(*both_add(offset), (x, randn(*shape, dtype=dtype, seed=2), w), retain=True)
+def test_values_and_gradients(shape, dtype, family):
+    x, w = randn(*shape, dtype=dtype), weights(family, shape[-1], dtype)
+    check(*family.both(), (x, *w), retain=True)
+    check(*family.both_add(), (x, randn(*shape, dtype=dtype, seed=2), *w), retain=True)
+
+
+# The budget cannot tell the orders apart, since rounding less is always within it: the bits can.
+@pytest.mark.parametrize("x_dtype, w_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16)])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
+    if INTERPRET and BF16 in (x_dtype, w_dtype):
+        pytest.skip("Triton's interpreter truncates to bf16")
+    x, w = randn(64, 96, dtype=x_dtype), weights(family, 96, w_dtype)
+    stock = family.stock(x, *w)
+    differ = {
+        cast: float("inf") if out.dtype != stock.dtype else (out != stock).double().mean().item()
+        for cast in CASTS
+        if w or cast != "weight"
+        for out in [rms_norm(x, *(w or (None,)), EPS, offset=family.offset, cast=cast)]
+    }
+    # The kernel's rsqrt may err by a bit of float32, which shifts a rounding now and then (of float32: a third).
+    allowed = 0.0 if not INTERPRET and DEVICE == "cpu" else 0.01 if stock.dtype != FP32 else 1.0
+    assert differ[family.cast] <= allowed
+    if x_dtype == w_dtype:
+        alike = {"before", "weight"} if family.cast in ("before", "weight") else {family.cast}
+        alike |= {"before", "after"} if not w and family.cast == "after" else set()
+        assert all(share > 0.05 for cast, share in differ.items() if cast not in alike), "the test can tell"
 
 
 # 5120: masked half of a block; 8192 and 16384: 70B and 405B, whose backward takes the piecewise kernel past 8192.
 @pytest.mark.parametrize("width", [5120, 8192, 16384, 12289])
 def test_wide(width):
     x, w = randn(6, width, dtype=BF16), randn(width, dtype=BF16, seed=1)
-    check(*both(0.0), (x, w))
-    check(*both_add(0.0), (x, randn(6, width, dtype=BF16, seed=2), w))
+    check(*LLAMA.both(), (x, w))
+    check(*LLAMA.both_add(), (x, randn(6, width, dtype=BF16, seed=2), w))
 
 
 # A program of the backward walks several steps of rows, the last one short: 4 programs stand for a GPU's hundreds.
@@ -55,31 +104,31 @@ def test_wide(width):
 def test_many_rows(width):
     rows = (300 if width == 96 else 71) if DEVICE == "cpu" else 9001
     x, w = randn(rows, width, dtype=BF16), randn(width, dtype=BF16, seed=1)
-    check(*both(0.0), (x, w))
+    check(*LLAMA.both(), (x, w))
 
 
 # The settings of autocast training: fp32 parameters, half activations or an fp32 residual stream.
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("x_dtype, r_dtype, w_dtype", [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32)])
-def test_mixed_dtypes(x_dtype, r_dtype, w_dtype, offset):
-    x, r, w = randn(5, 64, dtype=x_dtype), randn(5, 64, dtype=r_dtype, seed=2), randn(64, dtype=w_dtype, seed=1)
-    check(*both(offset), (x, w))
-    check(*both_add(offset), (x, r, w))
+def test_mixed_dtypes(x_dtype, r_dtype, w_dtype, family):
+    x, r, w = randn(5, 64, dtype=x_dtype), randn(5, 64, dtype=r_dtype, seed=2), weights(family, 64, w_dtype)
+    check(*family.both(), (x, *w))
+    check(*family.both_add(), (x, r, *w))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_autocast_changes_nothing(dtype):
     x, w = randn(5, 64, dtype=dtype), randn(64, seed=1)
     with torch.autocast(DEVICE, BF16):
-        check(*both(0.0), (x, w))
+        check(*LLAMA.both(), (x, w))
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 0, 0)])
 def test_any_subset_of_gradients(needs):
     x, r, w = randn(5, 64), randn(5, 64, seed=2), randn(64, seed=1)
     needs = [bool(n) for n in needs]
-    check(*both_add(0.0), (x, r, w), needs=needs)
-    check(*both(0.0), (x, w), needs=[needs[0], needs[2]])
+    check(*LLAMA.both_add(), (x, r, w), needs=needs)
+    check(*LLAMA.both(), (x, w), needs=[needs[0], needs[2]])
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -107,10 +156,10 @@ LAYOUTS = {
 def test_layouts(layout):
     x, w = randn(4, 6, 64, dtype=BF16), randn(64, dtype=BF16, seed=1)
     width = LAYOUTS[layout](x).shape[-1]
-    check(*both(0.0), (x, w), view=lambda x, w: (LAYOUTS[layout](x), w[:width]))
+    check(*LLAMA.both(), (x, w), view=lambda x, w: (LAYOUTS[layout](x), w[:width]))
     r = randn(4, 6, 64, dtype=BF16, seed=2)
     view = lambda x, r, w: (LAYOUTS[layout](x), LAYOUTS[layout](r).contiguous(), w[:width])  # noqa: E731
-    check(*both_add(0.0), (x, r, w), view=view)
+    check(*LLAMA.both_add(), (x, r, w), view=view)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
@@ -126,26 +175,28 @@ def test_large_values_and_the_eps():
     # Squares of 300 overflow fp16: the sum must be float32; zeros leave eps alone in the root.
     x = randn(4, 64, dtype=FP16, scale=300.0)
     x[0] = 0
-    check(*both(0.0), (x, randn(64, dtype=FP16, seed=1)))
+    check(*LLAMA.both(), (x, randn(64, dtype=FP16, seed=1)))
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_gradcheck(offset):
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_gradcheck(family):
     x, r, w = (randn(*s, dtype=FP64, seed=i).requires_grad_() for i, s in enumerate([(3, 4, 8), (3, 4, 8), (8,)]))
-    op, _, _ = both(offset)
-    assert torch.autograd.gradcheck(op, (x, w))
-    assert torch.autograd.gradcheck(both_add(offset)[0], (x, r, w))
+    w = (w,) if family.weight else ()
+    assert torch.autograd.gradcheck(family.both()[0], (x, *w))
+    assert torch.autograd.gradcheck(family.both_add()[0], (x, r, *w))
 
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
 def test_opcheck():
     x, r, w = randn(3, 5, 8).requires_grad_(), randn(3, 5, 8, seed=2).requires_grad_(), randn(8).requires_grad_()
-    opcheck("rms_norm", x, w, 1e-6, 0.0)
-    opcheck("rms_norm", x.to(BF16).detach(), w, 1e-6, 0.0)
-    opcheck("add_rms_norm", x, r, w, 1e-6, 1.0)
+    opcheck("rms_norm", x, w, 1e-6, 0.0, "before")
+    opcheck("rms_norm", x, None, 1e-6, 0.0, "rstd")
+    opcheck("rms_norm", x.to(BF16).detach(), w, 1e-6, 0.0, "weight")
+    opcheck("add_rms_norm", x, r, w, 1e-6, 1.0, "after")
     rstd = randn(3, 5)
     for need_dx, need_dw in ((True, True), (False, True), (True, False)):
         opcheck("rms_norm_bwd", x.detach(), r.detach(), x.detach(), w.detach(), rstd, 0.0, need_dx, need_dw)
+    opcheck("rms_norm_bwd", x.detach(), None, x.detach(), None, rstd, 0.0, True, False)
 
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
@@ -173,3 +224,6 @@ def test_wrong_shapes_are_refused():
         rms_norm(randn(3, 8), randn(7))
     with pytest.raises(ValueError, match="of one shape"):
         add_rms_norm(randn(3, 8), randn(1, 8), randn(8))
+    for weight, cast in ((randn(8), "later"), (None, "weight")):
+        with pytest.raises(ValueError, match=f"expects cast to be one of before, after, .*came '{cast}'"):
+            rms_norm(randn(3, 8), weight, cast=cast)

@@ -1,5 +1,7 @@
 """swiglu: HF's activations times up, their gradients, and names that must not be taken for SiLU."""
 
+import itertools
+
 import pytest
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
@@ -7,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from hfpatch.ops.swiglu import ACTIVATIONS, swiglu, swiglu_ref
 
+COMPUTED = ["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 HF_NAMES = {"gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -17,7 +20,7 @@ def both(activation):
 
 
 # 1 and 7: tiny and odd; 1023 and 1025: about one block; 14336: Llama-8B, three rows.
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", COMPUTED)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3, 7), (1023,), (5, 1025), (3, 14336)])
 def test_values_and_gradients(shape, dtype, activation):
@@ -38,8 +41,14 @@ def test_every_name_is_what_hf_computes(activation):
 
 def test_the_activations_differ():
     x = randn(5, 64)
-    results = [swiglu(x, x, activation=a) for a in ("silu", "gelu", "gelu_tanh")]
-    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+    results = [swiglu(x, x, activation=a) for a in COMPUTED]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(results, 2))
+
+
+@pytest.mark.parametrize("activation", COMPUTED)
+def test_nan_stays_nan(activation):
+    x = torch.full((4,), torch.nan, device=DEVICE)
+    assert swiglu(x, torch.ones_like(x), activation=activation).isnan().all()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -56,7 +65,7 @@ def test_mixed_dtypes(gate_dtype, up_dtype):
     check(*both("silu"), (randn(5, 64, dtype=gate_dtype), randn(5, 64, dtype=up_dtype, seed=1)))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", COMPUTED)
 def test_autocast_gives_stock_dtypes(activation):
     with torch.autocast(DEVICE, BF16):
         check(*both(activation), (randn(5, 64, dtype=BF16), randn(5, 64, dtype=BF16, seed=1)))
@@ -89,7 +98,7 @@ def test_zero_length(shape):
     assert gate.grad.shape == up.grad.shape == torch.Size(shape)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", COMPUTED)
 def test_gradcheck(activation):
     inputs = [randn(3, 4, 8, dtype=FP64, seed=i).requires_grad_() for i in (0, 1)]
     assert torch.autograd.gradcheck(both(activation)[0], inputs)
@@ -122,7 +131,7 @@ def test_second_derivative_is_refused():
 
 
 def test_wrong_calls_are_refused():
-    with pytest.raises(ValueError, match="came activation='relu'"):
-        swiglu(randn(3, 8), randn(3, 8), activation="relu")
+    with pytest.raises(ValueError, match="came activation='gelu_10'"):
+        swiglu(randn(3, 8), randn(3, 8), activation="gelu_10")
     with pytest.raises(ValueError, match="of one shape"):
         swiglu(randn(3, 8), randn(1, 8))

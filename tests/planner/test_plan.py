@@ -116,6 +116,8 @@ def test_settings_reach_the_policy(tmp_path):
         "save_attention": False,
         "stream_attention": False,
         "tile": 2048,
+        "plain": 0,
+        "keep": (),
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
@@ -128,6 +130,21 @@ def test_models_in_every_form(tmp_path):
     forms = ["llama-tiny", values, LlamaConfig(**values), str(tmp_path), str(tmp_path / "config.json")]
     peaks = {plan(form, seq_len=4096).gpu_peak_bytes for form in forms}
     assert len(peaks) == 1
+
+
+def test_hub_ids_answer_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code = (
+        "from hfpatch.commands.main import main; raise SystemExit(main(['plan', '--seq-len', '8k', '--model', '{}']))"
+    )
+
+    def ask(name):
+        return subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
+
+    assert "Qwen/Qwen3-8B, 1 x 8,192 tokens" in ask("Qwen/Qwen3-8B").stdout
+    done = ask("owner/name")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "'owner/name' came" in done.stderr and "download its config.json" in done.stderr
 
 
 @pytest.mark.parametrize("change, words", [

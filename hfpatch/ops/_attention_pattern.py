@@ -1,0 +1,58 @@
+"""Which keys a query sees: packed documents, a window, hidden keys, a soft cap of the scores."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token ranges that attend only within themselves, over the flattened [B*T] tokens.
+
+    bounds: ascending offsets, first 0 and last B*T, as host ints; on a device they are also the int32 cu_seqlens.
+    """
+
+    bounds: tuple[int, ...]
+    cu_seqlens: Tensor
+
+    @property
+    def longest(self) -> int:
+        return max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees besides causality, and what is done to its scores.
+
+    documents: ranges that attend within themselves; window: a query sees that many tokens, itself counted; hidden_BT: True
+    where a key is seen by nobody (holes, padding); softcap: scores become softcap * tanh(scores / softcap).
+    """
+
+    documents: Documents | None = None
+    window: int | None = None
+    hidden_BT: Tensor | None = None
+    softcap: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row is one causal sequence."""
+        return self.documents is None and self.window is None and self.hidden_BT is None and self.softcap is None
+
+    def allowed(self, queries: range, keys: range, B: int, T: int, device) -> Tensor:
+        """Who sees whom, [B or 1, 1, queries, keys] of bool."""
+        q, k = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
+        allowed = (k <= q[:, None])[None]
+        if self.window is not None:
+            allowed = allowed & (k > q[:, None] - self.window)
+        if self.documents is not None:
+            ends = torch.tensor(self.documents.bounds[1:], device=device)
+            document_BT = torch.bucketize(torch.arange(B * T, device=device), ends, right=True).view(B, T)
+            allowed = allowed & (document_BT[:, q][:, :, None] == document_BT[:, k][:, None])
+        if self.hidden_BT is not None:
+            allowed = allowed & ~self.hidden_BT[:, None, keys.start : keys.stop]
+        return allowed[:, None]
+
+
+CAUSAL = Pattern()
+HIDDEN_SCORE = -1e4  # what a hidden key's score falls by: exp() of it is zero in every dtype

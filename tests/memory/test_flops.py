@@ -1,0 +1,96 @@
+"""FLOPs by the closed form: windows, experts, what runs again, and what nobody reads."""
+
+import pytest
+
+from hfpatch.memory import formula
+from hfpatch.memory.formula import attended, step_flops
+from hfpatch.memory.presets import preset_config
+from hfpatch.memory.shape import ModelShape, Policy
+
+
+def shape_of(name, **change):
+    return ModelShape.from_config(preset_config(name) | change)
+
+
+def test_a_window_is_counted_pair_by_pair():
+    def pairs(tokens, window):
+        return sum(min(i + 1, window or tokens) for i in range(tokens))
+
+    for tokens, window in ((64, 0), (64, 16), (64, 64), (64, 100), (1000, 1)):
+        # The closed form leaves out half the diagonal, as kernels' published rates do.
+        seen = min(window or tokens, tokens)
+        assert attended(tokens, window) == pairs(tokens, window) - seen / 2
+
+
+def test_windows_leave_attention_to_the_layers_that_see_all():
+    gemma = shape_of("google/gemma-3-12b")
+    whole = step_flops(
+        shape_of("google/gemma-3-12b", layer_types=["full_attention"] * 48), "off", batch=1, tokens=131072
+    )
+    windowed = step_flops(gemma, "off", batch=1, tokens=131072)
+    assert sum(w == 0 for w in gemma.windows) == 8
+    assert windowed.attention_forward / whole.attention_forward == pytest.approx(
+        (8 + 40 * (1024 * 131072 - 1024**2 / 2) / (131072**2 / 2)) / 48
+    )
+
+
+def test_experts_count_where_a_token_goes():
+    flops = step_flops(shape_of("Qwen/Qwen3-30B-A3B"), "off", batch=1, tokens=1024)
+    # 3.3 billion active parameters by its card, of which the embedding's 0.3 are no matmul.
+    assert flops.matmul / (6 * 1024) == pytest.approx(3.03e9, rel=0.01)
+
+
+def products(config) -> dict:
+    """Weights of each projection of one layer."""
+    D, F, E = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = D * config["num_attention_heads"] * E, D * config["num_key_value_heads"] * E
+    return {"q": q, "k": kv, "v": kv, "o": q, "gate": D * F, "up": D * F, "down": D * F}
+
+
+# Which products of a layer nobody reads when it runs again: after attention, and before it once q, k and v are there.
+@pytest.mark.parametrize("model, after, before", [
+    ("llama-3.1-8b", "down", "q k v"), ("Qwen/Qwen3-8B", "down", "v"), ("google/gemma-3-12b", "", "v"),
+    ("google/gemma-2-9b", "", "q k v"), ("CohereLabs/c4ai-command-r-v01", "down o", "q k v"),
+    ("allenai/OLMo-2-1124-7B", "", "v"), ("microsoft/phi-4", "down", "q k v"),
+])  # fmt: skip
+def test_what_runs_again(model, after, before, monkeypatch):
+    config = preset_config(model)
+    shape, weights = ModelShape.from_config(config), products(config)
+    runs = {"one": "q k v o gate up down", "several": "q k v q k v o gate up down"}
+    sizes = {"batch": 1, "tokens": 16384}
+    least = step_flops(shape, "off", **sizes).matmul
+
+    def again(tile):
+        return (step_flops(shape, Policy(tile=tile), **sizes).matmul - least) / (2 * 16384 * shape.num_layers)
+
+    count = lambda names: sum(weights[n] for n in names.split())  # noqa: E731
+    monkeypatch.setattr(formula, "SKIPS_DEAD", False)
+    assert (again(16384), again(4096)) == pytest.approx((count(runs["one"]), count(runs["several"])))
+    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+    left = count(runs["one"]) - count(after), count(runs["several"]) - count(after) - count(before)
+    assert (again(16384), again(4096)) == pytest.approx(left)
+
+
+def test_llama_8b_runs_a_quarter_again(monkeypatch):
+    """6 x the weights of matmuls x tokens is 1."""
+    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+    shape = shape_of("llama-3.1-8b")
+    for tokens in (8192, 131072):
+        sizes = {"batch": 1, "tokens": tokens}
+        assert step_flops(shape, Policy(), **sizes).matmul / step_flops(shape, "off", **sizes).matmul < 1.23
+
+
+# Whatever is kept, nothing is counted as less than the mathematics; all kept, nothing runs again.
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "Qwen/Qwen3-8B", "CohereLabs/c4ai-command-r-v01"])
+@pytest.mark.parametrize("tile", [1024, 8192])
+def test_what_is_kept_is_not_run_again(model, tile, monkeypatch):
+    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+    shape = shape_of(model)
+    sizes = {"batch": 1, "tokens": 8192}
+    least = step_flops(shape, "off", **sizes)
+    one = [step_flops(shape, Policy(tile=tile, keep=(name,)), **sizes).matmul for name in shape.keepable]
+    nothing = step_flops(shape, Policy(tile=tile), **sizes).matmul
+    every = step_flops(shape, Policy(tile=tile, keep=shape.keepable), **sizes).matmul
+    assert all(least.matmul <= every < n < nothing for n in one)
+    assert nothing - every == pytest.approx(sum(nothing - n for n in one))
+    assert step_flops(shape, Policy(tile=tile, plain=shape.num_layers), **sizes) == least
