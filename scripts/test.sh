@@ -36,8 +36,8 @@ if [ ${#ALL[@]} -gt 0 ]; then
         make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" &&
             run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q --ignore=tests/kernels && exit $status
     }
-    for version in 'transformers==5.17.*' 'transformers==5.22.*'; do
-        (HFPATCH_VENV=$HFPATCH_ROOT/.venv-${version//[=.*]/-} && suite_with "$version") || status=1
+    for version in 5.17 5.22; do
+        (HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-$version && suite_with "transformers==$version.*") || status=1
     done
     PYTHON_OLDEST=${PYTHON_OLDEST:-python3.10}
     if "$PYTHON_OLDEST" --version 2>/dev/null; then

@@ -287,14 +287,14 @@ def test_every_part_is_made_of_entries_and_fits_nine_minutes():
 
 
 # Entries that need no torch: a good one, one that raises, one that ends the process, one that hangs with a child of its
-# own, and a good one after them all. Those at tiny size share a process, which is started anew after it died.
+# own, and one with a wrong row after them all. Those at tiny size share a process, which is started anew after it died.
 FAKES = {
-    "01_good": "row(step_s=1.5, passed=False); open(folder / '01_good.csv', 'w').write('step_s\\n1.5\\n'); return 0",
+    "01_good": "row(step_s=1.5, impl='liger', error='no GPU for it'); open(folder / '01_good.csv', 'w').write('step_s\\n1.5\\n'); return 0",
     "02_raises": "sys.modules['torch'] = Fine; row(step_s=2); raise RuntimeError('the reason is here')",
     "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5); raise RuntimeError('an illegal access')",
     "03_dies": "row(step_s=3); os._exit(7)",
     "04_hangs": "subprocess.Popen(['sleep', '60']); row(step_s=4); time.sleep(60)",
-    "05_good": "row(step_s=5, pid=os.getpid()); return 0",
+    "05_wrong": "row(step_s=5, passed=False); return 0",
 }
 
 
@@ -318,7 +318,7 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(slot, "FOLDER", folder)
     monkeypatch.setattr(slot, "GRACE", 0.5)
     jobs = [slot.Job(name, "--small", 1, "step_s") for name in list(FAKES)[:4]]
-    jobs += [slot.Job("04_hangs", "", 1), slot.Job("05_good", "", 5, "step_s")]
+    jobs += [slot.Job("04_hangs", "", 1), slot.Job("05_wrong", "", 5, "step_s")]
     began = time.monotonic()
     assert slot.Slot(1, jobs, out, 60).run() == 1
     assert time.monotonic() - began < 30
@@ -330,11 +330,15 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
         "the reason is here",
         "code 7",
         "its time was over",
-        "2 of 6 entries",
+        "1 of 6 entries",
     ):
         assert words in said
     assert said.count("ended with code") == 1, "an entry that had not begun is not blamed for the process before it"
-    assert "ok     05_good" in said and {p.name for p in out.iterdir()} == {"slot1.jsonl", "slot1.log", "slot1.tar.gz"}
+    assert "FAILED 05_wrong: 1 rows" in said and {p.name for p in out.iterdir()} == {
+        "slot1.jsonl",
+        "slot1.log",
+        "slot1.tar.gz",
+    }
     with tarfile.open(out / "slot1.tar.gz") as pack:
         assert "slot1/00_01_good/01_good.csv" in pack.getnames()
 

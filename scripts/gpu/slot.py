@@ -225,7 +225,9 @@ class Slot:
         fresh, self.seen = lines[self.seen :], len(lines)
         bad = [r for r in fresh if r.get("error") or r.get("passed") is False]
         missing = [f"{r['left_out']}: {r['why']}" for r in fresh if "left_out" in r]
-        wrong = result.get("trace") or result.get("code")
+        # A rival that cannot run, and a length that does not fit, are results; anything else that fails is ours.
+        ours = [r for r in bad if r.get("impl", "hfpatch") == "hfpatch" and r.get("error") != "out of memory"]
+        wrong = result.get("trace") or result.get("code") or ours
         words = f"{job.entry} {job.arguments}".strip()
         counted = f"{len(fresh) - len(missing)} rows in {seconds:.0f} s"
         self.print("FAILED" if wrong else "ok    ", f"{words}: {counted}" + (f", {len(bad)} bad" if bad else ""))

@@ -9,10 +9,11 @@ PYTHON=${PYTHON:-python3}
 if compgen -G '.whl/*.whl' >/dev/null; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
-    if "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl; then
-        export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
-    else
-        echo "hfpatch: the wheels in .whl/ do not install here; the peers among them are left out." >&2
-    fi
+    install() { "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$@"; }
+    # All at once is quickest; one that does not fit this machine must not keep the others out.
+    install .whl/*.whl 2>/dev/null || for wheel in .whl/*.whl; do
+        install "$wheel" 2>/dev/null || echo "hfpatch: $wheel does not install here; what needs it is left out." >&2
+    done
+    export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 fi
 "$PYTHON" scripts/gpu/slot.py "$@"
