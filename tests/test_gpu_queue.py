@@ -289,7 +289,7 @@ def test_every_part_is_made_of_entries_and_fits_nine_minutes():
 # Entries that need no torch: a good one, one that raises, one that ends the process, one that hangs with a child of its
 # own, and one with a wrong row after them all. Those at tiny size share a process, which is started anew after it died.
 FAKES = {
-    "01_good": "row(step_s=1.5, impl='liger', error='no GPU for it'); open(folder / '01_good.csv', 'w').write('step_s\\n1.5\\n'); return 0",
+    "01_good": "row(step_s=1.5, impl='liger', error='no GPU for it'); table(folder, 'step_s\\n1.5\\n'); return 0",
     "02_raises": "sys.modules['torch'] = Fine; row(step_s=2); raise RuntimeError('the reason is here')",
     "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5); raise RuntimeError('an illegal access')",
     "03_dies": "row(step_s=3); os._exit(7)",
@@ -311,6 +311,7 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
             "    def zeros(*args, **kwargs): raise RuntimeError('CUDA error')\n"
             "def row(**values):\n"
             "    open(os.environ['HFPATCH_GPU_ROWS'], 'a').write(json.dumps({'entry': __name__, **values}) + '\\n')\n"
+            "def table(folder, text): (folder / '01_good.csv').write_text(text)\n"
             "def main(argv):\n"
             "    folder = pathlib.Path(argv[argv.index('--out') + 1]); folder.mkdir(parents=True, exist_ok=True)\n"
             f"    {body}\n"

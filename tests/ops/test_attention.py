@@ -48,7 +48,9 @@ def test_documents(dtype):
     exact = reference(q, k, v, dout, 0.25, documents, torch.float64)
     plain = reference(q, k, v, dout, 0.25, documents, dtype)
     out, lse, state = A.attention_forward(q, k, v, scale=0.25, pattern=A.Pattern(documents), backend="cpu")
-    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, pattern=A.Pattern(documents), backend="cpu")
+    grads = A.attention_backward(
+        dout, q, k, v, out, lse, state, scale=0.25, pattern=A.Pattern(documents), backend="cpu"
+    )
     lse = lse.view(4, 2, 20).transpose(0, 1)
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
         check(got, p, e, name, dtype, 20)
@@ -138,7 +140,12 @@ def test_varlen_call_binds_to_each_version(version, monkeypatch):
     q = torch.randn(2, 6, 4, 16)
     out, lse, state = A._fa2_forward(q, q, q, A.Pattern(documents, window=3), 0.25)
     assert out.shape == (2, 6, 4, 16) and lse.shape == (4, 12) and len(state) == 2
-    assert seen["max_q"] == 7 and (seen["window_size_left"], seen["window_size_right"]) == (2, 0) and seen["scale"] == 0.25 and torch.equal(seen["cu_q"], documents.cu_seqlens)
+    assert (
+        seen["max_q"] == 7
+        and (seen["window_size_left"], seen["window_size_right"]) == (2, 0)
+        and seen["scale"] == 0.25
+        and torch.equal(seen["cu_q"], documents.cu_seqlens)
+    )
 
 
 def test_groups_keep_a_gpu_full_and_memory_small():
