@@ -13,6 +13,7 @@ import hfpatch
 PACKAGE = Path(__file__).parent.parent / "hfpatch"
 # A package or module may import those of its own row and of the rows above.
 ROWS = (
+    ("compat", "report"),
     ("kernels",),
     ("ops",),
     ("memory",),
@@ -27,8 +28,8 @@ ROWS = (
 # Old places that hand on to the new ones for one release.
 SHIMS = ("planner.formula", "planner.simulate", "run")
 TRITON = ("kernels", "simulate.liger")  # the simulator stands in for Liger's kernels
-TRANSFORMERS = ("models", "spec", "patch", "simulate", "planner.models", "profiling", "training", "commands")
-STANDARD_LIBRARY_ONLY = ("memory", "training.configs", "commands.main")
+TRANSFORMERS = ("compat", "models", "spec", "patch", "simulate", "planner.models", "profiling", "training", "commands")
+STANDARD_LIBRARY_ONLY = ("memory", "report", "training.configs", "commands.main")
 
 
 def within(name: str, packages) -> bool:
