@@ -4,8 +4,9 @@
     python scripts/train.py config.yaml --learning_rate 1e-5
     accelerate launch --num_processes 8 scripts/train.py config.yaml --engine zero3
 
-Flags are those of transformers' TrainingArguments and of hfpatch/training/arguments.py (`--help`). Exit codes: 0 done
-(also after SIGTERM, with a checkpoint saved), 2 bad input, refused before long work.
+Flags are those of transformers' TrainingArguments and of hfpatch/training/arguments.py (`--help`). Exit codes: 0 done,
+143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint where training had begun), 2 bad input, refused before
+long work, 1 a failure of the machine such as a full disk.
 """
 
 import logging
@@ -19,31 +20,31 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
 
+ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint: by all ranks together
+
+
 def main(argv=None) -> int:
     """One run. Returns the exit code; bad input is one sentence on stderr."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        return train(argv)
-    except ValueError as error:
-        if not str(error).startswith("hfpatch:"):
-            raise  # not a sentence of ours: a bug, and its traceback says where
-        print(error, file=sys.stderr)
-        return 2
+    from hfpatch.commands.failures import guarded
+
+    return guarded(train, sys.argv[1:] if argv is None else argv)
 
 
 def train(argv) -> int:
     """Parse, refuse what cannot work, load, train, evaluate, save."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # its optional libraries are none of the user's business
     from hfpatch.training import arguments, checks
+    from hfpatch.training.stop import StopCleanly
 
+    stop = StopCleanly()  # first, for it notes who launched this process
     model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)
-    checkpoint = checks.checkpoint_of(args.output_dir, args.resume_from_checkpoint)
-    checks.output_folder(args.output_dir, checkpoint)
+    stop.time_limit = args.time_limit * 60
+    checkpoint, aside = checks.agreed(args, lambda: checks.begin(args.output_dir, args.resume_from_checkpoint))
 
     from transformers import EarlyStoppingCallback
 
-    from hfpatch.training import placement, prepare, trainer
+    from hfpatch.training import folders, placement, prepare, trainer
     from hfpatch.training.callback import Callback
     from hfpatch.training.dataset import Collator, show
 
@@ -67,42 +68,46 @@ def train(argv) -> int:
         return 0
     checks.memory_of(config, model_args, data_args, args)
     record = checks.run_record(config, model_args, data_args, args, data.fingerprint)
-    if checkpoint:
-        checks.checkpoint_matches(checkpoint, record)
-
-    model = prepare.load_model(model_args, config, args.seed)
-    stop = trainer.StopCleanly(args.time_limit)
-    columns = Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share)
-    placed = placement.trainer_arguments(model, args, model_args.placement) if model_args.placement else {}
-    callbacks = [columns, stop, trainer.KeepRunFile(record)]
-    if args.early_stopping_patience:
-        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta))
-    run = trainer.Trainer(
-        model=model,
-        args=args,
-        data_collator=collator,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-        bytes_per_token=data.bytes_per_token,
-        **placed,
-    )
-    checks.engine_is_on(args, run.accelerator)
-    begin = time.monotonic()
-    result = run.train(resume_from_checkpoint=checkpoint)
-    if stop.reason == "SIGTERM":
-        say(
-            f"hfpatch: SIGTERM at step {run.state.global_step}: a checkpoint is saved; go on with "
-            "--resume_from_checkpoint True."
+    differs = checkpoint and checks.checkpoint_matches(checkpoint, record)
+    with checks.writing_to(args, aside) as moved:
+        if moved:
+            say(f"hfpatch: {', '.join(moved)} set aside in {args.output_dir}/{folders.ASIDE}.")
+        if args.resume_from_checkpoint:
+            say(f"hfpatch: resuming from {checkpoint}." if checkpoint else "hfpatch: no checkpoint was finished before; "
+                "starting from the first step.")  # fmt: skip
+        if differs:
+            say(f"hfpatch: {differs}")
+        model = prepare.load_model(model_args, config, args.seed)
+        columns = Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share)
+        placed = placement.trainer_arguments(model, args, model_args.placement) if model_args.placement else {}
+        callbacks = [columns, stop]
+        if args.early_stopping_patience:
+            callbacks.append(EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta))
+        run = trainer.Trainer(
+            model=model,
+            args=args,
+            data_collator=collator,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            bytes_per_token=data.bytes_per_token,
+            record=record,
+            **placed,
         )
-        return 0
-    if data.evaluation is not None:
-        say(f"hfpatch: {held_out(run)}")
-    run.save_model()
-    run.save_state()
-    if args.push_to_hub:
-        run.push_to_hub()
+        checks.engine_is_on(args, run.accelerator)
+        begin = time.monotonic()
+        result = run.train(resume_from_checkpoint=checkpoint)
+        if stop.code:
+            say(f"hfpatch: {stop.reason} at step {run.state.global_step}: a checkpoint is saved; go on with "
+                "--resume_from_checkpoint True.")  # fmt: skip
+            return stop.code
+        run.save_model()  # before the evaluation, which takes long and may be stopped
+        if data.evaluation is not None:
+            say(f"hfpatch: {held_out(run)}")
+        run.save_state()
+        if args.push_to_hub:
+            run.push_to_hub()
     say(f"hfpatch: {run.state.global_step} steps, total training time {clock(result.metrics['train_runtime'])} "
         f"(with evaluation {clock(time.monotonic() - begin)}); the model is in {args.output_dir}")  # fmt: skip
     return 0
@@ -131,11 +136,7 @@ def clock(seconds: float) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code == 0:
-        import torch
-
-        # gloo's own teardown aborts about one run in ten; everything is saved by now.
-        torch.distributed.barrier()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code in ENDED:
+        os._exit(code)  # gloo's own teardown aborts about one run in ten; everything is saved by now
     sys.exit(code)

@@ -1,8 +1,10 @@
 """`hfpatch plan | profile | bench | env | run | simulate`: one table row a command, each loaded only when it is called."""
 
-import argparse
 import importlib
 import sys
+
+from hfpatch.commands.failures import Parser, guarded
+from hfpatch.memory.limits import check_ranges
 
 COMMANDS = {
     "plan": ("hfpatch.commands.plan", "does a run fit, and how long does a step take (no GPU needed)"),
@@ -19,9 +21,16 @@ READS_ITS_OWN = ("run", "simulate")  # what follows their name is theirs, a scri
 
 
 def main(argv=None) -> int:
-    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 3 a plan that does not fit."""
+    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 1 a failure of the machine, 3 a plan that does not fit."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
+    if argv[:1] == ["run"]:  # what a user's script raises is the script's
+        return importlib.import_module(COMMANDS["run"][0]).main(argv[1:])
+    return guarded(_command, argv)
+
+
+def _command(argv) -> int:
+    parser = Parser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
+    parser.epilog = "Each command takes --debug: the traceback of a failure in place of its sentence."
     if argv and argv[0] in READS_ITS_OWN:
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -31,10 +40,5 @@ def main(argv=None) -> int:
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)
-    try:
-        return importlib.import_module(COMMANDS[args.command][0]).main(args)
-    except (ValueError, FileNotFoundError) as error:
-        print(str(error) if str(error).startswith("hfpatch:") else f"hfpatch: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
+    check_ranges(vars(args))
+    return importlib.import_module(COMMANDS[args.command][0]).main(args)

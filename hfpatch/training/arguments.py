@@ -104,6 +104,9 @@ class TrainArguments(TrainingArguments):
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available() and not self.use_cpu
         super().__post_init__()
 
+    def __getstate__(self):
+        return vars(self) | {"hub_token": None}  # torch.save writes these beside each model: a token is a secret
+
 
 CLASSES = (ModelArguments, DataArguments, TrainArguments)
 

@@ -52,7 +52,7 @@ def refused(run_train, monkeypatch):
         ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
         ("--validation_split needs all of the data", {"streaming": True, "validation_split": 0.1}),
         ("no checkpoint", {"resume_from_checkpoint": True}),
-        ("it holds no trainer_state.json", {"resume_from_checkpoint": "/nowhere"}),
+        ("trainer_state.json is missing; check the path", {"resume_from_checkpoint": "/nowhere"}),
         ("--optim sgd came", {"placement": "gpu8bit", "optim": "sgd"}),
         ("one of --placement and --engine", {"placement": "gpu8bit", "engine": "zero2"}),
         ("expected auto, zero3-offload", {"placement": "moon"}),
