@@ -187,6 +187,13 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def umask() -> int:
+    """The process's mask of new files, which only a change tells."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def set_aside(paths) -> list[str]:
     """Moves checkpoints into _set_aside/ beside them, under a name that is free there. Returns their names."""
     moved = []
