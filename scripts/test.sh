@@ -4,6 +4,7 @@
 #   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
 #                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
+case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh

@@ -146,3 +146,12 @@ def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     where, stage = done.stdout.split()
     assert where.startswith(str(wheel.parent)) and where.endswith("hfpatch/ds_configs/zero3.json") and stage == "3"
+
+
+def test_train_runs_without_a_checkout(wheel, tmp_path):
+    (tmp_path / "text.txt").write_text("one line of words to train a tokenizer on, again and again\n" * 40)
+    flags = "--preset llama-tiny --train_tokenizer 300 --data text.txt --packing --seq_length 32 --long_rows split"
+    flags += " --show_batch 1 --output_dir out --use_cpu --report_to none"
+    done = run_from(wheel, tmp_path, "-m", "hfpatch", "train", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert "hfpatch: train: " in done.stdout and not (tmp_path / "out").exists()

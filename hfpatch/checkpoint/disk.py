@@ -15,25 +15,46 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from hfpatch.memory.locks import try_lock
+
 PIECE = 64 << 20  # bytes a bounce buffer holds
 PREFIX = "hfpatch-"
 
 
 def sweep(directory: str) -> list[str]:
-    """Removes what dead processes of this machine left in `directory`; returns the folders removed."""
+    """Removes what dead processes of this machine left in `directory`; returns the folders removed.
+
+    A folder is alive while its lock is held: a pid means nothing in another PID namespace, and is used again.
+    """
     removed = []
     for entry in os.scandir(directory):
-        host, _, pid = entry.name.removeprefix(PREFIX).rpartition("@")[0].rpartition("-")
-        if not (entry.is_dir() and entry.name.startswith(PREFIX) and host == socket.gethostname() and pid.isdigit()):
+        host = entry.name.removeprefix(PREFIX).rpartition("@")[0].rpartition("-")[0]
+        if not (entry.is_dir() and entry.name.startswith(PREFIX) and host == socket.gethostname()):
             continue
         try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
+            fd = os.open(entry.path, os.O_RDONLY)
+        except OSError:
+            continue  # somebody else's, or just gone
+        if try_lock(fd):
             shutil.rmtree(entry.path, ignore_errors=True)
             removed.append(entry.path)
-        except PermissionError:
-            continue  # alive, somebody else's
+        os.close(fd)
     return removed
+
+
+def own_folder(directory: str) -> tuple[str, int]:
+    """A new folder of this process in `directory`, and the descriptor that holds its lock; dead ones are swept first."""
+    # One at a time: a folder without its lock yet would look dead.
+    gate = os.open(directory, os.O_RDONLY)
+    try:
+        try_lock(gate, wait=True)
+        sweep(directory)
+        path = tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}@", dir=directory)
+        held = os.open(path, os.O_RDONLY)
+        try_lock(held)
+        return path, held
+    finally:
+        os.close(gate)
 
 
 class File:
@@ -63,9 +84,7 @@ class DiskDirectory:
 
     def __init__(self, directory: str, pool, threads: int = 4, buffers: int = 8):
         os.makedirs(directory, exist_ok=True)
-        sweep(directory)
-        name = f"{PREFIX}{socket.gethostname()}-{os.getpid()}@"
-        self.path = tempfile.mkdtemp(prefix=name, dir=directory)
+        self.path, self.lock = own_folder(directory)
         self.pool = pool
         self.writers = ThreadPoolExecutor(threads, "hfpatch-write")
         self.readers = ThreadPoolExecutor(threads, "hfpatch-read")
@@ -156,4 +175,7 @@ class DiskDirectory:
             while not buffers.empty():
                 self.pool.give(buffers.get_nowait())
         shutil.rmtree(self.path, ignore_errors=True)
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
         atexit.unregister(self.close)

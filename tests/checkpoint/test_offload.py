@@ -129,6 +129,21 @@ def test_files_go_at_exit_and_after_a_crash(tmp_path):
     alive.close()
 
 
+def test_a_live_folder_of_another_pid_namespace_stays(tmp_path):
+    """Its pid is nobody's here: the lock says that it lives."""
+    program = (
+        "import sys, torch; from hfpatch.checkpoint import disk; disk.os.getpid = lambda: 4194305;"  # beyond any pid
+        f"path, _ = disk.own_folder({str(tmp_path)!r}); print(path, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as there:
+        path = there.stdout.readline().strip()
+        assert "-4194305@" in path and sweep(str(tmp_path)) == [] and os.path.isdir(path)
+        there.stdin.close()
+    assert sweep(str(tmp_path)) == [path] and not os.path.isdir(path)
+
+
 def test_engine_is_copied_and_pickled_with_its_settings_only(tmp_path):
     import copy
     import io

@@ -191,6 +191,14 @@ def test_a_value_beyond_float16_is_refused(tmp_path):
     assert not list(tmp_path.glob("m.gguf*"))
 
 
+def test_a_part_of_somebody_else_stays(tmp_path):
+    make_folder(tmp_path / "hf")
+    (tmp_path / "m.gguf.part").write_text("mine")
+    export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
+    assert (tmp_path / "m.gguf.part").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
+
+
 @pytest.mark.parametrize("script", ["export_gguf", "consolidate", "placement_curves"])
 def test_runs_as_a_script(script):
     """From its own folder, whose profile.py would hide the standard library's."""
