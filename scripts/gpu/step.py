@@ -36,7 +36,7 @@ GiB = common.GiB
 
 
 def config_of(case):
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     from hfpatch.memory.presets import preset_config
 
@@ -46,7 +46,7 @@ def config_of(case):
     values["max_position_embeddings"] = max(values["max_position_embeddings"], case["tokens"])
     # No id of a locally trained tokenizer is one of Llama's own.
     values |= {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return LlamaConfig(**values)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def build(case, device, dtype=torch.bfloat16):
@@ -402,18 +402,27 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
     return rows
 
 
+TINY = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
+
+
 def small(sheet, cases: list[dict]) -> list[dict]:
     """With --small the same cases over a tiny model and short sequences."""
     if not sheet.args.small:
         return cases
-    tiny = {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 128}, "ballast_gib": 0}
+    tiny = {"layers": 2, "ballast_gib": 0}
     tiny |= {"warmup": 1, "steps": 1}
     shrunk: list[dict] = []
     for case in cases:
         kept = case.get("checkpointing")
         if isinstance(kept, dict):
             case = {**case, "checkpointing": kept | {"tile": 16}}  # three tiles
-        case = {**case, **tiny, "tokens": 48, "split": case.get("split", False) and not shrunk}
+        family = {"preset": "llama-tiny", "changes": {"vocab_size": 128}}
+        if "preset" in case:  # the same family, its sizes shrunk
+            family = {"preset": case["preset"], "changes": {**case.get("changes", {}), **TINY}}
+        case = {**case, **tiny, **family, "tokens": 48, "split": case.get("split", False) and not shrunk}
         if case not in shrunk:  # lengths are all one here
             shrunk.append(case)
     return shrunk
