@@ -22,8 +22,8 @@ card just before; `floor_cube_s` takes an 8192-cube for the matmuls. `ratio` is 
 recorded step; `other` is what no attention or matmul kernel nor a wait for copies covers. `beyond_gib`: alive
 beyond parameters and gradients when the total is highest. MFU counts the model's own causal FLOPs against the data
 sheet. Where the model's layers do not all fit, fewer run and the row says scaled: `step_whole_s` is then the step at
-its depth by the layers' own time. Targets of Llama-3.1-8B: ratio 1.12, 7.5 GiB beyond; under 50 s on an H100 where cuDNN or FA3 serves both
-directions.
+its depth by the layers' own time. Targets of Llama-3.1-8B: ratio 1.12, 6.0 GiB beyond; under 50 s on an H100 where
+cuDNN or FA3 serves both directions.
 """
 COLUMNS = (
     "preset impl layers tokens scaled step_s step_whole_s tokens_s mfu floor_s ratio floor_cube_s attention_backend "
