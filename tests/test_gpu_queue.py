@@ -280,6 +280,16 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     assert seconds == pytest.approx(said.step_seconds)
 
 
+def test_another_family_takes_the_same_path(tmp_path):
+    assert (
+        load("05_step_128k").main(["--small", "--preset", "Qwen/Qwen3-8B", "--layers", "8", "--out", str(tmp_path)])
+        == 0
+    )
+    (row,) = rows_of(tmp_path)
+    assert row["preset"] == "Qwen/Qwen3-8B" and float(row["step_s"]) > 0 and not row.get("error")
+    assert float(row["step_whole_s"]) == pytest.approx(float(row["step_s"]) * 36 / 8, rel=1e-3)
+
+
 def test_every_part_is_made_of_entries_and_fits_nine_minutes():
     for part, jobs in slot.PARTS.items():
         assert {job.entry for job in jobs} <= {p.stem for p in FOLDER.glob("[0-9]*.py")}, part

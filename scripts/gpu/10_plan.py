@@ -22,9 +22,9 @@ from hfpatch.planner.seconds import step_time
 
 WORDS = """
 Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what the closed form
-says for that length, depth and policy, and what was measured. The seconds take the GPU's row of the table that `hfpatch plan --gpu` uses, not
-rates measured in the run. Within 3% of the peak on the GPU, 5% of pinned host memory, 15% of the seconds counts as
-right.
+says for that length, depth and policy, and what was measured. The seconds take the GPU's row of the table that
+`hfpatch plan --gpu` uses, not rates measured in the run. Within 3% of the peak on the GPU, 5% of pinned host memory,
+15% of the seconds counts as right.
 """
 TOLERANCE = {"gpu": 0.03, "host": 0.05, "seconds": 0.15}
 SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles")
