@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
     from hfpatch import ops as ops
     from hfpatch.memory.policy import Checkpointing as Checkpointing
-    from hfpatch.patch import Report as Report
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
     from hfpatch.planner.plan import Plan as Plan
     from hfpatch.planner.plan import plan as plan
     from hfpatch.profiling.run import profile as profile
+    from hfpatch.report import Report as Report
     from hfpatch.training.callback import Callback as Callback
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "apply": "hfpatch.patch",
     "undo": "hfpatch.patch",
-    "Report": "hfpatch.patch",
+    "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.plan",
     "profile": "hfpatch.profiling.run",

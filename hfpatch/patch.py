@@ -3,17 +3,22 @@
 Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names and checkpoints stay.
 """
 
-from dataclasses import dataclass, field
+from collections import Counter
 
 from torch import nn
 
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
-from hfpatch.models.fused import fuse, is_fused_head, runs_its_own_way
-from hfpatch.models.generic import WholeLayer, whole_layer_class
+from hfpatch.models import parts
+from hfpatch.models.classes import is_mixed, swap, unswap
+from hfpatch.models.finding import Decoder, find_decoder
+from hfpatch.models.layer import TiledLayer
+from hfpatch.models.loss import FusedCausalLM, fuse, head_name, is_fused_head, not_its_own_loss, runs_its_own_way
+from hfpatch.models.stack import OurAttention
+from hfpatch.models.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
-from hfpatch.spec import EMBEDDING, HEAD, SPECS, Swap
+from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
 OPTIONS = (*FUSED, "checkpointing")
@@ -24,38 +29,10 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
-_MARKS = ("_hfpatch_session", "_hfpatch_eval_logits", "_hfpatch_head_told", "_hfpatch_report")
-
-
-@dataclass
-class Report:
-    """What `hfpatch.apply` did; print it to read it.
-
-    model: class name of the model.
-    swaps: (option, class name of the modules, how many of them) for each option that took effect.
-    skipped: (option, reason) for each that did not.
-    notes: further sentences: the kernels' path, what is kept for backward, the memory expected.
-
-    >>> report = hfpatch.apply(model)
-    >>> report.count("rms_norm")  # 0 where the option was skipped
-    65
-    """
-
-    model: str
-    swaps: list[tuple[str, str, int]] = field(default_factory=list)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def count(self, option: str) -> int:
-        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing") swapped."""
-        return sum(n for o, _, n in self.swaps if o == option)
-
-    def __str__(self):
-        lines = [f"hfpatch on {self.model}:"]
-        lines += [f"  {option:<13} {n} x {name}" for option, name, n in self.swaps]
-        lines += [f"  {option:<13} left as it is: {reason}" for option, reason in self.skipped]
-        lines += [f"  {note}" for note in self.notes]
-        return "\n".join(lines)
+_MARKS = (
+    "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
+    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+)  # fmt: skip
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -87,15 +64,8 @@ def _unpin(module: nn.Module) -> None:
     forward, inner = vars(module).get("forward"), vars(module).get("_original_forward")
     if getattr(forward, "__func__", None) is type(module).forward:
         del module.forward
-    elif getattr(inner, "__func__", None) is type(module).forward and type(module).__module__.startswith("hfpatch."):
+    elif getattr(inner, "__func__", None) is type(module).forward and is_mixed(module):
         del module.forward, module._original_forward
-
-
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an unknown decoder: the longest ModuleList of modules that transformers can checkpoint."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    able = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
-    return list(max(able, key=len)) if able else []
 
 
 def _base_config(model: nn.Module):
@@ -130,6 +100,8 @@ def apply(
     loss: bool = True,
     checkpointing: "str | Checkpointing" = "auto",
     eval_logits: "str | bool" = "auto",
+    train_logits: "str | bool" = "auto",
+    verdict: bool = True,
 ) -> Report:
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
@@ -140,11 +112,13 @@ def apply(
         wrap it.
     rope: fused rotary embedding of q and k, one launch for both.
     rms_norm: fused RMSNorm, and residual add with the norm after it.
-    mlp: fused SiLU (or GELU) times up.
-    loss: head and cross-entropy by chunks of tokens, logits never whole; outputs.logits is then None in training.
+    mlp: fused activation times up.
+    loss: head and cross-entropy by chunks of tokens, logits never whole.
     checkpointing: "auto" chooses from free memory at the first step; "off" leaves transformers' own checkpointing as
         it is; a hfpatch.Checkpointing says what to keep and where.
-    eval_logits: whether evaluation with labels also returns logits: True, False, or "auto": up to 2 GiB of them.
+    eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
+    train_logits: the same in training; "auto": outputs.logits is None.
+    verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
 
     Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
     without decoder layers, and on settings out of range.
@@ -153,103 +127,183 @@ def apply(
     >>> print(hfpatch.apply(model))
     """
     settings = _settings(checkpointing)
-    if eval_logits not in ("auto", True, False):
-        raise ValueError(f'hfpatch: eval_logits must be "auto", True or False, {eval_logits!r} came; leave it "auto".')
+    for name, value in (("eval_logits", eval_logits), ("train_logits", train_logits)):
+        if value not in ("auto", True, False):
+            raise ValueError(f'hfpatch: {name} must be "auto", True or False, {value!r} came; leave it "auto".')
     _refuse_wrapped(model)
     _refuse_liger(model)
     config = _base_config(model)
     undo(model)
+    decoder = find_decoder(model)
+    if decoder is None:
+        raise ValueError(
+            f"hfpatch: expected a decoder with a list of layers, found none in {type(model).__name__} "
+            f"({config.model_type}); call apply() on a causal language model as transformers made it."
+        )
     report = Report(type(model).__name__)
-    wanted = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp, "loss": loss, "checkpointing": settings is not None}
-    rows = SPECS.get(config.model_type)
-    if rows is None:
-        _apply_whole(model, config, settings, wanted, report)
+    asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
+    for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
+        if asked[option]:
+            fuse_parts(decoder, report)
+        else:
+            report.skipped.append((option, "not asked for"))
+    if loss:
+        _fuse_loss(decoder, eval_logits, train_logits, report)
     else:
-        _apply_rows(model, config, rows, settings, wanted, eval_logits, report)
+        report.skipped.append(("loss", "not asked for"))
+    if any(option in FUSED for option, _, _ in report.swaps):
+        report.notes.append(_path_note())
+    _checkpoint(decoder, settings, verdict, report)
     model._hfpatch_report = report
     return report
 
 
-def _apply_rows(model, config, rows: tuple[Swap, ...], settings, wanted, eval_logits, report: Report) -> None:
-    found = {row: [m for m in model.modules() if type(m) is row.theirs] for row in rows}
-    layers = [m for row, modules in found.items() if row.option == "checkpointing" for m in modules]
-    if not layers:
-        expected = next(row.theirs.__name__ for row in rows if row.option == "checkpointing")
-        raise ValueError(
-            f"hfpatch: expected decoder layers of class {expected}, found none in {type(model).__name__}; "
-            "call apply() on the model as transformers made it."
+def _count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
+    """Adds to the report what was swapped, by class, and the reasons of what was not."""
+    names = Counter(type(m).__name__ for m in done)
+    report.swaps += [(option, name, n) for name, n in names.items()]
+    for (name, reason), n in left.items():
+        report.details.append(f"{option}: {n} x {name} left as they are: {reason}.")
+    if left and not done:
+        report.skipped.append((option, left.most_common(1)[0][0][1]))
+    elif left:
+        (name, reason), _ = left.most_common(1)[0]
+        report.skipped.append((option, f"{name}: {reason}"))
+    elif not done:
+        report.skipped.append((option, "none in this model"))
+
+
+def _fuse_norms(decoder: Decoder, report: Report) -> None:
+    done, left = [], Counter()
+    for module in decoder.stack.modules():
+        if not type(module).__name__.endswith(("Norm", "RMSNorm")) or is_mixed(module):
+            continue
+        settings = parts.norm_settings(module)
+        if isinstance(settings, str):
+            left[type(module).__name__, settings] += 1
+            continue
+        swap(module, parts.FusedRMSNorm)
+        module._hfpatch_norm = settings
+        done.append(module)
+    _count(report, "rms_norm", done, left)
+
+
+def _fuse_mlps(decoder: Decoder, report: Report) -> None:
+    done, left = [], Counter()
+    for module in decoder.stack.modules():
+        if not type(module).__name__.endswith("MLP") or is_mixed(module):
+            continue
+        found = parts.mlp_part(module)
+        if isinstance(found, str):
+            left[type(module).__name__, found] += 1
+            continue
+        swap(module, found[0])
+        module._hfpatch_activation = found[1]
+        done.append(module)
+    _count(report, "mlp", done, left)
+
+
+def _fuse_rope(decoder: Decoder, report: Report) -> None:
+    done, left = [], Counter()
+    for module in decoder.stack.modules():
+        if not type(module).__name__.endswith("Attention") or is_mixed(module):
+            continue
+        reason = parts.rope_reason(type(module))
+        if "forward" in vars(module):
+            reason = "its forward is replaced on the instance (Liger or use_kernels)"
+        if reason:
+            left[type(module).__name__, reason] += 1
+            continue
+        swap(module, parts.FusedAttention)
+        done.append(module)
+    _count(report, "rope", done, left)
+
+
+def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:
+    model = decoder.causal
+    name = None if model is None else head_name(model)
+    if model is None or "forward" in vars(model):
+        why = (
+            "no head with labels in this model" if model is None else "the model's forward is replaced on the instance"
         )
-    reasons = {row: next((r for r in map(row.refuses, modules) if r), None) for row, modules in found.items()}
-    tiled = settings is not None and not any(reasons[row] for row in found if row.option == "checkpointing")
-    session = Session(settings, ModelShape.from_config(config), len(layers)) if tiled else None
-    for row, modules in found.items():
-        if row.option != "model" and not wanted[row.option]:
-            report.skipped.append((row.option, "not asked for"))
-            continue
-        if not modules:
-            if row.option != "model":
-                report.skipped.append((row.option, f"no {row.theirs.__name__} in this model"))
-            continue
-        if reasons[row]:
-            report.skipped.append((row.option, reasons[row]))
-            continue
-        for module in modules:
-            _swap(module, row, session, eval_logits, report)
-        if row.option != "model":
-            report.swaps.append((row.option, row.theirs.__name__, len(modules)))
-    if any(option in FUSED for option, _, _ in report.swaps):
-        report.notes.append(_path_note())
-    if session is not None:
-        report.notes.append(_checkpointing_note(settings, len(layers)))
-        report.notes.append(_memory_note(config, settings, next(model.parameters()).element_size()))
-        dropout = getattr(config, "attention_dropout", 0.0)
-        if dropout:
-            report.notes.append(
-                f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead of tile by tile."
-            )
-
-
-def _swap(module: nn.Module, row: Swap, session, eval_logits, report: Report) -> None:
-    module.__class__ = row.ours
-    if row.option == "checkpointing":
-        module._hfpatch_session = session
-        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
-        module._z3_leaf = True
-    elif row.option == "model":
-        if session is not None:
-            module._hfpatch_session = session
-            fuse(module.embed_tokens, EMBEDDING.theirs, EMBEDDING.ours)
-    elif row.option == "loss":
-        module._hfpatch_eval_logits = eval_logits
-        fuse(module.lm_head, HEAD.theirs, HEAD.ours)
-        if not is_fused_head(module.lm_head):
-            head, why = module.lm_head, ""
-            if type(head) is HEAD.theirs and runs_its_own_way(head):
-                why = " with a forward of another library (tensor parallelism)"
-            report.notes.append(
-                f"lm_head is a {type(head).__module__}.{type(head).__name__}{why}: the loss runs through whole logits."
-            )
-
-
-def _apply_whole(model, config, settings, wanted, report: Report) -> None:
-    layers = _decoder_layers(model)
-    if not layers:
-        raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, found none in {type(model).__name__} "
-            f"({config.model_type}); families with fused parts are: {', '.join(SPECS)}."
+        report.skipped.append(("loss", why))
+        return
+    reason = not_its_own_loss(model)
+    if reason:
+        report.notes.append(f"the loss runs as {reason}.")
+    swap(model, FusedCausalLM)
+    model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
+    model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
+    head = model._hfpatch_head()
+    fuse(head, nn.Linear, parts.FusedHead)
+    if not is_fused_head(head):
+        why = ""
+        if type(head) is nn.Linear and runs_its_own_way(head):
+            why = " with a forward of another library (tensor parallelism)"
+        report.notes.append(
+            f"lm_head is a {type(head).__module__}.{type(head).__name__}{why}: the loss runs through whole logits."
         )
-    for option in FUSED:
-        if wanted[option]:
-            report.skipped.append((option, f"no fused parts for model_type {config.model_type!r}"))
+    report.swaps.append(("loss", type(model).__name__, 1))
+
+
+def _checkpoint(decoder: Decoder, settings, verdict: bool, report: Report) -> None:
+    """The stack gets our attention, and its layers run tile by tile where that is exact."""
+    stack, layers = decoder.stack, decoder.layers
+    configs = _configs(decoder)
+    if "forward" in vars(stack):
+        report.skipped.append(
+            ("checkpointing", "the decoder's forward is replaced on the instance (Liger or use_kernels)")
+        )
+        return
+    swap(stack, OurAttention)
+    stack._hfpatch_configs = configs
+    stack._hfpatch_session = None
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return
-    session = Session(settings, None, len(layers))
-    for layer in layers:
-        layer.__class__ = whole_layer_class(type(layer))
-        layer._hfpatch_session = session
-    report.swaps.append(("checkpointing", type(layers[0]).__name__, len(layers)))
-    report.notes.append("layers are checkpointed whole, their inputs offloaded: no tiled form of this architecture.")
+    replaced = [type(m).__name__ for m in layers if "forward" in vars(m)]
+    if replaced:
+        report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
+        return
+    answers = ask_model(decoder, verdict)
+    shape = _shape(stack.config)
+    session = Session(settings, shape, len(layers))
+    stack._hfpatch_session = session
+    names = Counter(type(layer).__name__ for layer in layers)
+    for layer, answer in zip(layers, answers):
+        swap(layer, TiledLayer)
+        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
+        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
+        layer._z3_leaf = True
+    if hasattr(stack, "embed_tokens"):
+        fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
+    report.swaps += [("checkpointing", name, n) for name, n in names.items()]
+    whole = Counter(answer.reason for answer in answers if answer.reason)
+    for reason, n in whole.items():
+        report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
+    report.notes.append(_checkpointing_note(settings, len(layers)))
+    if shape is not None and not whole:
+        report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
+    dropout = getattr(stack.config, "attention_dropout", 0.0)
+    if dropout:
+        report.notes.append(
+            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead of tile by tile."
+        )
+
+
+def _configs(decoder: Decoder) -> tuple:
+    """The configs that the stack and what is in it read, each once."""
+    found = {
+        id(c): c for m in decoder.stack.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")
+    }
+    return tuple(found.values())
+
+
+def _shape(config) -> ModelShape | None:
+    try:
+        return ModelShape.from_config(config)
+    except ValueError:
+        return None
 
 
 def _path_note() -> str:
@@ -258,9 +312,9 @@ def _path_note() -> str:
     return "fused ops run as Triton kernels on a GPU, as plain PyTorch on a CPU."
 
 
-def _memory_note(config, settings: Checkpointing, itemsize: int) -> str:
+def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
     """What the closed form expects of one long sequence on a GPU with the host memory it asks for."""
-    shape, tokens = ModelShape.from_config(config), min(config.max_position_embeddings, 131072)
+    tokens = min(config.max_position_embeddings, 131072)
     policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
     memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)
     return (
@@ -276,16 +330,11 @@ def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
 
 def undo(model: nn.Module) -> None:
     """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is."""
-    back = {row.ours: row.theirs for rows in SPECS.values() for row in rows} | {
-        row.ours: row.theirs for row in (HEAD, EMBEDDING)
-    }
     sessions = set()
     for module in model.modules():
         _unpin(module)
-        if type(module) in back:
-            module.__class__ = back[type(module)]
-        elif isinstance(module, WholeLayer):
-            module.__class__ = module._hfpatch_base
+        if is_mixed(module):
+            unswap(module)
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)

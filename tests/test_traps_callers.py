@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.models import fused
+from hfpatch.models import layer as layer_module
+from hfpatch.models import loss as loss_module
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +111,8 @@ def test_label_smoothing_factor(tmp_path):
 
 def test_gradient_checkpointing_argument(tmp_path, monkeypatch):
     """Trainer turns transformers' own on after apply; each layer still runs once forward and is not recomputed whole."""
-    calls, tiled = [], fused._tiled_layer
-    monkeypatch.setattr(fused, "_tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
+    calls, tiled = [], layer_module.tiled_layer
+    monkeypatch.setattr(layer_module, "tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
     stock = tiny.llama()
     arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     same_training(stock, tiny.patched(stock), tmp_path, **arguments)
@@ -160,9 +161,9 @@ def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
     assert ours(**tiny.labelled()).logits is not None, "small ones are given"
     size = 2 * tiny.TOKENS * tiny.VOCAB * 4
     for limit, given in ((size, True), (size - 1, False)):
-        monkeypatch.setattr(fused, "EVAL_LOGITS_BYTES", limit)
+        monkeypatch.setattr(loss_module, "EVAL_LOGITS_BYTES", limit)
         assert (ours(**tiny.labelled()).logits is not None) == given
-    monkeypatch.setattr(fused, "EVAL_LOGITS_BYTES", 0)
+    monkeypatch.setattr(loss_module, "EVAL_LOGITS_BYTES", 0)
     plain = train(stock, tmp_path / "stock", max_steps=1, learning_rate=0.0)[0].evaluate()["eval_loss"]
     ours.train()
     got = train(ours, tmp_path / "ours", max_steps=1, learning_rate=0.0, prediction_loss_only=True)[0].evaluate()

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
-from hfpatch.models import fused
+from hfpatch.models import layer as layer_module
 
 
 def count_tiled(monkeypatch) -> list:
     """Appended to at each call of the tiled layer."""
-    calls, tiled = [], fused._tiled_layer
-    monkeypatch.setattr(fused, "_tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
+    calls, tiled = [], layer_module.tiled_layer
+    monkeypatch.setattr(layer_module, "tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
     return calls
 
 

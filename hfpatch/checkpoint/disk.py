@@ -1,181 +1,182 @@
-"""The disk tier: saved tensors as files in a directory of this process, written and read by threads.
+"""The disk tier: saved tensors as files without a name in a directory, written and read by threads.
 
-A device tensor goes through a pinned bounce buffer: the copy to it runs on the side stream, a thread waits for its event and
-writes. Reading is the reverse, started ahead of need. Files go when their tensor is released, when the process exits, and, after a
-crash, when the next process opens the same directory.
+A file is unlinked as soon as it is open: it goes with its last user, also after a crash, and there is nothing to sweep, for this
+process or another on the same directory. A device tensor goes through a pinned bounce buffer: the copy to it runs on the side
+stream, a thread waits for its event and writes. Reading is the reverse, started ahead of need. Every wait is for something that
+was begun before, by a thread that waits for nothing later: it cannot hang, whoever stopped half-way.
 """
 
-import atexit
 import os
-import queue
-import shutil
-import socket
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import CancelledError, Future
 
+import torch
 from torch import Tensor
 
-from hfpatch.memory.locks import try_lock
+from hfpatch.checkpoint.lease import Lease, Shelf
 
 PIECE = 64 << 20  # bytes a bounce buffer holds
 PREFIX = "hfpatch-"
-
-
-def sweep(directory: str) -> list[str]:
-    """Removes what dead processes of this machine left in `directory`; returns the folders removed.
-
-    A folder is alive while its lock is held: a pid means nothing in another PID namespace, and is used again.
-    """
-    removed = []
-    for entry in os.scandir(directory):
-        host = entry.name.removeprefix(PREFIX).rpartition("@")[0].rpartition("-")[0]
-        if not (entry.is_dir() and entry.name.startswith(PREFIX) and host == socket.gethostname()):
-            continue
-        try:
-            fd = os.open(entry.path, os.O_RDONLY)
-        except OSError:
-            continue  # somebody else's, or just gone
-        if try_lock(fd):
-            shutil.rmtree(entry.path, ignore_errors=True)
-            removed.append(entry.path)
-        os.close(fd)
-    return removed
-
-
-def own_folder(directory: str) -> tuple[str, int]:
-    """A new folder of this process in `directory`, and the descriptor that holds its lock; dead ones are swept first."""
-    # One at a time: a folder without its lock yet would look dead.
-    gate = os.open(directory, os.O_RDONLY)
-    try:
-        try_lock(gate, wait=True)
-        sweep(directory)
-        path = tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}@", dir=directory)
-        held = os.open(path, os.O_RDONLY)
-        try_lock(held)
-        return path, held
-    finally:
-        os.close(gate)
+BUFFERS = 8  # bounce buffers a direction
+RESERVE = 2  # of them, not for reading ahead
 
 
 class File:
-    """One saved tensor's bytes in a file."""
+    """One saved tensor's bytes."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self.writes: list[Future] = []
+    def __init__(self, directory: str):
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self.fd, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"hfpatch: expected to make a file in {directory}, {error.strerror} came; "
+                "give another directory as Checkpointing(offload=...)",
+            ) from error
+        os.unlink(path)
+        self.directory, self.writes = directory, []
 
     def wait_written(self) -> None:
         for write in self.writes:
             write.result()
 
-    def remove(self) -> None:
-        for write in self.writes:
-            if not write.cancel():
-                write.exception()
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-            os.unlink(self.path)
+    def __del__(self, close=os.close):
+        if hasattr(self, "fd"):
+            close(self.fd)
+
+
+class Bounce:
+    """A pinned buffer between the device and the threads, and the last two that used it."""
+
+    def __init__(self, lease: Lease):
+        self.lease, self.bytes = lease, lease.thing.bytes
+        self.job: Future | None = None  # the thread's
+        self.copied = None  # event of the copy out of it
+
+    def wait(self) -> None:
+        """Waits for the thread; says what went wrong there."""
+        job, self.job = self.job, None
+        if job is not None and not job.cancelled():
+            job.result()
+
+
+def _ended(job: Future | None) -> None:
+    try:
+        if job is not None:
+            job.exception()
+    except CancelledError:
+        pass
 
 
 class DiskDirectory:
-    """Writes and reads tensors' bytes under a folder of its own in `directory` (bounce buffers come from `pool`)."""
+    """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
 
-    def __init__(self, directory: str, pool, threads: int = 4, buffers: int = 8):
+    def __init__(self, directory: str, pool, threads: int = 4):
         os.makedirs(directory, exist_ok=True)
-        self.path, self.lock = own_folder(directory)
-        self.pool = pool
-        self.writers = ThreadPoolExecutor(threads, "hfpatch-write")
-        self.readers = ThreadPoolExecutor(threads, "hfpatch-read")
-        # Apart, so that prefetched reads that hold their buffers cannot starve the writes they wait for, nor the reverse.
-        self.write_buffers, self.read_buffers = queue.SimpleQueue(), queue.SimpleQueue()
-        self.unmade = {id(self.write_buffers): buffers, id(self.read_buffers): buffers}
-        self.count = 0
-        atexit.register(self.close)
+        self.directory, self.pool, self.device = directory, pool, pool.device
+        self.writers = self.device.threads(threads, "hfpatch-write")
+        self.readers = self.device.threads(threads, "hfpatch-read")
+        self.write_bounces: deque[Bounce] = deque()
+        self.read_bounces = Shelf()
 
-    def _buffer(self, buffers) -> Tensor:
-        """A free bounce buffer, made on first need; waits for one where all are in use."""
-        try:
-            return buffers.get_nowait()
-        except queue.Empty:
-            if self.unmade[id(buffers)]:
-                self.unmade[id(buffers)] -= 1
-                return self.pool.take(PIECE)
-            return buffers.get()
-
-    def write(self, source: Tensor, mark) -> File:
-        """Starts writing source (uint8, flat, contiguous). mark() records an event after the copies issued so far."""
-        self.count += 1
-        file = File(os.path.join(self.path, f"{self.count}.bin"))
+    # -- writing -----------------------------------------------------------------------------------------------------
+    def write(self, source: Tensor, stream) -> File:
+        """Starts writing source (uint8, flat, contiguous), on `stream`, which is the current one."""
+        file = File(self.directory)
         for start in range(0, source.numel(), PIECE):
             piece = source[start : start + PIECE]
-            bounce = self._buffer(self.write_buffers)
-            bounce[: piece.numel()].copy_(piece, non_blocking=True)
-            file.writes.append(self.writers.submit(self._write, file.fd, bounce, piece.numel(), start, mark()))
+            if len(self.write_bounces) < BUFFERS:
+                self.write_bounces.append(Bounce(self.pool.take(PIECE)))
+            self.write_bounces.rotate(1)
+            bounce = self.write_bounces[0]
+            bounce.wait()
+            bounce.bytes[: piece.numel()].copy_(piece, non_blocking=True)
+            written = self.device.mark(stream)
+            bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), start, written)
+            file.writes.append(bounce.job)
         return file
 
-    def _write(self, fd, bounce, nbytes, start, event) -> None:
+    def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
+        self.device.synchronize(event)
+        view, done = self.device.host_bytes(bounce, writes=False)[:nbytes], 0
         try:
-            event.synchronize()
-            view, done = memoryview(bounce.numpy())[:nbytes], 0
             while done < nbytes:
-                done += os.pwrite(fd, view[done:], start + done)
-        finally:
-            self.write_buffers.put(bounce)
+                done += os.pwrite(file.fd, view[done:], start + done)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"hfpatch: expected to write {nbytes} bytes to {file.directory}, {error.strerror} came; "
+                "free space there or give another directory as Checkpointing(offload=...)",
+            ) from error
 
-    def read(self, file: File, saved, a: int, b: int) -> list:
-        """Starts reading rows [a, b) of each batch row of `saved`. Returns jobs for land()."""
-        jobs = []
+    # -- reading -----------------------------------------------------------------------------------------------------
+    def read(self, file: File, saved, a: int, b: int) -> "Read":
+        """Starts reading rows [a, b) of each batch row of `saved`, as far as buffers are free."""
+        pieces = []
         for row in range(saved.shape[0]):
-            first = (row * saved.shape[1] + a) * saved.row_bytes
-            nbytes = (b - a) * saved.row_bytes
-            jobs.append([(file, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)])
-        # Only the first piece is started ahead, and two buffers stay for land(): readers ahead must not starve the one waited for.
-        head = jobs[0][0] if jobs and jobs[0] else None
-        started = self._start(*head) if head and self.read_buffers.qsize() > 2 else None
-        return [started, jobs]
+            first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
+            pieces += [(row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+        return Read(self, file, pieces)
 
-    def _start(self, file, first, nbytes):
-        return self.readers.submit(self._read, file, self._buffer(self.read_buffers), first, nbytes)
+    def take_bounce(self, wanted: bool) -> Lease | None:
+        """A buffer to read into. wanted: now, so that one is made where all are in use."""
+        if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
+            return None
+        lease = self.read_bounces.take()
+        if lease is None:
+            self.read_bounces.add(Bounce(self.pool.take(PIECE)))
+            lease = self.read_bounces.take()
+        return lease
 
-    @staticmethod
-    def _read(file, bounce, first, nbytes):
+    def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
+        bounce.job = self.readers.submit(self._read, file, bounce.bytes, first, nbytes, bounce.copied, bounce.job)
+        return bounce.job
+
+    def _read(self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None) -> None:
+        _ended(before)  # a read that nobody waited for
+        self.device.synchronize(copied)
         file.wait_written()
-        view, done = memoryview(bounce.numpy())[:nbytes], 0
+        view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
         while done < nbytes:
             got = os.preadv(file.fd, [view[done:]], first + done)
             if not got:
-                raise OSError(f"hfpatch: expected {nbytes} bytes in {file.path}, it ends early; is the disk full?")
+                raise OSError(
+                    f"hfpatch: expected {nbytes} bytes in {file.directory}, the file ends early; is the disk full?"
+                )
             done += got
-        return bounce
-
-    def land(self, job: list, destination: Tensor, mark) -> None:
-        """Copies what a read job brought into destination [B, t, ...] (contiguous a batch row)."""
-        import torch
-
-        started, rows = job
-        for row, pieces in enumerate(rows):
-            flat, offset = destination[row].view(-1).view(torch.uint8), 0
-            for file, first, nbytes in pieces:
-                bounce = (started or self._start(file, first, nbytes)).result()
-                started = None
-                flat[offset : offset + nbytes].copy_(bounce[:nbytes], non_blocking=True)
-                offset += nbytes
-                self.readers.submit(self._free_after, bounce, mark())
-
-    def _free_after(self, bounce, event) -> None:
-        event.synchronize()
-        self.read_buffers.put(bounce)
 
     def close(self) -> None:
-        self.writers.shutdown(wait=True)
-        self.readers.shutdown(wait=True)
-        for buffers in (self.write_buffers, self.read_buffers):
-            while not buffers.empty():
-                self.pool.give(buffers.get_nowait())
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
-        atexit.unregister(self.close)
+        """Lets the bounce buffers go that no read holds; what a graph still holds can be read."""
+        for bounce in self.write_bounces:
+            _ended(bounce.job)
+        self.write_bounces.clear()
+        self.read_bounces.drop_free()
+
+
+class Read:
+    """Some rows of a file on their way to the device, a piece at a time: (row, offset in it, offset in the file, bytes)."""
+
+    def __init__(self, disk: DiskDirectory, file: File, pieces: list):
+        self.disk, self.file, self.pieces = disk, file, deque(pieces)
+        self.started: deque[tuple[tuple, Lease, Future]] = deque()
+        self._ahead()
+
+    def _ahead(self, wanted: bool = False) -> None:
+        while self.pieces:
+            lease = self.disk.take_bounce(wanted)
+            if lease is None:
+                return
+            piece, wanted = self.pieces.popleft(), False
+            self.started.append((piece, lease, self.disk.start(self.file, lease.thing, *piece[2:])))
+
+    def land(self, destination: Tensor, stream) -> None:
+        """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which is the current one."""
+        while self.pieces or self.started:
+            self._ahead(wanted=not self.started)
+            (row, offset, _, nbytes), lease, job = self.started.popleft()
+            job.result()
+            flat = destination[row].view(-1).view(torch.uint8)
+            flat[offset : offset + nbytes].copy_(lease.thing.bytes[:nbytes], non_blocking=True)
+            lease.thing.copied = self.disk.device.mark(stream)

@@ -8,7 +8,7 @@ Forward keeps the layer's input x, the attention outputs and their log-sum-exp, 
     D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
 
 x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D.
-`pre` and `post` are methods of the layer (models/), which call its own submodules.
+`pre` and `post` are asked of the layer's own forward (models/layer.py, `Ask`); it may call attention more than once.
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.offload import Saved, Transfers
+from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
 from hfpatch.checkpoint.privacy import holders, is_private
-from hfpatch.checkpoint.weights import WeightGradients, current, trainable
+from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.memory.formula import Policy
-from hfpatch.ops.attention import Documents, attention_backward, attention_forward, heads_per_group, pick
+from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
@@ -33,6 +33,23 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     """Where the tiles of at most `tile` tokens, over all rows of the batch, start and end."""
     step = max(1, tile // batch)
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+@dataclass
+class Heads:
+    """One call of attention: how its heads are grouped, and what it was asked (scale, pattern, sinks)."""
+
+    asked: object
+    groups: list[tuple[slice, slice]]  # of query heads and of KV heads
+    backend: str
+
+    def part(self, hs: slice) -> dict:
+        """attention_forward's and attention_backward's keywords for a group."""
+        sinks = self.asked.sinks_H
+        return {
+            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
+            "sinks_H": None if sinks is None else sinks[hs],
+        }  # fmt: skip
 
 
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
@@ -45,28 +62,29 @@ class LayerCall:
     layer: nn.Module
     session: "object"
     policy: Policy
-    cos: Tensor
-    sin: Tensor
-    documents: Documents | None
+    ask: "object"  # models.layer.Ask: pre and post of a tile
+    device: torch.device
     places: list
     private: tuple
     shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
     bounds: list[tuple[int, int]] = field(default_factory=list)
-    group: int = 1
-    backend: str = ""
+    heads: list[Heads] = field(default_factory=list)
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
     states: list = field(default_factory=list)
     rng: dict = field(default_factory=dict)
-    base: "LayerCall | None" = None  # the call whose input is kept for this one (every > 1)
-    segment: list = field(default_factory=list)
+    queue: FetchQueue | None = None  # of its device and tier; None where nothing is kept
+    earlier: "LayerCall | None" = (
+        None  # the call before in the same segment, of which only the first keeps its input (every > 1)
+    )
+    position: int = 0  # in its segment
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
     out_buffers: list | None = None
     gone: bool = False
 
     def __post_init__(self):
-        device = self.cos.device.type
+        device = self.device.type
         self.autocast = (
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
@@ -77,11 +95,11 @@ class LayerCall:
     # -- pieces ------------------------------------------------------------------------------------------------------
     @property
     def transfers(self) -> Transfers:
-        return self.session.transfers
+        return self.queue.transfers
 
     def _autocast(self):
         enabled, dtype, cache = self.autocast
-        return torch.autocast(self.cos.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
     @contextmanager
     def _random(self, phase: str, index: int):
@@ -89,7 +107,7 @@ class LayerCall:
         if not self.random:
             yield
             return
-        device = self.cos.device
+        device = self.device
         states = self.rng.get((phase, index))
         if states is None:
             cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -102,23 +120,23 @@ class LayerCall:
                 torch.cuda.set_rng_state(states[1], device)
             yield
 
-    def _pre(self, x_BtD: Tensor, index: int):
-        a, b = self.bounds[index]
+    def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
+        """q [B, t, H, E], k and v [B, t, K, E] of every attention call. dead: nobody reads their values, only their graph."""
         with self._random("pre", index):
-            q, k, v = self.layer.pre(x_BtD, self.cos[:, a:b], self.sin[:, a:b])
+            parts = self.ask.pre(x_BtD, *self.bounds[index], dead=dead)
         enabled, dtype, _ = self.autocast
-        if enabled:
-            q, k, v = (x.to(dtype) for x in (q, k, v))
-        return q, k, v
+        return [x.to(dtype) for x in parts] if enabled else parts
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
-        """post() over the tile's attention outputs, group by group or joined. Returns y and the joined out (its leaf)."""
-        out = outs_BtGE[0] if len(outs_BtGE) == 1 else torch.cat(outs_BtGE, 2)
-        out = out.flatten(2).contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
-        if grad:
-            out = out.detach().requires_grad_(True)
+        """post() over the tile's attention outputs, given group by group. Returns y and the joined outs (its leaves)."""
+        joined, outs = [], list(outs_BtGE)
+        for heads in self.heads:
+            mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]
+            out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
+            out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
+            joined.append(out.detach().requires_grad_(True) if grad else out)
         with self._random("post", index):
-            return self.layer.post(x_BtD, out), out
+            return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad), joined
 
     def _qkv(self, tiles):
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
@@ -126,7 +144,7 @@ class LayerCall:
         for index, x_t in tiles:
             parts = self._pre(x_t, index)
             if len(self.bounds) == 1:
-                return list(parts)
+                return parts
             if whole is None:
                 tokens = self.bounds[-1][1]
                 whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
@@ -136,26 +154,18 @@ class LayerCall:
             del parts, x_t
         return whole
 
-    def _groups(self, q, k):
-        """Slices of query heads and of KV heads, a group each."""
-        H, K = q.shape[2], k.shape[2]
-        repeat = H // K
-        return [
-            (slice(i * repeat, (i + self.group) * repeat), slice(i, i + self.group)) for i in range(0, K, self.group)
-        ]
-
-    def _attend(self, q, k, v):
-        """Attention forward, group by group: lists of out, lse and state."""
-        scale = self.layer.attention_scale
-        self.group = heads_per_group(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        groups = self._groups(q, k)
-        self.backend = pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]])
-        results = [
-            attention_forward(
-                q[:, :, hs], k[:, :, ks], v[:, :, ks], scale=scale, documents=self.documents, backend=self.backend
-            )
-            for hs, ks in groups
-        ]
+    def _attend(self, parts: list[Tensor]):
+        """Attention forward, group by group: lists of out, lse and state. parts: q, k, v of every call."""
+        self.heads, results = [], []
+        for asked, q, k, v in zip(self.ask.asked, parts[::3], parts[1::3], parts[2::3]):
+            B, T, H, _ = q.shape
+            K = k.shape[2]
+            group = heads_per_group(B, T, H, K)
+            groups = [(slice(i * (H // K), (i + group) * (H // K)), slice(i, i + group)) for i in range(0, K, group)]
+            heads = Heads(asked, groups, pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]]))
+            self.heads.append(heads)
+            for hs, ks in groups:
+                results.append(attention_forward(q[:, :, hs], k[:, :, ks], v[:, :, ks], **heads.part(hs)))
         return [list(r) for r in zip(*results)]
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -164,14 +174,14 @@ class LayerCall:
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
         if keep == "gpu":
-            self.x = self.x or Saved(tuple(x_BTD.shape), x_BTD.dtype, kept=x_BTD, version=x_BTD._version)
-        elif keep == "tier" and self.base is None:
+            self.x = self.x or self._kept(x_BTD)
+        elif keep == "tier" and self.earlier is None:
             whole = self.shards is None
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
-            q, k, v = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
-            outs, lses, states = self._attend(q, k, v)
-            del q, k, v
+            parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+            outs, lses, states = self._attend(parts)
+            del parts
             self.states = states
             if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
                 save = self.transfers.save if keep == "tier" else self._kept
@@ -198,7 +208,7 @@ class LayerCall:
 
     @staticmethod
     def _kept(x: Tensor) -> Saved:
-        return Saved(tuple(x.shape), x.dtype, kept=x, version=x._version)
+        return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
     # -- backward ----------------------------------------------------------------------------------------------------
     def release(self) -> None:
@@ -208,25 +218,26 @@ class LayerCall:
                 saved.release()
         self.outs, self.lses, self.out_buffers, self.gone = [], [], None, True
 
-    def __del__(self):
-        if not self.gone and self.x is not None:
-            self.release()
-
     def _materialise(self) -> None:
         """every > 1: runs the segment's layers again up to this one, keeping what their backward will want."""
-        ticket = self.transfers.fetch([(self.base.x, 0, self.base.x.shape[1], None)])
-        x = self.transfers.wait(ticket)[0]
+        calls, call = [], self.earlier
+        while call is not None:
+            calls.append(call)
+            call = call.earlier
+        base = calls[-1]
+        x = self.transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
-            for call in self.segment:
-                if call is self:
-                    break
-                if call is not self.base:
+            for call in reversed(calls):
+                if call is not base:
                     call.x = None
-                x = call.forward(x, keep="gpu")
+                with AsInForward(call.places):
+                    x = call.forward(x, keep="gpu")
         self.x = self._kept(x)
 
     def _tile_requests(self, with_out: bool):
         """One request a tile for the fetch queue: x into the ring, out into its whole buffers (or the ring when streamed)."""
+        if with_out:
+            self.out_buffers = None  # those of a backward that was cut short may still be read
 
         def request(a, b, kept):
             pieces = [(self.x, *kept, None)]
@@ -235,10 +246,8 @@ class LayerCall:
                     pieces += [(o, a, b, None) for o in self.outs]
                 else:
                     if self.out_buffers is None:
-                        self.out_buffers = [
-                            torch.empty(o.shape, dtype=o.dtype, device=self.cos.device) for o in self.outs
-                        ]
-                        self.transfers.to_device.wait_event(self.transfers._mark())
+                        self.out_buffers = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
+                        self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
                     pieces += [(o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)]
             return pieces
 
@@ -258,8 +267,8 @@ class LayerCall:
         B = self.x.shape[0]
         nbytes = B * self.kept_bounds[0][1] * self.x.row_bytes
         nbytes += B * self.bounds[0][1] * (sum(o.row_bytes for o in self.outs) if stream else 0)
-        self.transfers.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
-        self.session.queue.push(self, self._tile_requests(self._phases()[0]))
+        self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
+        self.queue.push(self, self._tile_requests(self._phases()[0]))
 
     @property
     def kept_bounds(self) -> list[tuple[int, int]]:
@@ -271,20 +280,20 @@ class LayerCall:
 
     def _tiles(self, with_out: bool):
         """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
-        queue = self.session.queue
         for index, (a, b) in enumerate(self.bounds):
             if self.x.resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
                 start, end = self.kept_bounds[index]
                 yield index, self._whole(self.x.tensor()[:, start:end], b - a), outs
                 continue
-            ticket, tensors = queue.next()
+            ticket = self.queue.next()
+            tensors = ticket.wait()
             outs = tensors[1:]
             if with_out and self.outs and self.outs[0].resident:
                 outs = [o.tensor()[:, a:b] for o in self.outs]
             yield index, self._whole(tensors[0], b - a), outs
             del tensors, outs
-            queue.release(ticket)
+            self.queue.release(ticket)
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
         """(dx or None, gradients of self.places). private: dy may be overwritten. keep: the graph stays for another pass."""
@@ -293,9 +302,10 @@ class LayerCall:
                 "hfpatch: expected one backward through this graph, came to it a second time; "
                 "pass retain_graph=True to the first backward."
             )
-        if self.base is not None and self.x is None:
+        queue = self.queue
+        queue.begin()
+        if self.earlier is not None and self.x is None:
             self._materialise()
-        queue = self.session.queue
         streamed = not self.x.resident
         if streamed:
             if not queue.starts_with(self):
@@ -304,7 +314,7 @@ class LayerCall:
             for with_out in self._phases()[1:]:
                 queue.push(self, self._tile_requests(with_out))
         before = self.previous()
-        if before is not None and before.base is None:
+        if before is not None and before.earlier is None:
             before.prefetch()
 
         weights = WeightGradients(self.places, several=len(self.bounds) > 1)
@@ -315,8 +325,8 @@ class LayerCall:
         if not keep:
             self.release()
         self.out_buffers = None
-        if before is None and not self.session.queue.under_way:
-            self.transfers.drop_ring()
+        if before is None and not queue.under_way:
+            queue.drop_ring()
         return dx, weights.sums
 
     def _lse_ticket(self):
@@ -324,18 +334,42 @@ class LayerCall:
             return None
         return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
 
-    def _attention_backward(self, q, k, v, dout, outs, lses, into) -> None:
-        """Phase C: dq, dk, dv into the three tensors `into`, which may be q, k, v. outs: a function giving a group's out."""
-        scale = self.layer.attention_scale
-        for g, (hs, ks) in enumerate(self._groups(q, k)):
-            grads = attention_backward(
-                dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], outs(g), lses[g], self.states[g],
-                scale=scale, documents=self.documents, backend=self.backend,
-            )  # fmt: skip
-            lses[g] = None
-            for whole, part, grad in zip(into, (hs, ks, ks), grads):
-                whole[:, :, part].copy_(grad)
-            del grads
+    def _attention_backward(self, parts, douts, outs, lses, into) -> list:
+        """Phase C: dq, dk, dv of every call into the tensors `into`, which may be `parts`. outs: a function giving a group's out.
+
+        Returns the gradients of each call's sinks (None where it has none).
+        """
+        g, dsinks = 0, []
+        for n, (heads, dout) in enumerate(zip(self.heads, douts)):
+            q, k, v = parts[3 * n : 3 * n + 3]
+            dsinks.append([])
+            for hs, ks in heads.groups:
+                grads = attention_backward(
+                    dout[:, :, hs],
+                    q[:, :, hs],
+                    k[:, :, ks],
+                    v[:, :, ks],
+                    outs(g),
+                    lses[g],
+                    self.states[g],
+                    **heads.part(hs),
+                )
+                lses[g] = None
+                for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
+                    whole[:, :, part].copy_(grad)
+                dsinks[-1] += grads[3:]
+                del grads
+                g += 1
+        return [torch.cat(d) if d else None for d in dsinks]
+
+    def _pre_backward(self, parts, grads, dsinks) -> None:
+        """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
+        pairs = [(p, g) for p, g in zip(parts, grads) if p.requires_grad]
+        if dsinks is not None:
+            sinks = (asked.sinks_H for asked in self.ask.asked)
+            pairs += [(s, d) for s, d in zip(sinks, dsinks) if d is not None and s.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs))
 
     def _backward_one(self, dy, private, need_x, weights):
         """All four phases on one tile: x is fetched once and one graph of `pre` serves B and D."""
@@ -344,75 +378,70 @@ class LayerCall:
             x = x.detach().requires_grad_(need_x)
             parts = self._pre(x, 0)
             # The graph must not see its outputs overwritten by the gradients.
-            q, k, v = (p.detach().contiguous() for p in parts)
-            lses = self.transfers.wait(lse_ticket) if lse_ticket else None
+            values = [p.detach().contiguous() for p in parts]
+            lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
-                    outs, lses, self.states = self._attend(q, k, v)
-            y, out = self._post(x, outs, 0, grad=True)
+                    outs, lses, self.states = self._attend(values)
+            y, leaves = self._post(x, outs, 0, grad=True)
             torch.autograd.backward(y, dy)
             del y
             with torch.no_grad():
-                B, T, H, E = q.shape
-                dout = out.grad.view(B, T, H, E)
-                fresh = [torch.empty_like(p) for p in (q, k, v)]
-                self._attention_backward(q, k, v, dout, outs.__getitem__, list(lses), fresh)
-            del dout, out, outs
-            pairs = [(p, g) for p, g in zip(parts, fresh) if p.requires_grad]
-            if pairs:
-                torch.autograd.backward(*zip(*pairs))
+                douts = [leaf.grad for leaf in leaves]
+                fresh = [torch.empty_like(p) for p in values]
+                dsinks = self._attention_backward(values, douts, outs.__getitem__, list(lses), fresh)
+            del douts, leaves, outs
+            self._pre_backward(parts, fresh, dsinks)
             dx = x.grad
         return dx
 
     def _backward_tiles(self, dy, private, need_x, weights):
         lse_ticket = self._lse_ticket()
-        q = k = v = None
+        parts = None
         outs, lses = None, None
         if self._phases()[0] is False:
             # The attention outputs were not saved: B first, then attention again.
             with torch.no_grad():
-                q, k, v = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
-                outs, lses, self.states = self._attend(q, k, v)
+                parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+                outs, lses, self.states = self._attend(parts)
 
         # A
         dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
-        dout = None
+        douts = None
         for index, x_t, out_t in self._tiles(with_out=outs is None):
             a, b = self.bounds[index]
             x_t = x_t.detach().requires_grad_(need_x)
-            y_t, out_t = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
+            y_t, leaves = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
             torch.autograd.backward(y_t, dy[:, a:b])
             del y_t
             with torch.no_grad():
                 if need_x:
                     dx[:, a:b] = x_t.grad
-                if dout is None:
-                    dout = out_t.new_empty(out_t.shape[0], dy.shape[1], out_t.shape[2])
-                dout[:, a:b] = out_t.grad
-            del x_t, out_t
+                if douts is None:
+                    douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
+                for dout, leaf in zip(douts, leaves):
+                    dout[:, a:b] = leaf.grad
+            del x_t, out_t, leaves
         if not need_x:
             dx = None
         weights.round()
 
         with torch.no_grad():
-            if q is None:
-                q, k, v = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+            if parts is None:
+                parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
             if lses is None:
-                lses = list(self.transfers.wait(lse_ticket))
-            dout = dout.unflatten(2, (q.shape[2], q.shape[3]))
-            self._attention_backward(q, k, v, dout, self._whole_outs(outs), lses, (q, k, v))
-            del dout, outs
+                lses = list(lse_ticket.wait())
+            dsinks = self._attention_backward(parts, douts, self._whole_outs(outs), lses, parts)
+            del douts, outs
             self.out_buffers = None
 
         # D
         for index, x_t, _ in self._tiles(with_out=False):
             a, b = self.bounds[index]
             x_t = x_t.detach().requires_grad_(need_x)
-            parts = self._pre(x_t, index)
-            pairs = [(p, g[:, a:b]) for p, g in zip(parts, (q, k, v)) if p.requires_grad]
-            if pairs:
-                torch.autograd.backward(*zip(*pairs))
-            del parts, pairs
+            graph = self._pre(x_t, index, dead=True)
+            self._pre_backward(graph, [g[:, a:b] for g in parts], dsinks if index == 0 else None)
+            del graph
             if need_x and x_t.grad is not None:
                 with torch.no_grad():
                     dx[:, a:b] += x_t.grad
@@ -438,7 +467,7 @@ class LayerCall:
         def stream(g):
             if g + 1 < len(self.outs):
                 tickets[g + 1] = fetch(g + 1)
-            return self.transfers.wait(tickets.pop(g))[0]
+            return tickets.pop(g).wait()[0]
 
         return stream
 
@@ -459,7 +488,7 @@ class _TiledLayer(torch.autograd.Function):
             )
         call = ctx.call
         if dy is None:
-            return (None,) * (2 + len(call.places))
+            return (None,) * len(ctx.needs_input_grad)
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -467,15 +496,16 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
-def tiled_layer(session, layer, x, cos, sin, documents: Documents | None = None) -> Tensor:
-    """Runs `layer` tile by tile on x [B, T, D]; cos, sin [1 or B, T, E].
+def tiled_layer(session, ask, x: Tensor) -> Tensor:
+    """Runs a layer tile by tile on x [B, T, D].
 
-    session: checkpoint.session.Session. Without a gradient to come nothing is kept.
+    session: checkpoint.session.Session; ask: models.layer.Ask of this call. Without a gradient to come nothing is kept.
     """
-    places = trainable(layer)
-    tensors = [current(p) for p in places]
+    layer = ask.layer
+    places = noted(layer)
+    tensors = [place.now() for place in places if place.trained]
     policy = session.policy(layer, x)
-    call = LayerCall(layer, session, policy, cos, sin, documents, places, (), session.shards)
+    call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
             return call.forward(x, keep=None)

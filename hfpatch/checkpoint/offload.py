@@ -2,152 +2,125 @@
 
 Nothing here waits on the compute stream except for the event it needs, and nothing calls `record_stream`: with it the
 caching allocator holds freed blocks until the host has seen an event, which the host, running ahead, does late. A copy's
-source is kept alive until the compute stream has been made to wait for the copy (`settle`), and its destination comes from
-buffers allocated on the compute stream and re-used after the event of their last reader.
+source is kept alive until the stream it came from has been made to wait for the copy (`settle`); its destination comes from
+buffers allocated on the compute stream, and the `Ticket` that owns them makes that stream wait before they go back.
+
+What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes, leaves nothing to clear up.
 
 Pinned memory is plain anonymous memory registered with CUDA, block by block, each of the exact size: PyTorch's caching host
 allocator rounds to powers of two, which makes 131,073 tokens cost twice what 131,072 do.
 """
 
-import mmap
 import sys
+import warnings
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hfpatch.checkpoint.disk import DiskDirectory
+from hfpatch.checkpoint.device import Block, Device, device_for
+from hfpatch.checkpoint.disk import DiskDirectory, File, Read
+from hfpatch.checkpoint.lease import Lease, Shelf
+
+# Tells one backward pass from another; -1 outside of one.
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-def host_empty(nbytes: int, pinned: bool) -> tuple[Tensor, object]:
-    """A host buffer of nbytes (uint8) and what keeps it alive. Every host buffer of the session is made here."""
-    if not pinned:
-        return torch.empty(nbytes, dtype=torch.uint8), None
-    memory = mmap.mmap(-1, nbytes)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
-    if int(status) != 0:
-        raise MemoryError(
-            f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered {int(status)}; "
-            "give the container more memory, or use Checkpointing(every=2) or Checkpointing(offload='/a/directory')."
-        )
-    return buffer, memory
+def version(x: Tensor) -> int:
+    """How often x was written to in place; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
 
 
 class HostPool:
     """Host blocks of exact sizes, kept for the next step. Not shared between threads.
 
     A request takes the smallest free block that holds it and is less than twice as large: batches shorter than the longest
-    one re-use its blocks, since pinning takes seconds a GiB.
+    one re-use its blocks, since pinning takes seconds a GiB. Where pinning fails, blocks are pageable from then on.
     """
 
-    def __init__(self, pinned: bool):
-        self.pinned = pinned
-        self.free: dict[int, list[Tensor]] = {}
-        # By storage, not by address: a simulated block has no address.
-        self.blocks: dict[int, tuple[Tensor, object]] = {}
-        self.bytes_held = 0
+    def __init__(self, device: Device):
+        self.device, self.pinned = device, device.pins
+        self.shelves: dict[int, Shelf] = {}
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(size * len(shelf) for size, shelf in self.shelves.items())
 
     @property
     def bytes_free(self) -> int:
         """Bytes of blocks that wait for use."""
-        return sum(size * len(blocks) for size, blocks in self.free.items())
+        return sum(size * shelf.free for size, shelf in self.shelves.items())
 
     @staticmethod
     def _serves(size: int, nbytes: int) -> bool:
         return nbytes <= size < 2 * nbytes or size == nbytes
 
-    def _make(self, nbytes: int) -> Tensor:
-        buffer, memory = host_empty(nbytes, self.pinned)
-        self.bytes_held += nbytes
-        self.blocks[buffer.untyped_storage()._cdata] = (buffer, memory)
-        return buffer
+    def _make(self, nbytes: int) -> Shelf:
+        block = Block(self.device, nbytes, self.pinned)
+        if block.status:
+            self.pinned = False
+            warnings.warn(
+                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered {block.status}; copies run "
+                "from pageable memory, more slowly: give the container more memory (or locked memory, ulimit -l), or use "
+                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
+                stacklevel=2,
+            )
+        shelf = self.shelves.setdefault(nbytes, Shelf())
+        shelf.add(block)
+        return shelf
 
-    def take(self, nbytes: int) -> Tensor:
-        """nbytes of a block from the pool, or of a new one of exactly that size."""
-        sizes = [size for size, blocks in self.free.items() if blocks and self._serves(size, nbytes)]
-        block = self.free[min(sizes)].pop() if sizes else self._make(nbytes)
-        return block[:nbytes]
-
-    def give(self, part: Tensor) -> None:
-        """Takes back what take() gave."""
-        block = self.blocks[part.untyped_storage()._cdata][0]
-        self.free.setdefault(block.numel(), []).append(block)
+    def take(self, nbytes: int) -> Lease:
+        """A lease of a Block of at least nbytes from the pool, or of a new one of exactly that size."""
+        for size in sorted(size for size in self.shelves if self._serves(size, nbytes)):
+            lease = self.shelves[size].take()
+            if lease is not None:
+                return lease
+        return self._make(nbytes).take()
 
     def reserve(self, sizes: dict[int, int]) -> None:
         """Makes sure that `sizes[nbytes]` requests of each size can be served; says how far it is where that takes long."""
         missing = {
-            n: count - sum(len(b) for s, b in self.free.items() if self._serves(s, n)) for n, count in sizes.items()
+            n: count - sum(shelf.free for s, shelf in self.shelves.items() if self._serves(s, n))
+            for n, count in sizes.items()
         }
         total = sum(nbytes * count for nbytes, count in missing.items() if count > 0)
         told = self.pinned and total >= 4 << 30
         done = 0
-        for nbytes, count in missing.items():
-            for _ in range(count):
-                self.free.setdefault(nbytes, []).append(self._make(nbytes))
-                done += nbytes
-                if told and (done >> 30) != ((done - nbytes) >> 30):
-                    progress = f"\rhfpatch: pinning host memory {done / 2**30:.0f}/{total / 2**30:.0f} GiB"
-                    print(progress, end="", file=sys.stderr, flush=True)
+        try:
+            for nbytes, count in missing.items():
+                for _ in range(count):
+                    self._make(nbytes)
+                    done += nbytes
+                    if told and (done >> 30) != ((done - nbytes) >> 30):
+                        progress = f"\rhfpatch: pinning host memory {done / 2**30:.0f}/{total / 2**30:.0f} GiB"
+                        print(progress, end="", file=sys.stderr, flush=True)
+        except BaseException:
+            self.keep_only(())  # half a reservation serves nobody
+            raise
         if told:
             print(file=sys.stderr, flush=True)
 
     def keep_only(self, sizes) -> None:
-        """Frees the waiting blocks that serve none of these sizes."""
-        for size in list(self.free):
+        """Frees the waiting blocks that serve none of these sizes. No copy may be under way."""
+        for size in list(self.shelves):
             if not any(self._serves(size, n) for n in sizes):
-                for block in self.free.pop(size):
-                    self._drop(block)
-
-    def _drop(self, block: Tensor) -> None:
-        self.bytes_held -= block.numel()
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-        del self.blocks[block.untyped_storage()._cdata]
-
-    def close(self) -> None:
-        """Frees what is not in use; pinned blocks are unregistered before their memory goes."""
-        self.keep_only(())
-
-    def __del__(self):
-        if not self.blocks or sys.is_finalizing():
-            return
-        if self.pinned:
-            torch.cuda.synchronize()
-        # Nothing may stay registered whose memory goes with the pool: a later mapping could get the same addresses.
-        for block, _ in list(self.blocks.values()):
-            self._drop(block)
-
-
-class _NoStream:
-    """Stands for a CUDA stream or event where copies are synchronous."""
-
-    def wait_event(self, event):
-        pass
-
-    def record(self, stream=None):
-        pass
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        pass
+                self.shelves[size].drop_free()
+                if not len(self.shelves[size]):
+                    del self.shelves[size]
 
 
 @dataclass
 class Saved:
-    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or `block` in the pool, or `file` on the disk."""
+    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the pool, or in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kept: Tensor | None = None
     version: int = 0
-    block: Tensor | None = None
-    file: object | None = None
+    block: Lease | None = None
+    file: File | None = None
     written: object | None = None  # event after which block or file holds the bytes
-    pool: HostPool | None = field(default=None, repr=False)
 
     @property
     def row_bytes(self) -> int:
@@ -164,7 +137,7 @@ class Saved:
                 "hfpatch: expected one backward through this graph, came to it a second time; "
                 "pass retain_graph=True to the first backward."
             )
-        if self.kept._version != self.version:
+        if version(self.kept) != self.version:
             raise RuntimeError(
                 "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
                 "clone it before the in-place operation."
@@ -172,10 +145,6 @@ class Saved:
         return self.kept
 
     def release(self) -> None:
-        if self.block is not None:
-            self.pool.give(self.block)
-        if self.file is not None:
-            self.file.remove()
         self.kept = self.block = self.file = None
 
     @property
@@ -184,94 +153,105 @@ class Saved:
 
 
 @dataclass
-class Ticket:
-    """A fetch under way: wait() makes the compute stream wait for it and returns the tensors."""
+class Slot:
+    """A device buffer for the pieces of one tile."""
 
-    tensors: list[Tensor]
-    ready: object
-    finish: object = None
-    slot: int | None = None
+    bytes: Tensor
+    after: object  # event of its last use
+
+
+class Ticket:
+    """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the ticket's end) the memory."""
+
+    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Lease | None):
+        self.device, self.side, self.tensors, self.slot = device, side, tensors, slot
+        self.owner = device.current()  # the stream from whose memory the tensors come
+        self.user = None
+        self.copying, self.ready = False, None
+        self.reads: list[tuple[Tensor, Read]] = []
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, safe to use on the current stream."""
+        if self.reads:
+            self.copying = True
+            with self.device.on(self.side), torch.no_grad():
+                while self.reads:
+                    destination, read = self.reads[0]
+                    read.land(destination, self.side)
+                    del self.reads[0]
+            self.ready = self.device.mark(self.side)
+        if self.copying:
+            self.user = self.device.current()
+            self.device.wait(self.ready, self.user)
+        return self.tensors
+
+    def done(self) -> None:
+        """The last use of the tensors is launched, or nobody wants them."""
+        device = self.device
+        if self.copying:
+            if self.user is None:  # nobody waited; where the copies were cut short there is no event either
+                device.wait(self.ready or device.mark(self.side), self.owner)
+            elif self.user != self.owner:
+                device.wait(device.mark(self.user), self.owner)
+            self.copying = False
+        if self.slot is not None:
+            self.slot.thing.after = device.mark(self.user or self.owner)
+            self.slot = None
+        self.tensors, self.reads = [], []
+
+    def __del__(self, finalizing=sys.is_finalizing):
+        if not finalizing():
+            self.done()
 
 
 class Transfers:
-    """Copies of one device to and from a tier ("gpu", "host" or a directory), on two streams of their own."""
+    """Copies of one device to and from a tier ("gpu", "host" or "disk" with a directory), on two streams of their own."""
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
-        self.device, self.tier = device, tier
-        self.cuda = device.type == "cuda"
-        self.pool = HostPool(pinned=self.cuda)
+        self.device, self.tier = device_for(device), tier
+        self.on_device = device
+        self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
-        make = (lambda: torch.cuda.Stream(device)) if self.cuda else _NoStream
-        self.to_host, self.to_device = make(), make()
+        self.to_host, self.to_device = self.device.stream(), self.device.stream()
         self.unsettled: list[tuple[Tensor, object]] = []
-        self.slots: list[Tensor] = []
-        self.slot_free: list[object] = []
-        self.free_slots: deque[int] = deque()
-
-    # -- events ------------------------------------------------------------------------------------------------------
-    def _mark(self, stream=None):
-        """An event recorded now on `stream` (the compute stream by default)."""
-        if not self.cuda:
-            return _NoStream()
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream(self.device))
-        return event
-
-    def _compute_waits(self, event) -> None:
-        if self.cuda:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _on(self, stream):
-        return torch.cuda.stream(stream) if self.cuda else torch.no_grad()
 
     # -- to the tier -------------------------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
         """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
-        saved = Saved(tuple(x.shape), x.dtype, pool=self.pool)
         if self.tier == "gpu":
-            saved.kept, saved.version = x, x._version
-            return saved
+            return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
+        device, saved = self.device, Saved(tuple(x.shape), x.dtype)
         x = x.contiguous()
-        nbytes = x.numel() * x.element_size()
-        written = self._mark()
-        self.to_host.wait_event(written)
-        with self._on(self.to_host), torch.no_grad():
+        self.unsettled.append((x, device.current()))
+        device.wait(device.mark(), self.to_host)
+        with device.on(self.to_host), torch.no_grad():
             if self.disk is not None:
-                saved.file = self.disk.write(x.view(-1).view(torch.uint8), lambda: self._mark(self.to_host))
+                saved.file = self.disk.write(x.view(-1).view(torch.uint8), self.to_host)
             else:
-                saved.block = self.pool.take(nbytes)
-                saved.block.view(x.dtype).view(x.shape).copy_(x, non_blocking=True)
-        saved.written = self._mark(self.to_host)
-        self.unsettled.append((x, saved.written))
+                saved.block = self.pool.take(x.numel() * x.element_size())
+                device.wait(saved.block.thing.busy, self.to_host) if saved.block.thing.busy is not None else None
+                self._rows(saved, saved.block.thing).copy_(x, non_blocking=True)
+        saved.written = device.mark(self.to_host)
         return saved
 
+    @staticmethod
+    def _rows(saved: Saved, block: Block) -> Tensor:
+        """A block's bytes as the tensor that is saved in it."""
+        nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
+        return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
+
     def settle(self) -> None:
-        """Lets go of the sources of all copies, the compute stream waiting for each copy first."""
-        for _, event in self.unsettled:
-            self._compute_waits(event)
-        self.unsettled.clear()
+        """Lets go of the sources of all copies, their streams waiting for the copies first."""
+        if self.unsettled:
+            copied = self.device.mark(self.to_host)
+            for stream in {stream for _, stream in self.unsettled}:
+                self.device.wait(copied, stream)
+            self.unsettled.clear()
 
     # -- from the tier -----------------------------------------------------------------------------------------------
-    def make_ring(self, slots: int, nbytes: int) -> None:
-        """`slots` device buffers of nbytes for tiles under way; kept while the size stays."""
-        if self.slots and self.slots[0].numel() >= nbytes and len(self.slots) >= slots:
-            return
-        assert len(self.free_slots) == len(self.slots), "a ring is replaced while tiles are under way"
-        self.drop_ring()
-        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(slots)]
-        self.slot_free = [self._mark() for _ in self.slots]
-        self.free_slots = deque(range(slots))
-
-    def drop_ring(self) -> None:
-        self.slots, self.slot_free = [], []
-        self.free_slots.clear()
-
-    def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: bool = False) -> Ticket:
-        """Starts copying rows [a, b) of each piece to its destination, or into a ring slot or a new buffer where that is None."""
-        tensors, copies, offset, index = [], [], 0, None
-        if slot:
-            index = self.free_slots.popleft()
-            self.to_device.wait_event(self.slot_free[index])
+    def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Lease | None = None) -> Ticket:
+        """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new buffer where that is None."""
+        device, tensors, copies, offset = self.device, [], [], 0
         for saved, a, b, destination in pieces:
             if saved.resident:
                 whole = saved.tensor()
@@ -280,83 +260,85 @@ class Transfers:
             if destination is None:
                 shape = (saved.shape[0], b - a, *saved.shape[2:])
                 nbytes = shape[0] * shape[1] * saved.row_bytes
-                if slot:
-                    flat = self.slots[index][offset : offset + nbytes]
+                if slot is not None:
+                    flat = slot.thing.bytes[offset : offset + nbytes]
                     offset += -(-nbytes // 256) * 256
                 else:
-                    flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                    flat = torch.empty(nbytes, dtype=torch.uint8, device=self.on_device)
                 destination = flat.view(saved.dtype).view(shape)
             tensors.append(destination)
             copies.append((saved, a, b, destination))
-        # Buffers come from the compute stream's allocator: what ran there before owns their memory until now.
-        if copies and not slot:
-            self.to_device.wait_event(self._mark())
+        ticket = Ticket(device, self.to_device, tensors, slot)
+        if not copies:
+            return ticket
+        # Memory comes from the compute stream's allocator: what ran there before owns it until now.
+        device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
         for saved, *_ in copies:
-            if saved.written is not None:
-                self.to_device.wait_event(saved.written)
-        finish = None
+            device.wait(saved.written, self.to_device)
         if self.disk is not None:
-            jobs = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
-            if jobs:
-                finish = lambda: self._land(jobs)  # noqa: E731
-        else:
-            with self._on(self.to_device), torch.no_grad():
-                for saved, a, b, destination in copies:
-                    if saved.block is None:
-                        saved.tensor()
-                    source = saved.block.view(saved.dtype).view(saved.shape)
-                    # One contiguous copy a batch row: a strided copy between host and device would go through a temporary.
-                    for row in range(saved.shape[0]):
-                        destination[row].copy_(source[row, a:b], non_blocking=True)
-        ready = self._mark(self.to_device) if copies and finish is None else None
-        return Ticket(tensors, ready, finish, index)
-
-    def _land(self, jobs):
-        with self._on(self.to_device), torch.no_grad():
-            for destination, job in jobs:
-                self.disk.land(job, destination, lambda: self._mark(self.to_device))
-        return self._mark(self.to_device)
-
-    def wait(self, ticket: Ticket) -> list[Tensor]:
-        """The ticket's tensors, safe to use on the compute stream."""
-        if ticket.finish is not None:
-            ticket.ready, ticket.finish = ticket.finish(), None
-        if ticket.ready is not None:
-            self._compute_waits(ticket.ready)
-            ticket.ready = None
-        return ticket.tensors
-
-    def done(self, ticket: Ticket) -> None:
-        """The compute stream has its last use of the ticket's slot behind it."""
-        self.wait(ticket)
-        if ticket.slot is not None:
-            self.slot_free[ticket.slot] = self._mark()
-            self.free_slots.append(ticket.slot)
-            ticket.slot = None
-        ticket.tensors = []
+            ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
+            return ticket
+        ticket.copying = True
+        with device.on(self.to_device), torch.no_grad():
+            for saved, a, b, destination in copies:
+                source = self._rows(saved, saved.block.thing)
+                # One contiguous copy a batch row: a strided copy between host and device would go through a temporary.
+                for row in range(saved.shape[0]):
+                    destination[row].copy_(source[row, a:b], non_blocking=True)
+        ticket.ready = device.mark(self.to_device)
+        for saved, *_ in copies:
+            saved.block.thing.busy = ticket.ready
+        return ticket
 
     def finish(self) -> None:
         """Waits on the host until no copy is under way."""
         self.settle()
-        self.to_host.synchronize()
-        self.to_device.synchronize()
+        self.device.synchronize(self.device.mark(self.to_host))
+        self.device.synchronize(self.device.mark(self.to_device))
 
     def close(self) -> None:
-        """Frees the ring and every host block that no graph holds."""
+        """Frees every host block that no graph holds."""
         self.finish()
-        self.drop_ring()
-        self.pool.close()
         if self.disk is not None:
             self.disk.close()
+        self.pool.keep_only(())
 
 
 class FetchQueue:
-    """The tiles that backward will want, in order: as many under way as the ring has slots, across phases and layers."""
+    """The tiles that one backward pass will want, in order: as many under way as its ring has slots, across layers.
+
+    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short: begin() drops it.
+    """
 
     def __init__(self, transfers: Transfers):
         self.transfers = transfers
+        self.task = -1
+        self.ring, self.ring_stream = Shelf(), None
         self.pending: deque = deque()
         self.under_way: deque = deque()
+
+    def begin(self) -> None:
+        """Called where a pass may begin: starts clean where it is not the pass that filled the queue."""
+        task = _graph_task()
+        if task != self.task:
+            self.reset()
+            self.drop_ring()
+            self.task = task
+
+    def make_ring(self, slots: int, nbytes: int) -> None:
+        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use go with their tickets."""
+        device = self.transfers.device
+        rows = self.ring.rows
+        if len(rows) >= slots and rows[0][0].bytes.numel() >= nbytes and self.ring_stream == device.current():
+            return
+        self.drop_ring()
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device) for _ in range(slots)]
+        made = device.mark()
+        self.ring, self.ring_stream = Shelf([Slot(buffer, made) for buffer in buffers]), device.current()
+
+    def drop_ring(self) -> None:
+        """Frees the slots, each when its last ticket goes."""
+        self.ring, self.ring_stream = Shelf(), None
 
     def push(self, owner, requests) -> None:
         """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has come."""
@@ -364,25 +346,27 @@ class FetchQueue:
         self._fill()
 
     def _fill(self) -> None:
-        while self.pending and self.transfers.free_slots:
-            owner, request = self.pending.popleft()
-            self.under_way.append((owner, self.transfers.fetch(request(), slot=True)))
+        while self.pending:
+            slot = self.ring.take()
+            if slot is None:
+                return
+            owner, request = self.pending[0]
+            self.under_way.append((owner, self.transfers.fetch(request(), slot)))
+            self.pending.popleft()
 
     def starts_with(self, owner) -> bool:
         head = self.under_way[0] if self.under_way else self.pending[0] if self.pending else (None,)
         return head[0] is owner
 
     def reset(self) -> None:
-        """Forgets everything: the backward took another order than the forward promised."""
+        """Forgets everything: the backward took another order than the forward promised, or ended early."""
         self.pending.clear()
-        while self.under_way:
-            self.transfers.done(self.under_way.popleft()[1])
+        self.under_way.clear()
 
-    def next(self):
-        """Yields-like: the tensors of the next tile; call release() with the ticket when its last use is launched."""
-        _, ticket = self.under_way.popleft()
-        return ticket, self.transfers.wait(ticket)
+    def next(self) -> Ticket:
+        """The ticket of the next tile; call release() with it when the last use of its tensors is launched."""
+        return self.under_way.popleft()[1]
 
     def release(self, ticket: Ticket) -> None:
-        self.transfers.done(ticket)
+        ticket.done()
         self._fill()

@@ -2,63 +2,112 @@
 
 The nested graphs are built on detached stand-ins, so the parameters' own hooks (tensor hooks, post-accumulate hooks, those of
 DDP, FSDP and ZeRO) see nothing until the layer's autograd function returns the final gradients, once.
+
+The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may have been left by then);
+where one was written to since, that is said. Engines that gather weights around each call swap and refill them as they like:
+there the tensors of the moment are the same weights.
 """
 
 import torch
 from torch import Tensor, nn
 
 
-def trainable(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where each trainable tensor of the layer lives: (module, attribute), each tensor once.
+class Place:
+    """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it)."""
+
+    __slots__ = ("module", "name", "tensor", "version", "trained")
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool):
+        self.module, self.name, self.trained = module, name, tensor.requires_grad
+        self.tensor = None if gathered else tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+
+    @property
+    def _table(self) -> dict:
+        return self.module._parameters if self.name in self.module._parameters else vars(self.module)
+
+    def now(self) -> Tensor:
+        return self._table[self.name]
+
+    def put(self, tensor: Tensor) -> None:
+        self._table[self.name] = tensor
+
+    def in_forward(self) -> Tensor:
+        """The tensor that forward used. RuntimeError where it was written to since."""
+        if self.tensor is None:
+            return self.now()
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                f"hfpatch: expected the weights that forward used, {type(self.module).__name__}.{self.name} was modified in "
+                "place before its backward; step the optimizer (or edit weights) after backward."
+            )
+        return self.tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether an engine gathers this module's parameters around its calls (ZeRO-3, FSDP)."""
+    names = {c.__name__ for c in type(module).__mro__}
+    return "FSDPModule" in names or any(
+        hasattr(p, "ds_id") or hasattr(p, "_is_flat_param") for p in module.parameters()
+    )
+
+
+def noted(layer: nn.Module) -> list[Place]:
+    """Every tensor that the layer computes with, each once.
 
     Sharding engines may hold the gathered weight as a plain attribute in place of the parameter (FSDP1 does): those
     count too.
     """
-    places, seen = [], set()
+    places, seen, sharded = [], set(), is_sharded(layer)
     for module in layer.modules():
         plain = ((n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf)
         for name, tensor in (*module._parameters.items(), *plain):
-            if tensor is not None and tensor.requires_grad and id(tensor) not in seen:
+            if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                places.append((module, name))
+                gathered = sharded or name not in module._parameters or hasattr(tensor, "_fsdp_flattened")
+                places.append(Place(module, name, tensor, gathered))
     return places
 
 
-def current(place: tuple[nn.Module, str]) -> Tensor:
-    """The tensor that stands at a place now."""
-    module, name = place
-    return module._parameters[name] if name in module._parameters else vars(module)[name]
-
-
-def _put(place, tensor) -> None:
-    module, name = place
-    (module._parameters if name in module._parameters else vars(module))[name] = tensor
-
-
 class WeightGradients:
-    """Context in which the layer's trainable tensors are leaves of their own, whose gradients add up here.
+    """Context in which the layer's trained tensors are leaves of their own, whose gradients add up here.
 
     several: more than one tile will contribute, so gradients narrower than float32 add up in float32 and `round()` brings
     them back; with one tile they are kept as they come.
     """
 
-    def __init__(self, places: list[tuple[nn.Module, str]], several: bool):
-        self.places, self.several = places, several
-        self.sums: list[Tensor | None] = [None] * len(places)
-        self.originals: list[Tensor] = []
+    def __init__(self, places: list[Place], several: bool):
+        self.several = several
+        self.trained = [place for place in places if place.trained]
+        self.originals = [place.in_forward() for place in self.trained]
+        self.frozen = [place for place in places if not place.trained]
+        self.sums: list[Tensor | None] = [None] * len(self.trained)
+        self.before: list[tuple[Place, Tensor]] = []
 
     def __enter__(self):
-        for index, place in enumerate(self.places):
-            original = current(place)
-            self.originals.append(original)
-            with torch.no_grad():
-                stand_in = original.detach()
-            # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
-            stand_in.__dict__.update(vars(original))
-            stand_in.requires_grad_(True)
-            stand_in.register_post_accumulate_grad_hook(lambda t, i=index: self._take(i, t))
-            _put(place, stand_in)
+        try:
+            for index, (place, original) in enumerate(zip(self.trained, self.originals)):
+                self._swap(place, self._stand_in(index, original))
+            for place in self.frozen:
+                if place.in_forward() is not place.now():
+                    self._swap(place, place.in_forward())
+        except BaseException:
+            self.__exit__()
+            raise
         return self
+
+    def _swap(self, place: Place, tensor: Tensor) -> None:
+        self.before.append((place, place.now()))
+        place.put(tensor)
+
+    def _stand_in(self, index: int, original: Tensor) -> Tensor:
+        with torch.no_grad():
+            stand_in = original.detach()
+        # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
+        stand_in.__dict__.update(vars(original))
+        stand_in.requires_grad_(True)
+        stand_in.register_post_accumulate_grad_hook(lambda t: self._take(index, t))
+        return stand_in
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
@@ -75,5 +124,13 @@ class WeightGradients:
                 self.sums[index] = self.sums[index].to(original.dtype)
 
     def __exit__(self, *exc):
-        for place, original in zip(self.places, self.originals):
-            _put(place, original)
+        for place, tensor in self.before:
+            place.put(tensor)
+
+
+class AsInForward(WeightGradients):
+    """Context in which the layer has the tensors that forward used, without a gradient."""
+
+    def __init__(self, places: list[Place]):
+        super().__init__(places, several=False)
+        self.frozen, self.trained, self.originals = self.frozen + self.trained, [], []

@@ -12,29 +12,26 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _Held:
-    """One layer's input on its way through the tier."""
+    """One layer's input on its way through the tier. before: that of the layer which gave it, whose backward comes next."""
 
-    def __init__(self, session, x: Tensor):
-        self.transfers = session.transfers
-        self.before = session.last_held()
-        self.saved, self.ticket = self.transfers.save(x), None
-        session.last_held = weakref.ref(self)
+    def __init__(self, transfers, x: Tensor, before):
+        self.transfers, self.before = transfers, before
+        self.saved, self.ticket = transfers.save(x), None
 
-    def fetch(self) -> None:
-        if self.ticket is None:
-            self.ticket = self.transfers.fetch([(self.saved, 0, self.saved.shape[1], None)])
+    def fetch(self):
+        ticket = self.ticket
+        # Fetched on another stream, its memory would go back to that one.
+        if ticket is None or ticket.owner != self.transfers.device.current():
+            ticket = self.ticket = self.transfers.fetch([(self.saved, 0, self.saved.shape[1], None)])
+        return ticket
 
     def get(self) -> Tensor:
-        self.fetch()
-        x = self.transfers.wait(self.ticket)[0]
+        x = self.fetch().wait()[0]
         self.ticket = None
-        if self.before is not None:
-            self.before.fetch()
-            self.before = None
+        before = self.before()
+        if before is not None:
+            before.fetch()
         return x
-
-    def __del__(self):
-        self.saved.release()
 
 
 def offloaded_checkpoint(session, run, x_BTD: Tensor):
@@ -42,14 +39,26 @@ def offloaded_checkpoint(session, run, x_BTD: Tensor):
     policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
+    transfers = session.queues[x_BTD.device, policy.offload].transfers
+    before, y_before = session.last_held or (None, None)
+    before = before if before is not None and y_before() is x_BTD else lambda: None
+    held: list = []
 
     def pack(tensor):
-        return _Held(session, tensor) if tensor.data_ptr() == x_BTD.data_ptr() else tensor
+        if tensor.data_ptr() != x_BTD.data_ptr():
+            return tensor
+        kept = _Held(transfers, tensor, before)
+        held.append(weakref.ref(kept))
+        return kept
 
     def unpack(held):
         return held.get() if isinstance(held, _Held) else held
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        y = checkpoint(run, x_BTD, use_reentrant=False)
-    session.transfers.settle()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = checkpoint(run, x_BTD, use_reentrant=False)
+    finally:
+        transfers.settle()
+    first = y if isinstance(y, Tensor) else y[0]
+    session.last_held = (held[0], weakref.ref(first)) if held else None
     return y

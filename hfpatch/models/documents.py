@@ -1,41 +1,128 @@
 """Which tokens may see each other, decided once a step from what the caller passed, never as a [T, T] mask.
 
-Packed documents (position_ids that restart, or cu_seq_lens) and padding (a 2D attention mask) both become ranges of the
-flattened tokens. A padded stretch is a range of its own: what it computes is seen by nobody.
+One rule for every family. Without a mask and without a cache a document starts wherever a position is not its predecessor plus
+1 (transformers' rule for sdpa). Beside a 2D mask or a cache, where transformers looks at the mask alone, a document starts where
+the positions of the visible tokens restart: jumps (PoSE), fractions (interpolation) and repeats start none, so those equal
+transformers; packed rows stay isolated, where transformers lets their documents see each other. A masked token hides itself as a
+key and nothing else.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.ops.attention import Documents
 
 
-class ToHost:
-    """A small device tensor on its way to the host, on a side stream: waiting for it does not wait for the layers."""
+@dataclass(frozen=True)
+class Rows:
+    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that nobody sees, or None."""
 
-    _streams: dict = {}
+    documents: Documents | None = None
+    hidden_BT: Tensor | None = None
 
-    def __init__(self, x: Tensor):
-        self.event = None
-        if x.device.type != "cuda":
-            self.host = x
-            return
-        if x.device not in self._streams:
-            self._streams[x.device] = torch.cuda.Stream(x.device)
-        stream = self._streams[x.device]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            self.source = x  # alive until the copy has been waited for
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(stream)
 
-    def get(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = self.source = None
-        return self.host
+def _restarts(positions_BT: Tensor) -> Tensor:
+    """Where positions fall: [B, T-1], for tokens 1 to T-1.
+
+    A token that repeats its row's least position starts a document of its own, unless the row repeats others too (positions
+    that were interpolated, not counted) or holds nothing else.
+    """
+    step_BT = positions_BT[:, 1:] - positions_BT[:, :-1]
+    least_B1 = positions_BT.amin(1, keepdim=True)
+    repeats, at_least = step_BT == 0, positions_BT[:, 1:] == least_B1
+    counted_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(1, keepdim=True)
+    return (step_BT < 0) | (repeats & at_least & counted_B1)
+
+
+def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, counted: bool) -> Tensor:
+    """[B, T-1] of bool. counted: whether a mask or a cache stands beside the positions."""
+    if not counted:
+        return positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    if visible_BT is None:
+        return _restarts(positions_BT)
+    # Of the visible tokens alone, in their order: stable, so that hidden ones go behind them.
+    order_BT = (~visible_BT).to(torch.uint8).argsort(dim=1, stable=True)
+    ordered_BT = positions_BT.gather(1, order_BT)
+    last_B1 = visible_BT.sum(1, keepdim=True) - 1
+    top_B1 = ordered_BT.gather(1, last_B1.clamp_min(0))
+    index_BT = torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(order_BT)
+    # Behind them positions go on counting.
+    ordered_BT = torch.where(index_BT <= last_B1, ordered_BT, top_B1 + index_BT - last_B1)
+    starts_BT = torch.zeros_like(visible_BT).scatter(1, order_BT[:, 1:], _restarts(ordered_BT))
+    return starts_BT[:, 1:] & visible_BT[:, 1:]
+
+
+def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more than one document."""
+    given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
+    starts = lambda positions, mask=None: _document_starts(positions, None if mask is None else mask.bool(), True)  # noqa: E731
+    return bool(ToHost(lambda *x: starts(*x).any(), *given).get())
+
+
+def find_rows(
+    B: int, T: int, device: torch.device, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
+) -> Rows:  # fmt: skip
+    """Documents and hidden keys of a batch (the module's rule).
+
+    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1] offsets over the flattened tokens
+    (FlashAttention's keyword), which wins over positions; chunk: attention ends every so many
+    tokens after a row's left padding (Llama 4); idle_BT: tokens whose output nobody reads, so that hidden ones among them at a
+    row's end cost nothing. ValueError where offsets do not cover the tokens.
+    """
+    packed = cu_seq_lens is not None
+    if packed:
+        bounds = ToHost(cu_seq_lens).get().tolist()
+        if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
+            raise ValueError(
+                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), {bounds[:3]}...{bounds[-1]} came; "
+                "count every token of the batch once."
+            )
+    if attention_mask is None and position_ids is None and chunk is None and not packed:
+        return Rows()
+    given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
+    inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64) if packed else None
+
+    def find(*_):
+        """[B*T + 1]: where documents start; whether keys are hidden. Runs beside the layers, on what came with the batch."""
+        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+        starts_BT[:, 0] = True
+        if packed:
+            starts_BT.view(-1)[inside.to(device)] = True
+        elif position_ids is not None:
+            visible_BT = None if attention_mask is None else attention_mask.bool()
+            starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, visible_BT is not None)
+        hidden, left_BT = torch.zeros((), dtype=torch.bool, device=device), None
+        if attention_mask is not None:
+            left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
+            # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
+            starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
+            starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
+            hidden = holes_BT.any()
+        if chunk is not None:
+            offset_B1 = 0 if left_BT is None else left_BT.sum(1, keepdim=True)
+            starts_BT |= (torch.arange(T, device=device) - offset_B1) % chunk == 0
+        return torch.cat([starts_BT.view(-1), hidden[None]])
+
+    found = (ToHost(find, *given) if given else ToHost(find())).get()
+    starts = found[:-1].nonzero().flatten().tolist()
+    hidden_BT = _hidden(attention_mask, idle_BT)[2] if found[-1] else None
+    return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT)
+
+
+def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Masked tokens before a row's first visible one, idle ones behind its last, and all others: [B, T] of bool each."""
+    visible_BT = attention_mask.bool()
+    left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)
+    rest_BT = ~visible_BT & ~left_BT
+    tail_BT = torch.zeros_like(rest_BT)
+    if idle_BT is not None:
+        tail_BT = rest_BT & (visible_BT.flip(1).cumsum(1) == 0).flip(1)
+        tail_BT = tail_BT & (idle_BT | ~tail_BT).all()
+    return left_BT, tail_BT, rest_BT & ~tail_BT
 
 
 def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
@@ -44,34 +131,3 @@ def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, pin_memory=cuda).to(device, non_blocking=True)
     return Documents(tuple(bounds), cu_seqlens)
-
-
-def find_documents(
-    B: int, T: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seq_lens=None
-) -> Documents | None:
-    """The ranges of tokens that attend within themselves, or None where every row is one causal sequence.
-
-    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T], a new document wherever one is not its predecessor
-    plus 1; cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), which wins.
-    ValueError where offsets do not cover the tokens.
-    """
-    if cu_seq_lens is not None:
-        bounds = ToHost(cu_seq_lens).get().tolist()
-        if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
-            raise ValueError(
-                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), {bounds[:3]}...{bounds[-1]} came; "
-                "count every token of the batch once."
-            )
-        rows = set(bounds) | set(range(0, B * T + 1, T))
-        return _from_bounds(sorted(rows), B, T, device)
-    if attention_mask is None and position_ids is None:
-        return None
-    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
-    starts_BT[:, 0] = True
-    if position_ids is not None:
-        starts_BT[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if attention_mask is not None:
-        mask_BT = attention_mask[:, -T:].bool()
-        starts_BT[:, 1:] |= mask_BT[:, 1:] != mask_BT[:, :-1]
-    starts = ToHost(starts_BT).get().flatten().nonzero().flatten().tolist()
-    return _from_bounds([*starts, B * T], B, T, device)

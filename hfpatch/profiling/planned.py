@@ -33,11 +33,11 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
 
 def _policy(model):
     """What the session of a patched model resolved for the shape it ran last; None without one."""
-    session = sys.modules.get("hfpatch.checkpoint.session")
-    if session is None:
+    module = sys.modules.get("hfpatch.checkpoint.session")
+    if module is None:
         return None
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, session.Session) and value.policies:
+    for part in model.modules():
+        for value in vars(part).values():
+            if isinstance(value, module.Session) and value.policies:
                 return list(value.policies.values())[-1]
     return None

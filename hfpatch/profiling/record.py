@@ -77,19 +77,19 @@ def host_buffers():
     On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if it were the device's.
     """
     held: dict = {}
-    offload = sys.modules.get("hfpatch.checkpoint.offload")
-    if offload is None:
+    device = sys.modules.get("hfpatch.checkpoint.device")
+    if device is None:
         yield held
         return
-    real = offload.host_empty
+    real = device.host_empty
 
     def host_empty(nbytes, *args, **kwargs):
         with record_function(HOST):
-            buffer, owner = real(nbytes, *args, **kwargs)
+            buffer = real(nbytes, *args, **kwargs)
         held[buffer.data_ptr()] = nbytes
-        return buffer, owner
+        return buffer
 
-    with mock.patch.object(offload, "host_empty", host_empty):
+    with mock.patch.object(device, "host_empty", host_empty):
         yield held
 
 

@@ -126,17 +126,17 @@ def _transformers_as_if_real():
 @contextlib.contextmanager
 def _host_buffers(follower: Follower):
     """What the session allocates through host_empty is host memory."""
-    offload = sys.modules.get("hfpatch.checkpoint.offload")
-    if offload is None:
+    device = sys.modules.get("hfpatch.checkpoint.device")
+    if device is None:
         yield
         return
-    real = offload.host_empty
+    real = device.host_empty
 
     def host_empty(*args, **kwargs):
         with follower.host():
             return real(*args, **kwargs)
 
-    with mock.patch.object(offload, "host_empty", host_empty):
+    with mock.patch.object(device, "host_empty", host_empty):
         yield
 
 

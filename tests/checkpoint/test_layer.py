@@ -163,13 +163,11 @@ def test_dropout_is_the_same_when_run_again():
 
     def value(step):
         torch.manual_seed(11)
-        with torch.no_grad():
-            for p, d in zip(trainable, direction):
-                p.add_(d, alpha=step)
+        for p, d in zip(trainable, direction):
+            p.data.add_(d, alpha=step)  # not counted as a write to the weights that backward will use
         hidden = model.base_model.model.model(tokens(2, 20)).last_hidden_state
-        with torch.no_grad():
-            for p, d in zip(trainable, direction):
-                p.sub_(d, alpha=step)
+        for p, d in zip(trainable, direction):
+            p.data.sub_(d, alpha=step)
         return hidden.square().mean()
 
     value(0.0).backward()
@@ -491,7 +489,7 @@ def test_a_dropped_graph_gives_its_memory_back():
         loss = model(ids, labels=ids).loss
         del loss
     pool = model.model._hfpatch_session.transfers.pool
-    assert sum(b.numel() for blocks in pool.free.values() for b in blocks) == pool.bytes_held > 0
+    assert pool.bytes_free == pool.bytes_held > 0
 
 
 def test_the_model_can_be_freed():

@@ -1,0 +1,217 @@
+"""Streams, events, pinned memory and threads: the one way in which the session reaches a device.
+
+`Device` is one whose copies are synchronous, the CPU; `CudaDevice` the real one. Tests hand in their own with `standing_in`
+and so see every synchronisation (tests/faults/checker.py).
+"""
+
+import mmap
+import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def host_empty(nbytes: int, mapped: bool) -> Tensor:
+    """A host buffer of nbytes (uint8). Every host buffer of the session is made here.
+
+    mapped: pages of its own, for pinning. Private ones that a fork does not inherit: a data loader's workers would keep
+    shared ones alive after they are freed here. MemoryError where the system has no more.
+    """
+    if not mapped:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = mmap.mmap(-1, nbytes, **private)
+    except OSError as error:
+        raise MemoryError(
+            f"hfpatch: expected {nbytes / 2**30:.2f} GiB of host memory, the system answered: {error}; "
+            "give the container more memory, or use Checkpointing(every=2) or Checkpointing(offload='/a/directory')."
+        ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Device:
+    """A device whose copies are done when they return: there is one stream, None, and events are None."""
+
+    pins = False  # whether host blocks are worth pinning
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    # -- streams and events ------------------------------------------------------------------------------------------
+    def stream(self):
+        """A new stream for copies."""
+        return None
+
+    def current(self):
+        """The stream on which this thread's kernels run now."""
+        return None
+
+    def on(self, stream):
+        """Context in which kernels and copies run on `stream`."""
+        return nullcontext()
+
+    def mark(self, stream=None):
+        """An event recorded now on `stream` (the current one by default)."""
+        return None
+
+    def wait(self, event, stream=None) -> None:
+        """`stream` (the current one by default) waits for the event; the host does not."""
+
+    def synchronize(self, event=None) -> None:
+        """The host waits for the event, or for everything."""
+
+    # -- host memory -------------------------------------------------------------------------------------------------
+    def pin(self, block: Tensor) -> int:
+        """Registers a host buffer with the device; 0, or the error."""
+        return 0
+
+    def unpin(self, block: Tensor) -> None:
+        """The reverse, once no copy uses it any more."""
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """Starts the copy of a few values to the host, on the current stream."""
+        return values
+
+    def host_bytes(self, block: Tensor, writes: bool) -> memoryview:
+        """A host buffer's bytes, for this thread to read or write."""
+        return memoryview(block.numpy())
+
+    def threads(self, count: int, name: str):
+        """Threads for files."""
+        return ThreadPoolExecutor(count, name)
+
+
+class CudaDevice(Device):
+    pins = True
+
+    def stream(self):
+        return torch.cuda.Stream(self.device)
+
+    def current(self):
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream):
+        return torch.cuda.stream(stream)
+
+    def mark(self, stream=None):
+        event = torch.cuda.Event()
+        event.record(stream or torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event, stream=None) -> None:
+        (stream or torch.cuda.current_stream(self.device)).wait_event(event)
+
+    def synchronize(self, event=None) -> None:
+        event.synchronize() if event is not None else torch.cuda.synchronize(self.device)
+
+    def pin(self, block: Tensor) -> int:
+        status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+        if status:
+            try:  # CUDA keeps the error for the next kernel to report: this one does
+                torch.zeros(1, device=self.device)
+            except RuntimeError:
+                pass
+        return status
+
+    def unpin(self, block: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+    def to_host(self, values: Tensor) -> Tensor:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+class Block:
+    """Host memory of an exact size, pinned where the device can; unpinned before its memory goes."""
+
+    def __init__(self, device: Device, nbytes: int, pin: bool):
+        self.bytes = host_empty(nbytes, device.pins)
+        self.busy = None  # event of the last copy out of it
+        self.status = device.pin(self.bytes) if pin else 0
+        if pin and not self.status:
+            weakref.finalize(self, _unpin, device, self.bytes, os.getpid()).atexit = False
+
+
+def _unpin(device: Device, block: Tensor, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has neither the memory nor the device
+        device.synchronize()
+        device.unpin(block)
+
+
+_devices: dict[torch.device, Device] = {}
+
+
+def device_for(device: torch.device) -> Device:
+    if device not in _devices:
+        _devices[device] = (CudaDevice if device.type == "cuda" else Device)(device)
+    return _devices[device]
+
+
+@contextmanager
+def standing_in(device: torch.device, other: Device):
+    """Within, `other` stands for the device wherever something is begun."""
+    before = _devices.get(device)
+    _devices[device] = other
+    try:
+        yield other
+    finally:
+        del _devices[device]
+        if before is not None:
+            _devices[device] = before
+
+
+class ToHost:
+    """A few values computed from a batch, on their way to the host on a side stream: waiting for them waits for no layer.
+
+    compute(*inputs) gives the values, or is the tensor itself. The side stream waits for the inputs alone where
+    `arrived(inputs)` was called when they came, else for what their stream has been given so far.
+    """
+
+    _streams: dict = {}
+
+    def __init__(self, compute, *inputs: Tensor):
+        if isinstance(compute, Tensor):
+            compute, inputs = (lambda x: x), (compute,)
+        self.device = device_for(inputs[0].device)
+        if self.device not in self._streams:
+            self._streams[self.device] = self.device.stream()
+        side = self._streams[self.device]
+        self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
+        for event in _arrivals(inputs, self.device):
+            self.device.wait(event, side)
+        with self.device.on(side), torch.no_grad():
+            self.values = compute(*inputs)
+            self.host = self.device.to_host(self.values)
+            self.event = self.device.mark(side)
+
+    def get(self) -> Tensor:
+        self.device.synchronize(self.event) if self.inputs else None
+        self.inputs = self.values = None
+        return self.host
+
+    def __del__(self):
+        # Nobody asked: the inputs must not go back to the allocator under the copy.
+        if getattr(self, "inputs", None) and hasattr(self, "event"):
+            self.device.wait(self.event, self.stream)
+
+
+def _arrivals(inputs, device: Device) -> list:
+    noted = [vars(x).get("_hfpatch_arrived") for x in inputs]
+    if any(note is None or note[1] != x._version for note, x in zip(noted, inputs)):
+        return [device.mark()]
+    return [event for event, _ in noted]
+
+
+def arrived(batch: dict) -> None:
+    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued."""
+    events: dict = {}
+    for x in batch.values():
+        if isinstance(x, Tensor):
+            if x.device not in events:
+                events[x.device] = device_for(x.device).mark()
+            x._hfpatch_arrived = (events[x.device], x._version)

@@ -1,0 +1,41 @@
+"""What a kind of layer answered when it was asked how it is built."""
+
+import sys
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a kind of layer answered when it was asked (models/verdict.py, or at its first call).
+
+    attention: names of the modules that called attention, in order; block: it is norm, attention, norm, MLP as `block_pre` and
+    `block_post` have it; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
+    run again in backward; reason: why it is not tiled, or None.
+    """
+
+    attention: tuple[str, ...] = ()
+    block: bool = False
+    dead_post: tuple[str, ...] = ()
+    dead_pre: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+def rope_of(attn: nn.Module):
+    """The rotation that this attention's file of transformers uses, or None."""
+    base = getattr(attn, "_hfpatch_base", type(attn))
+    return getattr(sys.modules.get(base.__module__), "apply_rotary_pos_emb", None)
+
+
+def looks_like_a_block(layer: nn.Module) -> bool:
+    """Whether the layer has the modules that a block has; whether it is one, a probe says."""
+    attn = getattr(layer, "self_attn", None)
+    has = lambda m, names: all(hasattr(m, n) for n in names)  # noqa: E731
+    return (
+        attn is not None
+        and has(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
+        and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
+        and getattr(attn, "sinks", None) is None
+        and rope_of(attn) is not None
+    )

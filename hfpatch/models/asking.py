@@ -1,0 +1,236 @@
+"""The attention and the mask that a patched model's layers meet, and the three ways in which a layer is asked.
+
+Both are registered in transformers' interfaces under our name, which a model's configs carry only while its decoder (or a layer
+in backward) runs: `config.json`, other code that reads `config._attn_implementation`, and other models see the user's choice.
+
+    pre     Noting: attention notes q, k, v and what was asked of it, and stops the layer's forward with an exception
+    post    Answering: attention answers with the tile of the output that it is given
+    whole   neither: attention computes itself, for layers that do not run tile by tile
+"""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfpatch.models.masks import Batch, Mask, describe
+from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
+
+NAME = "hfpatch"
+
+
+class Stopped(BaseException):
+    """Ends a layer's forward at its attention. Not an Exception: code that catches those must not swallow it."""
+
+
+class _Here(threading.local):
+    role = None  # Noting or Answering
+    batch: Batch | None = None  # what the mask function describes
+    idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
+
+
+here = _Here()
+
+
+@dataclass
+class Asked:
+    """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and what it asks for."""
+
+    module: torch.nn.Module
+    q_BHTE: Tensor
+    k_BKTE: Tensor
+    v_BKTE: Tensor
+    mask: object
+    scale: float
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+    dropout: float = 0.0
+
+    def why_not_tiled(self) -> str | None:
+        """None where this call can be tiled, else the reason."""
+        if self.dropout:
+            return "attention dropout"
+        if isinstance(self.mask, Tensor):
+            return "an attention mask of the caller's own"
+        if isinstance(self.mask, Mask) and self.mask.build is not None:
+            return "a mask that is neither causal, a window nor chunks"
+        if not getattr(self.module, "is_causal", True):
+            return "attention that is not causal"
+        q, k = self.q_BHTE, self.k_BKTE
+        if q.shape[2] != k.shape[2]:
+            return "queries and keys of different lengths"
+        return None
+
+    def pattern(self) -> Pattern:
+        if isinstance(self.mask, Mask):
+            return self.mask.pattern(self.softcap)
+        return CAUSAL if self.softcap is None else Pattern(softcap=self.softcap)
+
+
+class Noting:
+    """pre: keeps the calls of one forward, which ends at the last of them."""
+
+    def __init__(self, n_calls: int):
+        self.n_calls, self.calls = n_calls, []
+
+    def __call__(self, asked: Asked):
+        self.calls.append(asked)
+        if len(self.calls) == self.n_calls:
+            raise Stopped
+        # The calls of a layer do not depend on each other (models/answers.py saw to it): any answer does.
+        q, v = asked.q_BHTE, asked.v_BKTE
+        return q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+class Answering:
+    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order."""
+
+    def __init__(self, answers: list[Tensor]):
+        self.answers = list(answers)
+
+    def __call__(self, asked: Asked):
+        return self.answers.pop(0)
+
+
+@contextmanager
+def asking(role):
+    """Layers that run here meet `role` at their attention."""
+    before, here.role = here.role, role
+    try:
+        yield role
+    finally:
+        here.role = before
+
+
+# --- which configs name our attention now -----------------------------------------------------------------------------
+
+_entered: dict = {}  # id(config): [how many, what it named before]
+_lock = threading.Lock()
+
+
+@contextmanager
+def our_attention(configs, batch: Batch | None):
+    """Within, the configs name our attention, and masks describe `batch`."""
+    before, here.batch = here.batch, batch
+    with _lock:
+        for config in configs:
+            entry = _entered.setdefault(id(config), [0, config._attn_implementation_internal])
+            entry[0] += 1
+            config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        here.batch = before
+        with _lock:
+            for config in configs:
+                entry = _entered[id(config)]
+                entry[0] -= 1
+                if not entry[0]:
+                    config._attn_implementation_internal = _entered.pop(id(config))[1]
+
+
+# --- what is registered -----------------------------------------------------------------------------------------------
+
+
+def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None, local_size=None,
+         use_vmap=False, device=None, **kwargs):  # fmt: skip
+    """A Mask. Keywords are those that transformers passes to its own mask functions."""
+    batch = here.batch
+    if batch is None:  # a model of somebody else's: what it says is all there is
+        batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
+    theirs = dict(
+        batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, kv_offset=kv_offset,
+        attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **kwargs,
+    )  # fmt: skip
+    if q_length is not None:
+        theirs["q_length"] = q_length
+    if device is not None:
+        theirs["device"] = device
+    kind = None
+    if not use_vmap and kv_length == batch.T and not kv_offset:
+        kind = describe(mask_function, batch.T, local_size, batch.device)
+    if kind is None:
+        theirs["allow_is_causal_skip"] = False
+        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**theirs))
+    return Mask(batch, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
+
+
+def attention(
+    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
+):
+    """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
+    asked = Asked(
+        module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux,
+        dropout if module.training else 0.0,
+    )  # fmt: skip
+    return (_whole(asked) if here.role is None else here.role(asked)), None
+
+
+class _Attention(torch.autograd.Function):
+    """The two directions of ops/attention.py for a layer that is not tiled."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, asked, backend):
+        out, lse, state = attention_forward(q, k, v, **asked, sinks_H=sinks, backend=backend)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.asked, ctx.state, ctx.backend = asked, state, backend
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = attention_backward(dout, q, k, v, out, lse, ctx.state, **ctx.asked, sinks_H=sinks, backend=ctx.backend)
+        return *grads, *(None,) * (6 - len(grads))
+
+
+def _whole(asked: Asked) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
+    if asked.why_not_tiled() is None:
+        pattern = asked.pattern()
+        unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
+        backend = "blocks" if unsupported else pick(q, k)
+        return _Attention.apply(q, k, v, asked.sinks_H, {"scale": asked.scale, "pattern": pattern}, backend)
+    return _plain(asked)
+
+
+def _plain(asked: Asked) -> Tensor:
+    """With a whole mask, or dropout, as transformers' own functions do it."""
+    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
+    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
+    causal = getattr(asked.module, "is_causal", True) and q.shape[2] == k.shape[2]
+    if asked.softcap is None and asked.sinks_H is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            asked.dropout,
+            causal and mask is None,
+            scale=asked.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.transpose(1, 2).contiguous()
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * asked.scale
+    if asked.softcap is not None:
+        scores = asked.softcap * torch.tanh(scores / asked.softcap)
+    if mask is None and causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+    if asked.sinks_H is not None:
+        scores = torch.cat([scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    p = torch.nn.functional.dropout(p[..., : k.shape[2]], asked.dropout)
+    return (p @ v).transpose(1, 2).contiguous()
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)

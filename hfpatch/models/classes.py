@@ -1,0 +1,79 @@
+"""A module gets its fused class by `module.__class__ = mixed(Part, type(module))`.
+
+That is transformers' own class with a part mixed over it, of the same name, so that wrap policies, `save_pretrained` and
+whoever else reads names find what they look for. Parameters, hooks and state_dict keys stay as they were, and the class
+survives pickle and deepcopy.
+"""
+
+import copyreg
+import inspect
+from functools import cache, wraps
+
+from torch import nn
+
+from hfpatch.compat import record_outputs_like
+
+
+def _rebuild(part: type, base: type):
+    return (made := mixed(part, base)).__new__(made)
+
+
+class Mixed:
+    """What every mixed class knows: the class it was made from."""
+
+    _hfpatch_base: type
+    _hfpatch_part: type
+
+    def __reduce_ex__(self, protocol):
+        state = super().__reduce_ex__(protocol)
+        # (copyreg.__newobj__, (cls,), state, ...): the class is made anew, what it holds is the object's own.
+        assert state[0] is copyreg.__newobj__, "hfpatch: a module with a pickling of its own cannot be rebuilt"
+        return _rebuild, (self._hfpatch_part, self._hfpatch_base), *state[2:]
+
+
+@cache
+def mixed(part: type, base: type) -> type:
+    """The class of modules of class `base` with `part` over it."""
+    made = type(
+        base.__name__, (part, Mixed, base),
+        {"_hfpatch_base": base, "_hfpatch_part": part, "__module__": part.__module__, "__doc__": base.__doc__},
+    )  # fmt: skip
+    record_outputs_like(made, base)
+    return made
+
+
+def swap(module: nn.Module, part: type) -> None:
+    module.__class__ = mixed(part, type(module))
+
+
+def is_mixed(module: nn.Module) -> bool:
+    return isinstance(module, Mixed)
+
+
+def unswap(module: nn.Module) -> None:
+    """transformers' class again."""
+    module.__class__ = type(module)._hfpatch_base
+
+
+# --- forwards that know their caller's arguments by name ----------------------------------------------------------------
+
+
+def keeps_signature(cls: type, part: type) -> None:
+    """Gives cls a forward that hands on to `_hfpatch_forward(args, kwargs)` under the signature of the class below `part`.
+
+    Trainer reads it to decide which columns of a dataset to keep.
+    """
+    base = next(c for c in cls.__mro__[1:] if "forward" in vars(c) and c is not part)
+
+    @wraps(base.forward)
+    def forward(self, *args, **kwargs):
+        return self._hfpatch_forward(args, kwargs)
+
+    cls.forward = forward
+
+
+@cache
+def positional(base: type) -> tuple[str, ...]:
+    """The names of the arguments that a class's forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)[1:]

@@ -1,0 +1,69 @@
+"""Where a model keeps its decoder: the list of layers, the module that runs them, the one that has the head and the loss."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """layers: the decoder layers in order; stack: the module whose forward runs them; causal: the module around it that has the
+    head, or None; norm_path: where, seen from `causal`, the norm between the last layer and the head is, or None."""
+
+    layers: tuple[nn.Module, ...]
+    stack: nn.Module
+    causal: nn.Module | None
+    norm_path: str | None
+
+
+def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
+    """The longest list of modules that transformers can checkpoint, held by the module itself."""
+    lists = [m for m in stack.children() if isinstance(m, nn.ModuleList) and len(m)]
+    able = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
+    return max(able, key=len) if able else None
+
+
+def _text_decoder(model: nn.Module) -> nn.Module | None:
+    """What transformers calls the decoder: the text tower of a multimodal model."""
+    for module in model.modules():
+        get = getattr(type(module), "get_decoder", None)
+        if get is not None and hasattr(module, "config"):
+            try:
+                return module.get_decoder()
+            except (AttributeError, NotImplementedError):
+                return None
+    return None
+
+
+def find_decoder(model: nn.Module) -> Decoder | None:
+    """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list of layers."""
+    stack = _text_decoder(model)
+    if stack is None or list_of_layers(stack) is None:
+        stacks = [(len(found), m) for m in model.modules() if (found := list_of_layers(m)) is not None]
+        if not stacks:
+            return None
+        stack = max(stacks, key=lambda pair: pair[0])[1]
+    layers = tuple(list_of_layers(stack))
+    causal = next((m for m in model.modules() if _has_head(m) and any(inner is stack for inner in m.modules())), None)
+    path = None
+    if causal is not None:
+        norm = next(
+            (n for n, m in stack.named_children() if n in ("norm", "final_layernorm", "ln_f", "final_norm")), None
+        )
+        place = next(n for n, m in causal.named_modules() if m is stack)
+        path = None if norm is None else f"{place}.{norm}" if place else norm
+    return Decoder(layers, stack, causal, path)
+
+
+def _has_head(module: nn.Module) -> bool:
+    """Whether this is a causal language model that calls its head by an attribute of its own."""
+    get = getattr(type(module), "get_output_embeddings", None)
+    if (
+        get is None
+        or not hasattr(type(module), "loss_function")
+        or hasattr(module, "peft_config")
+        and hasattr(module, "base_model")
+    ):
+        return False
+    head = module.get_output_embeddings()
+    return head is not None and any(m is head for m in module._modules.values())

@@ -1,0 +1,260 @@
+"""Any decoder layer, tile by tile: its own forward is asked for the part before its attention and for the part after it.
+
+Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledLayer` is mixed over a layer's class.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from hfpatch import ops
+from hfpatch.checkpoint.layer import tiled_layer
+from hfpatch.checkpoint.whole import offloaded_checkpoint
+from hfpatch.models.answers import Answers, rope_of
+from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
+from hfpatch.models.dead import without_values
+from hfpatch.models.parts import FusedAttention, FusedRMSNorm
+from hfpatch.ops.attention import Pattern, supported
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of attention was asked for."""
+
+    scale: float
+    pattern: Pattern
+    sinks_H: Tensor | None
+
+
+# --- the arguments of a layer, cut along tokens -------------------------------------------------------------------------
+
+
+def _token_axis(x, B: int, T: int) -> int | None:
+    """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [..., T]."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or T not in x.shape:
+        return None
+    if x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == T:
+        return 1
+    for axis in (-2, -1, 0, 1):
+        if x.dim() >= abs(axis) and axis < x.dim() and x.shape[axis] == T:
+            return axis % x.dim()
+    return next(i for i, n in enumerate(x.shape) if n == T)
+
+
+class Arguments:
+    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
+
+    def __init__(self, args, kwargs, B: int, T: int):
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.axes = [_token_axis(x, B, T) for x in self.leaves]
+        self.kwargs, self.T = kwargs, T
+
+    def tile(self, a: int, b: int):
+        """(args, kwargs) of tokens a to b."""
+        if (a, b) == (0, self.T):
+            return pytree.tree_unflatten(self.leaves, self.spec)
+        leaves = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+# --- asking -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ask:
+    """`pre` and `post` of one call of a layer, for tiles of its tokens.
+
+    asked: what each attention call asked for, as of the last `pre`; returns_tuple: whether the layer returns its output alone or
+    as the first of a tuple.
+    """
+
+    layer: nn.Module
+    arguments: Arguments
+    answers: Answers
+    configs: tuple
+    batch: object
+    forward: object = None  # the layer's own, where it is not a TiledLayer yet
+    asked: list[_Call] = field(default_factory=list)
+    returns_tuple: bool = False
+
+    def _forward(self, x_BtD: Tensor, a: int, b: int):
+        args, kwargs = self.arguments.tile(a, b)
+        with our_attention(self.configs, self.batch):
+            return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
+
+    def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
+        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call.
+
+        dead: the values of Answers.dead_pre are not computed. RuntimeError where the layer does not reach its attention.
+        """
+        with without_values(self.layer, self.answers.dead_pre if dead else ()):
+            if self.answers.block:
+                return self._block_pre(x_BtD, a, b)
+            note = Noting(len(self.answers.attention))
+            try:
+                with asking(note):
+                    self._forward(x_BtD, a, b)
+            except Stopped:
+                pass
+            else:
+                raise RuntimeError(
+                    f"hfpatch: expected {type(self.layer).__name__} to call attention {note.n_calls} times, "
+                    f"{len(note.calls)} came; use apply(model, checkpointing='off')."
+                )
+        self.asked = [_Call(c.scale, self._pattern(c), c.sinks_H) for c in note.calls]
+        return [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
+
+    def _pattern(self, asked: Asked) -> Pattern:
+        with our_attention((), self.batch):
+            return asked.pattern()
+
+    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> Tensor:
+        """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call."""
+        with without_values(self.layer, self.answers.dead_post if dead else ()):
+            if self.answers.block:
+                return self._block_post(x_BtD, outs_BtHE[0])
+            with asking(Answering(outs_BtHE)):
+                y = self._forward(x_BtD, a, b)
+        self.returns_tuple = isinstance(y, tuple)
+        return y[0] if self.returns_tuple else y
+
+    # The commonest block (norm, attention, norm, MLP, nothing beside) without what lies around it, and with the residual
+    # added in the second norm's pass: the same modules called in the same order, bit for bit what the layer answers.
+
+    def _block_pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
+        attn = self.layer.self_attn
+        h = self.layer.input_layernorm(x_BtD)
+        shape = (*h.shape[:-1], -1, attn.head_dim)
+        q, k, v = (p(h).view(shape) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+        if hasattr(attn, "q_norm"):
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        cos, sin = self.arguments.kwargs["position_embeddings"]
+        rotate = ops.rope if isinstance(attn, FusedAttention) else rope_of(attn)
+        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
+        mask = self.arguments.kwargs.get("attention_mask")
+        pattern = Pattern() if mask is None else mask.pattern()
+        self.asked = [_Call(attn.scaling, pattern, None)]
+        return [q.transpose(1, 2), k.transpose(1, 2), v]
+
+    def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
+        layer = self.layer
+        h, norm = layer.self_attn.o_proj(out_BtHE.flatten(2)), layer.post_attention_layernorm
+        if isinstance(norm, FusedRMSNorm):
+            normed, total = norm(h, residual=x_BtD)
+        else:
+            total = x_BtD + h
+            normed = norm(total)
+        return total + layer.mlp(normed)
+
+
+# --- the layer ----------------------------------------------------------------------------------------------------------
+
+
+def _run_directly(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+class TiledLayer:
+    """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
+
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers.
+    """
+
+    @property
+    def _gradient_checkpointing_func(self):
+        # transformers sets one whenever checkpointing is turned on; the session takes its place.
+        return _run_directly
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function):
+        vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
+
+    def stock_forward(self, *args, **kwargs):
+        """The layer as transformers has it."""
+        return super().forward(*args, **kwargs)
+
+    def why_not_tiled(self, x: Tensor, mask) -> str | None:
+        """None where this layer can run tile by tile now, else the reason."""
+        answers = self._hfpatch_answers
+        if answers.reason:
+            return answers.reason
+        attentions = [self.get_submodule(name) for name in answers.attention]
+        for attn in attentions:
+            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
+                return "attention dropout"
+        for name in {n for path in answers.attention for n in _ancestors(path)}:
+            if _has_hooks(self.get_submodule(name)):
+                return f"hooks on {name}"
+        if mask is not None:
+            for attn in attentions:
+                reason = Asked(attn, x[:, :, None], x[:, :, None], x[:, :, None], mask, 1.0).why_not_tiled()
+                if reason:
+                    return reason
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        pattern = Pattern() if mask is None else mask.pattern()
+        heads = [getattr(attn, "head_dim", 0) or 0 for attn in attentions]
+        return supported(max(heads, default=0), dtype, x.device, pattern)
+
+    def __call__(self, hidden_states, *args, **kwargs):
+        if torch.is_grad_enabled() and not hidden_states.requires_grad and self._under_zero3:
+            # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs before the module's
+            # backward where no input wants a gradient (the first layer under LoRA).
+            hidden_states = hidden_states.detach().requires_grad_(True)
+        return super().__call__(hidden_states, *args, **kwargs)
+
+    @property
+    def _under_zero3(self) -> bool:
+        return any(hasattr(p, "ds_id") for p in self.parameters())
+
+    def forward(self, hidden_states, *args, **kwargs):
+        x, session, batch = hidden_states, self._hfpatch_session, here.batch
+        if torch.compiler.is_compiling() or here.role is not None:
+            return super().forward(x, *args, **kwargs)
+        cache = _cache_of(args, kwargs)
+        if batch is not None and cache is None and x.dim() == 3 and not kwargs.get("output_attentions"):
+            mask = kwargs.get("attention_mask")
+            if self.why_not_tiled(x, mask) is None:
+                arguments = Arguments(args, kwargs, *x.shape[:2])
+                ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch)
+                y = tiled_layer(session, ask, x)
+                return (y,) if ask.returns_tuple else y
+        if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
+            return super().forward(x, *args, **kwargs)
+        if cache is not None:
+            if cache.get_seq_length():
+                return super().forward(x, *args, **kwargs)
+            # Models make an empty cache in training too; running a layer again would write its keys twice.
+            args = [None if isinstance(a, Cache) else a for a in args]
+            kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+
+        def run(h):
+            # Again in backward, when the model's forward has long gone.
+            with our_attention(self._hfpatch_configs if batch is not None else (), batch):
+                return super(TiledLayer, self).forward(h, *args, **kwargs)
+
+        return offloaded_checkpoint(session, run, x)
+
+
+def _ancestors(path: str) -> list[str]:
+    """a.b.c -> a, a.b, a.b.c"""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
+    forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
+    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+
+
+def _cache_of(args, kwargs):
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)

@@ -1,0 +1,270 @@
+"""The loss of any causal language model from its hidden states, without logits.
+
+The model's own forward runs. Where it calls its head it meets a stand-in that notes the hidden states and what becomes of the
+logits (a scale, a soft cap); where it asks for the loss, the head is called once, with labels, so that the engines' hooks around
+that call gather its weight. Whoever does anything else with the stand-in gets real logits.
+"""
+
+import functools
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from hfpatch.checkpoint.device import ToHost
+from hfpatch.models.asking import here
+from hfpatch.models.classes import keeps_signature, positional, swap
+from hfpatch.models.parts import FusedHead, FusedRMSNorm
+
+EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
+
+
+# --- logits that are not there ------------------------------------------------------------------------------------------
+
+
+class Logits:
+    """hidden @ head, not computed: outer * tanh(inner * .) or inner * ., [..., V] in shape. Real logits for all but those."""
+
+    def __init__(self, owner, hidden: Tensor, inner: float = 1.0, outer: float | None = None):
+        self.owner, self.hidden, self.inner, self.outer = owner, hidden, inner, outer
+
+    def _with(self, **changes) -> "Logits":
+        return Logits(
+            **{"owner": self.owner, "hidden": self.hidden, "inner": self.inner, "outer": self.outer, **changes}
+        )
+
+    def _scaled(self, factor):
+        if isinstance(factor, Tensor) or isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            return self.real() * factor
+        return self._with(inner=self.inner * factor) if self.outer is None else self._with(outer=self.outer * factor)
+
+    def __mul__(self, factor):
+        return self._scaled(factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor):
+        return self._scaled(1 / divisor) if isinstance(divisor, (int, float)) and divisor else self.real() / divisor
+
+    def tanh(self):
+        return self._with(outer=1.0) if self.outer is None else self.real().tanh()
+
+    def float(self):
+        return self  # the loss is computed in float32 whatever the logits' dtype
+
+    def contiguous(self):
+        return self
+
+    def real(self) -> Tensor:
+        """The logits themselves, as the model would have had them."""
+        z = self.owner._hfpatch_head()(self.hidden)
+        z = z * self.inner if self.inner != 1 else z
+        return z if self.outer is None else self.outer * torch.tanh(z)
+
+    def cross_entropy(self, labels, **options) -> Tensor:
+        """The loss, by one call of the head with labels."""
+        if self.outer is not None:
+            options["softcap"] = self.outer
+        scale = self.inner * (self.outer or 1.0)
+        hidden = self.hidden
+        if scale != 1:
+            options["inplace_hidden"] = False
+            hidden = hidden * scale
+        return self.owner._hfpatch_head()(hidden, labels=labels, **options)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real(), name)
+
+    def __getitem__(self, index):
+        return self.real()[index]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        args, kwargs = torch.utils._pytree.tree_map(
+            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+# --- heads --------------------------------------------------------------------------------------------------------------
+
+
+def _copies(head: nn.Module):
+    """The modules that PEFT's modules_to_save wrapper holds, and the one that runs; the head itself where there is none."""
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return [head], head
+    active = getattr(head, "active_adapter", None)
+    active = active[0] if isinstance(active, (list, tuple)) and active else active
+    disabled = getattr(head, "disable_adapters", False) or active not in copies
+    return [head.original_module, *copies.values()], head.original_module if disabled else copies[active]
+
+
+def runs_its_own_way(module: nn.Module) -> bool:
+    """Whether another library has given this instance a forward or sharded weights, as tensor parallelism does."""
+    return "forward" in vars(module) or hasattr(module.weight, "placements")
+
+
+def fuse(module: nn.Module, theirs: type, part: type) -> None:
+    """Mixes `part` over a module of class `theirs`, or over those that PEFT's modules_to_save wrapper holds."""
+    for inner in _copies(module)[0]:
+        if type(inner) is theirs and not runs_its_own_way(inner):
+            swap(inner, part)
+
+
+def is_fused_head(head: nn.Module) -> bool:
+    """Whether calling `head` with labels gives the fused loss (also through PEFT's modules_to_save wrapper)."""
+    return isinstance(_copies(head)[1], FusedHead)
+
+
+def head_name(model: nn.Module) -> str | None:
+    """The attribute under which a model calls its head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((n for n, m in model._modules.items() if m is head and m is not None), None)
+
+
+def not_its_own_loss(model: nn.Module) -> str | None:
+    """None where the model's loss is transformers' causal one, else whose it is."""
+    own = vars(model).get("_loss_function")
+    if own is not None:
+        return None if own is ForCausalLMLoss else "the model has a loss function of its own"
+    kind = getattr(model, "loss_type", None)
+    if LOSS_MAPPING.get(kind or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
+        return f"its loss is {kind}"
+    return None
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------
+
+
+class FusedCausalLM:
+    """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
+    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        keeps_signature(cls, FusedCausalLM)
+
+    @property
+    def loss_function(self):
+        if vars(self).get("_hfpatch_target") is not None:
+            return self._hfpatch_loss
+        return super().loss_function
+
+    @loss_function.setter
+    def loss_function(self, value):
+        vars(self)["_loss_function"] = value
+
+    def _hfpatch_head(self) -> nn.Module:
+        return self._modules[self._hfpatch_head_name]
+
+    def _hfpatch_stock(self, kwargs):
+        return super().forward(**kwargs)
+
+    def _hfpatch_forward(self, args, kwargs):
+        kwargs |= zip(positional(self._hfpatch_base), args)
+        labels, head = kwargs.get("labels"), self._hfpatch_head()
+        fuse(head, nn.Linear, FusedHead)  # resize_token_embeddings and PEFT make new ones
+        if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
+            return self._hfpatch_stock(kwargs)
+        return_dict = kwargs.pop("return_dict", None)
+        kwargs.pop("skip_logits", None)
+        shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
+        target = labels if shifted is None else shifted
+        first = 1 if shifted is None else 0
+        count = None
+        if not torch.compiler.is_compiling():
+            count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
+        idle = here.idle_BT
+        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
+            counted = target[..., first:] != ignore
+            here.idle_BT = ~nn.functional.pad(counted, (0, first))
+        own = vars(self)
+        own["_hfpatch_target"] = (target, shifted is None, count)
+        own[self._hfpatch_head_name] = functools.partial(Logits, self)  # found before the module of that name
+        try:
+            out = self._hfpatch_stock({**kwargs, "return_dict": True})
+        finally:
+            del own["_hfpatch_target"], own[self._hfpatch_head_name]
+            here.idle_BT = idle
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        if isinstance(out.get("logits"), Logits):
+            # Its own class without the stand-in: an output drops what is None.
+            out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
+        return out if return_dict else out.to_tuple()
+
+    def _hfpatch_loss(
+        self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+    ):
+        if not isinstance(logits, Logits):
+            self._tell("transformers' forward used the logits before its loss")
+            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        target, shift, count = vars(self)["_hfpatch_target"]
+        valid = None if count is None else int(count.get())
+        loss = logits.cross_entropy(
+            target.to(logits.hidden.device), shift=shift, ignore_index=ignore_index, num_items=num_items_in_batch,
+            num_valid=valid if target.device.type == "cuda" else None, inplace_hidden=self._hidden_is_ours(kwargs),
+        )  # fmt: skip
+        if valid == 0 and num_items_in_batch is None:
+            loss = loss + math.nan  # the mean of no loss at all, as in transformers
+        return as_stock(loss)
+
+    def _hidden_is_ours(self, kwargs) -> bool:
+        """Whether nobody else can hold the normed hidden states, so that their gradient may be written over them."""
+        path = self._hfpatch_norm_path
+        if path is None or _asks_for_hidden_states(self, kwargs):
+            return False
+        names = path.split(".")
+        around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
+        return isinstance(around[-1], FusedRMSNorm) and not any(m._forward_hooks for m in around)
+
+    def _fused_loss_serves(self, kwargs) -> bool:
+        keep = kwargs.get("logits_to_keep", 0)
+        if not isinstance(keep, int) or keep != 0:
+            return False
+        reason, head = not_its_own_loss(self), self._hfpatch_head()
+        if reason is None and not is_fused_head(head):
+            reason = f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+        if reason is None:
+            return True
+        self._tell(reason)
+        return False
+
+    def _tell(self, reason: str) -> None:
+        """Once: that, and why, this model's loss is not the fused one."""
+        if reason not in vars(self).setdefault("_hfpatch_told", set()):
+            self._hfpatch_told.add(reason)
+            warnings.warn(
+                f"hfpatch: the loss runs through whole logits, as {reason}; "
+                "leave lm_head a plain Linear and the loss transformers' own to have the fused loss.",
+                stacklevel=5,
+            )
+
+    def _wants_logits(self, labels, kwargs) -> bool:
+        """Beside a loss: as asked, else in evaluation where they are small."""
+        if kwargs.get("skip_logits"):
+            return False
+        setting = self._hfpatch_train_logits if self.training else self._hfpatch_eval_logits
+        if setting != "auto":
+            return bool(setting)
+        return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
+
+
+def as_stock(loss: Tensor) -> Tensor:
+    """In the dtype that transformers' loss has for any model, float64 ones too."""
+    return loss.float()
+
+
+def _asks_for_hidden_states(model, kwargs) -> bool:
+    asked = kwargs.get("output_hidden_states")
+    return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
+
+
+__all__ = ["FusedCausalLM", "fuse", "head_name", "is_fused_head", "not_its_own_loss", "runs_its_own_way"]

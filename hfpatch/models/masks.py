@@ -1,0 +1,126 @@
+"""The mask as a description: what transformers' mask factories hand on in place of a [T, T] tensor.
+
+A family asks `create_causal_mask` and its relatives for masks; those call the function registered for the attention
+implementation with a closure `mask_function(batch, head, query, key)`. Ours asks the closure which kind it is, once a kind, and
+returns a `Mask`, which the model hands to attention untouched.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfpatch.models.documents import Rows, find_rows
+from hfpatch.ops.attention import Pattern
+
+SAMPLES = 4096  # pairs a closure is asked about beside all neighbours
+_kinds: dict = {}  # what closures of one structure turned out to be
+_asking = threading.Lock()
+
+
+class Batch:
+    """What the caller said of a batch's tokens: who asks first looks it up, for each chunk size once.
+
+    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as documents.find_rows takes them.
+    """
+
+    def __init__(self, B: int, T: int, device, attention_mask=None, position_ids=None, cu_seq_lens=None, idle_BT=None):
+        self.B, self.T, self.device = B, T, device
+        self._said = (attention_mask, position_ids, cu_seq_lens)
+        self._idle = idle_BT
+        self._rows: dict = {}
+
+    def rows(self, chunk: int | None = None) -> Rows:
+        if chunk not in self._rows:
+            self._rows[chunk] = find_rows(self.B, self.T, self.device, *self._said, chunk=chunk, idle_BT=self._idle)
+        return self._rows[chunk]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what has no such description."""
+
+    batch: Batch
+    window: int | None = None
+    chunk: int | None = None
+    build: object = None
+
+    def pattern(self, softcap: float | None = None) -> Pattern:
+        rows = self.batch.rows(self.chunk)
+        window = self.window if self.window is not None and self.window < self.batch.T else None
+        return Pattern(rows.documents, window, rows.hidden_BT, softcap)
+
+    def dense(self) -> Tensor | None:
+        """As sdpa takes it: bool [B, 1, T, T], True where seen; None where plain causality says it all."""
+        pattern, b = self.pattern(), self.batch
+        if pattern.plain and self.build is None:
+            return None
+        allowed = pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
+        if self.build is None:
+            return allowed
+        theirs = self.build()
+        # A closure of its own may show keys that come later: only documents and hidden keys narrow it.
+        apart = Pattern(pattern.documents, None, pattern.hidden_BT).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
+        causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
+        return (apart | ~causal) & theirs if theirs is not None else apart
+
+    def __getitem__(self, _) -> "Mask":
+        return self  # models cut masks to the keys' length, which is ours already
+
+    def to(self, *_, **__) -> "Mask":
+        return self
+
+
+def _structure(function):
+    """The code of a closure and of those it holds, with their numbers; a tensor counts by being one."""
+    if isinstance(function, (tuple, list)):
+        return tuple(map(_structure, function))
+    if callable(function) and hasattr(function, "__code__"):
+        return function.__code__, tuple(_structure(c.cell_contents) for c in function.__closure__ or ())
+    return "tensor" if isinstance(function, Tensor) else function
+
+
+def _ask(function, T: int, local: int | None, device):
+    """("causal" | "window" | "chunk", size) of a closure, None where it is none of these."""
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(T, (SAMPLES,), generator=generator)
+    near = (q - torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)).clamp(0, T - 1)
+    far = torch.randint(T, (SAMPLES,), generator=generator)
+    q, kv = torch.cat([q, q]), torch.cat([near, far])
+    seen = lambda q, kv: torch.as_tensor(function(zero, zero, q.to(device), kv.to(device))).cpu()  # noqa: E731
+    found, causal = seen(q, kv), kv <= q
+    if torch.equal(found, causal):
+        return "causal", None
+    if local is None:
+        return None
+    if torch.equal(found, causal & (kv > q - local)):
+        return "window", local
+    every = torch.arange(1, T)
+    starts = (~seen(every, every - 1)).nonzero().flatten() + 1
+    chunk_of = torch.bucketize(torch.arange(T), starts, right=True)
+    if bool((starts.diff() == local).all()) and torch.equal(found, causal & (chunk_of[q] == chunk_of[kv])):
+        return "chunk", local
+    return None
+
+
+def describe(function, T: int, local: int | None, device) -> tuple | None:
+    """The kind of a mask closure, from what it answers; closures of a structure seen before are known."""
+    try:
+        key = (_structure(function), local)
+        hash(key)
+    except (TypeError, ValueError):
+        return None
+    if (key, T) in _kinds:
+        return _kinds[key, T]
+    has_tensor = "'tensor'" in repr(key)
+    with _asking:
+        try:
+            kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            kind = None
+        if has_tensor and (kind is None or kind[0] != "chunk"):
+            return None  # what a tensor says may change with the batch; a chunk's says the left padding, which we count too
+        _kinds[key, T] = kind
+    return kind

@@ -1,0 +1,249 @@
+"""Fused parts for any family: a norm, an MLP, a rotation gets its fused class where a probe on random input agrees.
+
+Agreement is to the bit, or to the one rounding step that fusing saves; else the module keeps transformers' class and the report
+says why. Projections are called as modules, never read by `.weight`: LoRA, quantisation and engine hooks live there.
+"""
+
+import inspect
+import types
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfpatch import ops
+from hfpatch.ops.embedding import embedding
+from hfpatch.ops.rms_norm import CASTS
+from hfpatch.ops.swiglu import ACTIVATIONS
+
+# --- norms --------------------------------------------------------------------------------------------------------------
+
+_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+class FusedRMSNorm:
+    """One kernel, and with `residual` the sum before the norm in the same pass. `_hfpatch_norm`: eps' name, offset, cast."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+        eps, offset, cast = self._hfpatch_norm
+        weight, eps = getattr(self, "weight", None), getattr(self, eps)
+        if residual is None:
+            return ops.rms_norm(hidden_states, weight, eps, offset=offset, cast=cast)
+        return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
+
+
+def _copy_with(module: nn.Module, parameters=None, modules=None) -> nn.Module:
+    """A module of the same class and settings with other parameters or children, for a probe."""
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = dict(parameters or {})
+    twin.__dict__["_modules"] = dict(modules or {})
+    return twin
+
+
+def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
+    """Equal but for `steps` rounding steps of each value (and of the values' size, where they nearly cancel)."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    allowed = steps * torch.finfo(ours.dtype).eps * theirs.double().abs().clamp_min(theirs.double().abs().mean())
+    return bool(((ours.double() - theirs.double()).abs() <= allowed).all())
+
+
+def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
+    """What FusedRMSNorm has to know of this norm, or the reason why it stays as it is."""
+    if "forward" in vars(norm):
+        return "its forward is replaced on the instance (Liger or use_kernels)"
+    eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
+    names = set(norm._parameters)
+    if eps is None or not names <= {"weight"} or norm._modules or norm._buffers:
+        return "no RMSNorm with one weight and an epsilon"
+    if list(inspect.signature(type(norm).forward).parameters)[2:]:
+        return "its forward takes more than hidden states"
+    weight = norm._parameters.get("weight")
+    return _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
+
+
+def _plain_items(module: nn.Module) -> tuple:
+    """Settings that a forward may branch on."""
+    return tuple(sorted((n, v) for n, v in vars(module).items() if isinstance(v, (bool, str)) and n != "training"))
+
+
+@cache
+def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: tuple):
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    probe = kind.__new__(kind)
+    nn.Module.__init__(probe)
+    vars(probe).update(dict(flags) | {eps_name: eps})
+    for exact in (True, False):
+        for offset in (0.0, 1.0):
+            for cast in CASTS:
+                if cast == "weight" and not weighted or offset and not weighted:
+                    continue
+                if _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact):
+                    return eps_name, offset, cast
+    return "it computes something else than the fused norm"
+
+
+def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
+    for x_dtype, w_dtype in (
+        (torch.float32,) * 2,
+        (torch.bfloat16,) * 2,
+        (torch.float16,) * 2,
+        (torch.bfloat16, torch.float32),
+    ):
+        weight = nn.Parameter(make(64).to(w_dtype), requires_grad=False) if weighted else None
+        x = (3 * make(7, 64)).to(x_dtype)
+        probe._parameters.pop("weight", None)
+        if weighted:
+            probe._parameters["weight"] = weight
+        try:
+            with torch.no_grad():
+                theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+        except Exception:  # a family's own code on a probe may raise anything: then it is not this norm
+            return False
+        # In float32 the order of a sum is the implementation's own.
+        if not _close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
+            return False
+    return True
+
+
+# --- MLPs ---------------------------------------------------------------------------------------------------------------
+
+
+class FusedMLP:
+    """gate and up through one kernel. `_hfpatch_activation`: what the probe found."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), activation=self._hfpatch_activation))
+
+
+class FusedJointMLP:
+    """The same for families with gate and up in one projection."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
+
+
+_MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))
+
+
+def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
+    """(part, activation) for this MLP, or the reason why it stays as it is."""
+    if "forward" in vars(mlp):
+        return "its forward is replaced on the instance (Liger or use_kernels)"
+    part = next((part for part, names in _MLPS if names <= set(mlp._modules)), None)
+    if part is None or mlp._parameters:
+        return "no gated MLP"
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(n_in, n_out):
+        made = nn.Linear(n_in, n_out, bias=False, device="cpu", dtype=torch.float32)
+        with torch.no_grad():
+            made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
+        return made
+
+    inner = {"gate_proj": (16, 24), "up_proj": (16, 24), "gate_up_proj": (16, 48), "down_proj": (24, 16)}
+    others = {n: m for n, m in mlp._modules.items() if n not in inner}  # the activation
+    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in mlp._modules if n in inner} | others)
+    ours = _copy_with(mlp, modules=twin._modules)
+    ours.__class__ = type("Probe", (part, nn.Module), {})
+    x = torch.randn(5, 16, generator=generator)
+    for name in dict.fromkeys(ACTIVATIONS.values()):
+        ours.__dict__["_hfpatch_activation"] = name
+        try:
+            with torch.no_grad():
+                if _close(ours(x), twin(x), 64):
+                    return part, name
+        except Exception as error:  # a family's own code on a probe may raise anything
+            return f"its probe failed ({type(error).__name__})"
+    return "no fused form of its activation"
+
+
+# --- rotation -----------------------------------------------------------------------------------------------------------
+
+
+class FusedAttention:
+    """q and k rotated in one launch: the attention's own forward, in which the rotation is the fused op."""
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        return rotating(self._hfpatch_base)(self, *args, **kwargs)
+
+
+class _Names(dict):
+    """A file's globals with one name of our own; the others are looked up where they are, also if they change."""
+
+    def __init__(self, file_globals: dict, own: dict):
+        super().__init__(own)
+        self.file_globals = file_globals
+
+    def __missing__(self, name):
+        return self.file_globals[name]
+
+
+@cache
+def rotating(base: type):
+    """The forward of an attention class with `apply_rotary_pos_emb` replaced in it alone."""
+    forward = base.forward
+    theirs = forward.__globals__["apply_rotary_pos_emb"]
+
+    def rotate(q, k, cos, sin, *args, **kwargs):
+        plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
+        return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
+
+    names = _Names(
+        forward.__globals__, {"apply_rotary_pos_emb": rotate, "__builtins__": forward.__globals__["__builtins__"]}
+    )
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+@cache
+def rope_reason(base: type) -> str | None:
+    """None where this attention class rotates as the fused op does, else the reason why it stays as it is."""
+    code = getattr(base.forward, "__code__", None)
+    theirs = getattr(base.forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
+        return "no plain apply_rotary_pos_emb in its forward"
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    for dtype in (torch.float32, torch.bfloat16):
+        args = [x.to(dtype) for x in (q, k, cos, sin)]
+        try:
+            with torch.no_grad():
+                pairs = zip(ops.rope(*args), theirs(*args))
+                # Stock rounds both products and their sum: three steps of the largest of them.
+                if not all(_close(ours, his, 8) for ours, his in pairs):
+                    return "its rotation is another"
+        except Exception as error:  # a family's own code on a probe may raise anything
+            return f"its rotation takes other arguments ({type(error).__name__})"
+    return None
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------------
+
+
+class FusedEmbedding:
+    """nn.Embedding with the sliced backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
+            return embedding(input, self.weight, self.padding_idx)
+        return super().forward(input)
+
+
+class FusedHead:
+    """The head. Called with labels it returns the loss: the engines' hooks around the call gather its weight."""
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options):
+        if labels is None:
+            return F.linear(input, self.weight, self.bias)
+        return ops.linear_cross_entropy(input, self.weight, labels, bias=self.bias, **options)

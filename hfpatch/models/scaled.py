@@ -1,0 +1,128 @@
+"""A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
+
+import copy
+import sys
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+MOST_PARAMETERS = 5_000_000
+MOST_LAYERS = 16
+TOKENS = 40  # longer than the window, the chunk and the original positions below, so that all of them act
+
+# What a config calls its sizes, and what a small instance has. Sizes that are absent or None stay so.
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 16,
+    "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16,
+    "sliding_window": 8, "attention_chunk_size": 8, "max_position_embeddings": 64, "original_max_position_embeddings": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_state": 8, "ssm_state_size": 8,
+    "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8, "mamba_dt_rank": 8,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+}  # fmt: skip
+IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def scaled_config(config, n_layers: int):
+    """A copy of a text config with the sizes above and its first n_layers layers."""
+    small = copy.deepcopy(config)
+    real = {
+        name: getattr(small, name, None) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")
+    }
+    for name, size in SIZES.items():
+        value = vars(small).get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            setattr(small, name, size)
+    heads = real["num_attention_heads"]
+    if isinstance(real["num_key_value_heads"], int):
+        grouped = isinstance(heads, int) and real["num_key_value_heads"] not in (1, heads)
+        small.num_key_value_heads = 2 if grouped else 1 if real["num_key_value_heads"] == 1 else 4
+    for name, value in list(vars(small).items()):
+        if isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
+            setattr(small, name, type(value)(value[:n_layers]))
+    small.num_hidden_layers = n_layers
+    if getattr(small, "num_kv_shared_layers", None):
+        small.num_kv_shared_layers = 0
+    for name in IDS:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, 0)
+    for rope in _rope_tables(small):
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
+        for name in ("short_factor", "long_factor"):
+            if name in rope:  # one a rotated pair
+                rope[name] = rope[name][: SIZES["head_dim"] // 2]
+        if "mrope_section" in rope:
+            rope["mrope_section"] = [2, 3, 3]
+    small._attn_implementation_internal = "eager"
+    return small
+
+
+def _rope_tables(config) -> list[dict]:
+    tables = [t for n in ("rope_parameters", "rope_scaling") if isinstance(t := vars(config).get(n), dict)]
+    return tables + [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+
+
+def kind_of(layer: nn.Module) -> tuple:
+    """What tells one kind of layer from another: the classes in it, and the settings that their forwards branch on."""
+
+    def settings(module):
+        plain = ((n, v) for n, v in vars(module).items() if not n.startswith("_") and n != "training")
+        return tuple(sorted((n, v if isinstance(v, (bool, str)) else v is None) for n, v in plain
+                            if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
+
+    return tuple((name, type(m).__name__, settings(m)) for name, m in layer.named_modules() if "experts." not in name)
+
+
+@contextmanager
+def quiet_process():
+    """Inside, random numbers, the default dtype and device, and DeepSpeed's way of making parameters are not the caller's."""
+    deepspeed_init = None
+    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if partition is not None and getattr(partition, "zero_init_context", None):
+        deepspeed_init = partition
+        partition.shutdown_init_context()
+    dtype = torch.get_default_dtype()
+    cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            torch.default_generator.manual_seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(cpu_state)
+        torch.set_num_threads(threads)
+        if deepspeed_init is not None:
+            deepspeed_init.restore_init_context()
+
+
+def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
+    """A stack of class stack_class in training mode, float64 where it can be, with weights of ordinary size.
+
+    kinds: of the real layers, in order; as many of the first layers are made as hold one of each. ValueError, saying why, where
+    that is too many or too large; whatever the class itself raises otherwise.
+    """
+    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    n_layers = max(first.values()) + 1
+    if n_layers > MOST_LAYERS:
+        raise ValueError(f"its kinds of layers first occur in the first {n_layers}")
+    small = scaled_config(config, n_layers)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in stack_class(small).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"a small instance would have {parameters:,} parameters")
+    made = stack_class(small)
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.dim() < 2:
+                p.add_(0.1 * torch.randn_like(p))
+            else:
+                p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
+    return made.train()

@@ -1,0 +1,45 @@
+"""What apply() did, in at most ten lines; `details` holds the rest."""
+
+from dataclasses import dataclass, field
+
+LINES = 10
+
+
+@dataclass
+class Report:
+    """What `hfpatch.apply` did; print it to read it.
+
+    model: class name of the model.
+    swaps: (option, class name of the modules, how many of them) for each option that took effect.
+    skipped: (option, reason) for each that did not.
+    notes: further sentences: the kernels' path, what is kept for backward, the memory expected.
+    details: sentences that the printed form, ten lines at most, leaves out.
+
+    >>> report = hfpatch.apply(model)
+    >>> report.count("rms_norm")  # 0 where the option was skipped
+    65
+    """
+
+    model: str
+    swaps: list[tuple[str, str, int]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+
+    def count(self, option: str) -> int:
+        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing") swapped."""
+        return sum(n for o, _, n in self.swaps if o == option)
+
+    def __str__(self):
+        lines = [f"hfpatch on {self.model}:"]
+        for option in dict.fromkeys(o for o, _, _ in self.swaps):
+            kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)
+            left = [reason for o, reason in self.skipped if o == option]
+            lines.append(f"  {option:<13} {kinds}" + (f"; others left as they are: {left[0]}" if left else ""))
+        told = {o for o, _, _ in self.swaps}
+        lines += [f"  {option:<13} left as it is: {reason}" for option, reason in self.skipped if option not in told]
+        room = LINES - len(lines)
+        lines += [f"  {note}" for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])]
+        if len(self.notes) > room:
+            lines.append(f"  {len(self.notes) - room + 1} more in report.details")
+        return "\n".join(lines)

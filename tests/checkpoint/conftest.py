@@ -1,0 +1,8 @@
+"""float64 models are compared to rounding here, so their loss must not be rounded to float32 as transformers' is."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def exact_loss(monkeypatch):
+    monkeypatch.setattr("hfpatch.models.loss.as_stock", lambda loss: loss)

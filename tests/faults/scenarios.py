@@ -1,0 +1,166 @@
+"""Training steps of a tiny Llama in every way that copies go: what the checker watches, one row each."""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import torch
+from tests.models import tiny_llama, tokens
+
+import hfpatch
+from hfpatch.checkpoint import disk
+from hfpatch.checkpoint import layer as layer_module
+from hfpatch.checkpoint.device import arrived, standing_in
+from hfpatch.checkpoint.session import Session
+
+
+class Stop(Exception):
+    """Raised from a hook in the middle of a step."""
+
+
+def loss(model, T=22, seed=0, **inputs):
+    ids = tokens(2, T, seed=seed)
+    return model(ids, labels=ids, **inputs).loss
+
+
+def step(model, device):
+    for _ in range(2):
+        loss(model).backward()
+
+
+def packed(model, device):
+    positions = torch.cat([torch.arange(n) for n in (9, 1, 10, 2)])[None].expand(2, -1).contiguous()
+    for _ in range(2):
+        batch = {"position_ids": positions, "attention_mask": torch.ones(2, 22, dtype=torch.long)}
+        arrived(batch)
+        loss(model, **batch).backward()
+
+
+def retain(model, device):
+    for _ in range(2):
+        value = loss(model)
+        value.backward(retain_graph=True)
+        value.backward()
+
+
+def two_forwards(model, device):
+    for _ in range(2):
+        (loss(model) + loss(model, seed=1)).backward()
+
+
+def other_order(model, device):
+    values = [loss(model, seed=i) for i in range(3)]
+    for i in (1, 2, 0):
+        values[i].backward()
+
+
+def side_stream(model, device):
+    """Steps on streams of the caller's own, each after the one before."""
+    done = device.mark()
+    for _ in range(3):
+        own = device.stream()
+        device.wait(done, own)
+        with device.on(own):
+            loss(model).backward()
+            model.zero_grad()  # the gradients' memory is this stream's
+            done = device.mark()
+    device.wait(done)
+
+
+def lengths(model, device):
+    for T in (22, 13, 22, 40):
+        loss(model, T).backward()
+
+
+def partial(model, device):
+    """A backward that ends at a middle layer, and graphs that are dropped."""
+    for _ in range(2):
+        hidden = model.model(tokens(2, 22)).last_hidden_state
+        torch.autograd.grad(hidden.sum(), model.model.layers[-1].mlp.up_proj.weight)
+        del hidden
+        loss(model)
+    loss(model).backward()
+
+
+def raising(place: str, turn: str):
+    """A step cut short in one module's forward, where it runs for the nth time, or in its backward; then a whole one."""
+
+    def run(model, device):
+        module = model.model.layers[1].get_submodule(place)
+        for nth in (1, 4, 6, 8):
+            count = [0]
+
+            def hook(*args, count=count, nth=nth):
+                count[0] += 1
+                if count[0] == nth:
+                    raise Stop
+
+            register = module.register_forward_hook if turn == "forward" else module.weight.register_hook
+            handle = register(hook)
+            with contextlib.suppress(Stop):
+                loss(model).backward()
+            handle.remove()
+            model.zero_grad()
+            if count[0] < nth:
+                break
+            loss(model).backward()
+
+    return run
+
+
+def whole(action):
+    """The same with layers that cannot be tiled."""
+
+    def run(model, device):
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *args: None)
+        action(model, device)
+
+    return run
+
+
+ACTIONS = {
+    "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards, "other order": other_order,
+    "side stream": side_stream, "lengths": lengths, "partial": partial,
+    "raise in mlp": raising("mlp", "forward"), "raise in q": raising("self_attn.q_proj", "forward"),
+    "raise in gradient": raising("mlp.down_proj", "backward"),
+    "whole step": whole(step), "whole partial": whole(partial), "whole retain": whole(retain),
+    "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
+    "whole side stream": whole(side_stream),
+}  # fmt: skip
+# name -> (tile, save_attention, stream_attention, every)
+WAYS = {
+    "tiles": (16, True, False, 1), "tiles again": (16, False, False, 1), "one": (4096, True, False, 1),
+    "one again": (4096, False, False, 1), "streamed": (16, True, True, 1), "every 2": (16, False, False, 2),
+    "every 3": (4096, False, False, 3),
+}  # fmt: skip
+TIERS = ("gpu", "host", "disk")
+
+
+def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
+    tile, save, stream, every = WAYS[way]
+    where = str(directory) if tier == "disk" else tier
+    settings = hfpatch.Checkpointing(offload=where, tile=tile, save_attention=save, every=every)
+    model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3)
+    hfpatch.apply(model, checkpointing=settings)
+    resolve = Session._resolve
+    stack.enter_context(mock.patch.object(layer_module, "heads_per_group", lambda *sizes: 2))
+    stack.enter_context(mock.patch.object(disk, "PIECE", 2048))
+    stack.enter_context(
+        mock.patch.object(
+            Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=stream and not a[4])
+        )
+    )
+    return model
+
+
+def run(device, tier: str, way: str, action: str, directory) -> list[str]:
+    """What the checker found, each problem once."""
+    with contextlib.ExitStack() as stack:
+        model = build(tier, way, directory, stack)
+        stack.enter_context(standing_in(torch.device("cpu"), device))
+        with device:
+            ACTIONS[action](model, device)
+        hfpatch.undo(model)
+        del model
+    return sorted(set(device.problems))
