@@ -1,8 +1,8 @@
 """A happens-before checker for copies, on a CPU: a device that only pretends to have streams.
 
-`CheckedDevice` stands in for the CPU (checkpoint/device.py) and is a dispatch mode at once. Everything runs at once and in order, so results
-are right whatever is missing; but each stream, thread and event carries a vector clock, and each operation notes the
-bytes that it reads and writes. Reported are
+`CheckedDevice` stands in for the CPU (checkpoint/device.py) and is a dispatch mode at once.
+Everything runs at once and in order, so results are right whatever is missing; but each stream, thread and event carries
+a vector clock, and each operation notes the bytes that it reads and writes. Reported are
 
 - two uses of the same bytes, one of them a write, of which neither is ordered before the other;
 - memory given back to its stream's allocator before that stream waited for the others' uses of it (the caching allocator's
