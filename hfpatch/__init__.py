@@ -1,32 +1,65 @@
-"""hfpatch: long-context full fine-tuning of Llama on one GPU, by one line in a Hugging Face script.
+"""hfpatch: long-context full fine-tuning on one GPU, by one line in a Hugging Face script: `hfpatch.apply(model)`.
 
 The names below are loaded on first use, so that `hfpatch plan` answers without importing torch.
 """
 
 import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
+    from hfpatch import ops as ops
+    from hfpatch.memory.policy import Checkpointing as Checkpointing
+    from hfpatch.patch import apply as apply
+    from hfpatch.patch import undo as undo
+    from hfpatch.planner.plan import Plan as Plan
+    from hfpatch.planner.plan import plan as plan
+    from hfpatch.profiling.run import profile as profile
+    from hfpatch.report import Report as Report
+    from hfpatch.training.callback import Callback as Callback
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
     "undo": "hfpatch.patch",
-    "Report": "hfpatch.patch",
+    "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.plan",
     "profile": "hfpatch.profiling.run",
     "Callback": "hfpatch.training.callback",
     "Checkpointing": "hfpatch.memory.policy",
 }
+# The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what came later.
+OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
-__all__ = [*_PUBLIC, "ops", "__version__"]
+__all__ = ["Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "ops", "plan", "profile", "undo"]
 
 
-def __getattr__(name):
-    if name == "ops":
-        return importlib.import_module("hfpatch.ops")
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
+def _refuse_old(packages) -> None:
+    for name in packages:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # its import says so, or it was built in place
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST[name]:
+            wanted = ".".join(map(str, OLDEST[name]))
+            raise ImportError(
+                f"hfpatch: expected {name} {wanted} or newer, {version} is installed; pip install '{name}>={wanted}'."
+            )
+
+
+if not TYPE_CHECKING:  # a checker that sees it takes every misspelt name for a good one
+
+    def __getattr__(name):
+        if name == "ops":
+            _refuse_old(["torch"])
+            return importlib.import_module("hfpatch.ops")
+        if name in _PUBLIC:
+            if name in ("apply", "Callback"):
+                _refuse_old(OLDEST)
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")
 
 
 def __dir__():

@@ -103,15 +103,28 @@ def apply(
     train_logits: "str | bool" = "auto",
     verdict: bool = True,
 ) -> Report:
-    """Fused RoPE, RMSNorm, MLP and loss, and tiled, offloaded checkpointing, on this model instance alone.
+    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
-    model: a transformers model, plain or wrapped by PEFT; before FSDP, DDP, DeepSpeed or torch.compile wrap it.
-    checkpointing: "auto", "off" (transformers' own then works as usual) or a Checkpointing.
-    eval_logits, train_logits: whether a forward with labels also returns logits; "auto": in evaluation where they take up to
-    2 GiB, in training not (outputs.logits is None).
+    Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
+    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings.
+
+    model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
+        wrap it.
+    rope: fused rotary embedding of q and k, one launch for both.
+    rms_norm: fused RMSNorm, and residual add with the norm after it.
+    mlp: fused activation times up.
+    loss: head and cross-entropy by chunks of tokens, logits never whole.
+    checkpointing: "auto" chooses from free memory at the first step; "off" leaves transformers' own checkpointing as
+        it is; a hfpatch.Checkpointing says what to keep and where.
+    eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
+    train_logits: the same in training; "auto": outputs.logits is None.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
-    Calling it again replaces the settings. Raises ValueError on a wrapped model, on one without decoder layers, and on
-    settings out of range.
+
+    Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
+    without decoder layers, and on settings out of range.
+
+    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+    >>> print(hfpatch.apply(model))
     """
     settings = _settings(checkpointing)
     for name, value in (("eval_logits", eval_logits), ("train_logits", train_logits)):

@@ -7,10 +7,17 @@ LINES = 10
 
 @dataclass
 class Report:
-    """What apply() did.
+    """What `hfpatch.apply` did; print it to read it.
 
-    model: the model's class name; swaps: (option, class name, how many modules); skipped: (option, reason); notes: sentences;
-    details: sentences that the printed form leaves out.
+    model: class name of the model.
+    swaps: (option, class name of the modules, how many of them) for each option that took effect.
+    skipped: (option, reason) for each that did not.
+    notes: further sentences: the kernels' path, what is kept for backward, the memory expected.
+    details: sentences that the printed form, ten lines at most, leaves out.
+
+    >>> report = hfpatch.apply(model)
+    >>> report.count("rms_norm")  # 0 where the option was skipped
+    65
     """
 
     model: str
@@ -20,7 +27,7 @@ class Report:
     details: list[str] = field(default_factory=list)
 
     def count(self, option: str) -> int:
-        """How many modules an option swapped."""
+        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing") swapped."""
         return sum(n for o, _, n in self.swaps if o == option)
 
     def __str__(self):

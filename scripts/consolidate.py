@@ -6,9 +6,12 @@ One process, no GPU; needs host memory for one copy of the weights. ZeRO gives t
 weights in the dtype they were kept in.
 """
 
-import argparse
+import os
+import pickle
 import shutil
 import sys
+import tempfile
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 # This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
@@ -18,50 +21,127 @@ sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolv
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from hfpatch.commands.failures import Parser, guarded  # noqa: E402
+from hfpatch.training import folders  # noqa: E402
+
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "chat_template.jinja")  # fmt: skip
+# What the index of an FSDP checkpoint, a pickle, may name; torch's dtypes beside.
+_INDEX = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
 
 
-def consolidate(checkpoint: str, target: str, *, dtype: str | None = None, base: str | None = None) -> Path:
+def consolidate(
+    checkpoint: str, target: str, *, dtype: str | None = None, base: str | None = None, allow_pickle: bool = False
+) -> Path:
     """Writes target/model.safetensors, and beside it the config and tokenizer of base or of the checkpoint.
 
-    dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps them. ValueError where checkpoint is
-    no sharded checkpoint of a whole model or target already holds weights.
+    dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps them. allow_pickle: also read files that
+    would run code, where their origin is trusted. ValueError where checkpoint is no sharded checkpoint of a whole model,
+    leads out of its folder or holds code, or where target already holds weights.
     """
     source, out = Path(checkpoint), Path(target)
     if not source.is_dir():
         raise ValueError(f"hfpatch: expected a checkpoint folder, {source} is none; give runs/NAME/checkpoint-N.")
     if list(out.glob("*.safetensors")):
         raise ValueError(f"hfpatch: {out} already holds weights; give another folder.")
-    if (source / "latest").is_file():
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(source))
-    elif (source / "pytorch_model_fsdp_0").is_dir():
-        weights = _fsdp_weights(source / "pytorch_model_fsdp_0", out)
-    else:
-        raise ValueError(f"hfpatch: {source} holds neither ZeRO nor sharded FSDP weights; give runs/NAME/checkpoint-N.")
-    if any(name.startswith("base_model.") for name in weights):
-        raise ValueError(f"hfpatch: {source} is of a LoRA run, whose adapter Trainer saves itself; use that file.")
-    kept = {name: _cast(tensor, dtype) for name, tensor in _without_ties(weights).items()}
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
-    for name in BESIDE:
-        for folder in [Path(base)] if base else (source, source.parent):
-            if (folder / name).is_file() and not (out / name).exists():
-                shutil.copyfile(folder / name, out / name)
+    if base and not (Path(base) / "config.json").is_file():
+        raise ValueError(f"hfpatch: expected a model's folder as --base, {base} holds no config.json; check the path.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A name nobody else has: a .part of somebody else's stays what it is.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".part", dir=out.parent) as scratch:
+        with nullcontext() if allow_pickle else weights_only():
+            weights = _weights(source, Path(scratch) / "merged", allow_pickle)
+        if any(name.startswith("base_model.") for name in weights):
+            raise ValueError(f"hfpatch: {source} is of a LoRA run, whose adapter Trainer saves itself; use that file.")
+        kept = {name: _cast(tensor, dtype) for name, tensor in _without_ties(weights).items()}
+        made = Path(scratch) / "made"
+        made.mkdir()
+        save_file(kept, made / "model.safetensors", metadata={"format": "pt"})
+        for name in BESIDE:
+            for folder in [Path(base)] if base else (source, source.parent):
+                if (folder / name).is_file() and not (out / name).exists() and not (made / name).exists():
+                    shutil.copyfile(folder / name, made / name)
+        folders.publish(made, out)
     return out / "model.safetensors"
 
 
-def _fsdp_weights(shards: Path, out: Path) -> dict[str, torch.Tensor]:
+def _weights(source: Path, scratch: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+    if (source / "latest").is_file():
+        tag = (source / "latest").read_text(encoding="utf-8").strip()
+        if not folders.plain_name(tag):
+            raise ValueError(f"hfpatch: expected a folder's name in {source / 'latest'}, {tag!r} came; mend the file.")
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        return get_fp32_state_dict_from_zero_checkpoint(str(source), tag=tag)
+    shards = source / "pytorch_model_fsdp_0"
+    if not shards.is_dir():
+        raise ValueError(f"hfpatch: {source} holds neither ZeRO nor sharded FSDP weights; give runs/NAME/checkpoint-N.")
     from accelerate.utils import merge_fsdp_weights
 
-    part = out.with_name(out.name + ".part")
+    if not allow_pickle:
+        with open(shards / ".metadata", "rb") as file:
+            index = _Index(file).load()
+        for info in (index.storage_data or {}).values():
+            if not folders.plain_name(info.relative_path):
+                raise ValueError(
+                    f"hfpatch: {shards} names {info.relative_path!r}, which leads out of it; do not use it."
+                )
+    merge_fsdp_weights(str(shards), str(scratch), safe_serialization=True)
+    return load_file(scratch / "model.safetensors")
+
+
+class _Index(pickle.Unpickler):
+    """Reads an FSDP checkpoint's index and makes nothing but its own classes."""
+
+    def find_class(self, module, name):
+        if name not in _INDEX.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def weights_only():
+    """Everything under it that torch loads is tensors and plain values, though DeepSpeed asks for more. ValueError else."""
+    with _environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), torch.serialization.safe_globals(_deepspeed_classes()):
+        try:
+            yield
+        except pickle.UnpicklingError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"hfpatch: the checkpoint holds more than tensors, which could run code ({reason[:120]}); where you trust "
+                "its origin, pass --allow_pickle."
+            ) from error
+
+
+@contextmanager
+def _environment(**values):
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
-        merge_fsdp_weights(str(shards), str(part), safe_serialization=True)
-        return load_file(part / "model.safetensors")
+        yield
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _deepspeed_classes() -> list:
+    """What ZeRO pickles beside its tensors: a number's holder and an enumeration."""
+    try:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+    except ImportError:
+        return []
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum]
 
 
 def _without_ties(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,19 +158,22 @@ def _cast(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return guarded(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="a checkpoint-N folder that Trainer wrote under ZeRO or FSDP")
     parser.add_argument("target", help="the folder to write")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="cast the weights; default keeps them"
     )
     parser.add_argument("--base", help="folder whose config.json and tokenizer go beside the weights")
+    parser.add_argument(
+        "--allow_pickle", action="store_true", help="read files that could run code; trust their origin"
+    )
     args = parser.parse_args(argv)
-    try:
-        print(consolidate(args.checkpoint, args.target, dtype=args.dtype, base=args.base))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(consolidate(args.checkpoint, args.target, dtype=args.dtype, base=args.base, allow_pickle=args.allow_pickle))
     return 0
 
 

@@ -6,7 +6,6 @@ Real text (the standard library's sources), fp32 and bf16 (autocast over fp32 we
 where there is a GPU. Writes losses.csv, curves.png and README.md with the command.
 """
 
-import argparse
 import csv
 import json
 import platform
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +22,9 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+from hfpatch.commands.failures import Parser, guarded  # noqa: E402
+from hfpatch.memory.limits import check_ranges  # noqa: E402
 
 STYLES = {"hf": ("#777777", "-", 3.0), "hfpatch": ("#d62728", "-", 1.0), "liger": ("#1f77b4", "--", 1.0)}
 
@@ -43,7 +46,10 @@ def curve(impl: str, dtype: str, seed: int, steps: int, folder: Path, cache: Pat
     ]  # fmt: skip
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{impl} {dtype} failed:\n{done.stdout}{done.stderr}")
+        print(f"{done.stdout}{done.stderr}", file=sys.stderr)
+        raise ValueError(
+            f"hfpatch: the run {impl} {dtype} ended with exit code {done.returncode}; its output is above."
+        )
     return json.loads((out / "trainer_state.json").read_text())["log_history"]
 
 
@@ -102,12 +108,17 @@ def rows(logs: dict) -> list[dict]:
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv=None) -> int:
+    return guarded(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv) -> int:
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/convergence", help="folder of the results")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, from different weights (default 3)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    check_ranges(vars(args))
     args.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     logs = {}

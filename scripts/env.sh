@@ -1,11 +1,13 @@
 # Sourced by quickstart.sh and test.sh: makes .venv beside the repository and installs hfpatch in it. A torch that is
-# already there is used; otherwise the pinned one is installed, and said so first.
+# already there is used and never replaced; otherwise the pinned one is installed, and said so first.
 #
 #   HFPATCH_TORCH   what to give pip where no torch is found (default torch==2.13.0; the index decides CPU or CUDA build)
 #   HFPATCH_VENV    the environment's folder (default .venv)
+#   HFPATCH_BARE    1: an environment of its own that sees none of the packages of PYTHON
 #   PYTHON          the Python to start from (default python3)
 
 HFPATCH_TORCH=${HFPATCH_TORCH:-torch==2.13.0}
+HFPATCH_OLDEST_TORCH=2.11 # setup.cfg's
 HFPATCH_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 HFPATCH_VENV=${HFPATCH_VENV:-$HFPATCH_ROOT/.venv}
 PYTHON=${PYTHON:-python3}
@@ -18,11 +20,13 @@ make_env() {
     }
     if [ ! -x "$HFPATCH_VENV/bin/python" ]; then
         # A venv made from a venv sees the base interpreter's packages, not that venv's: link those too.
-        "$PYTHON" -m venv --system-site-packages "$HFPATCH_VENV" || {
+        local seen=--system-site-packages
+        [ "${HFPATCH_BARE:-0}" = 1 ] && seen=
+        "$PYTHON" -m venv $seen "$HFPATCH_VENV" || {
             echo "hfpatch: $PYTHON cannot make a virtual environment; install its venv module (python3-venv)." >&2
             return 2
         }
-        "$PYTHON" - "$HFPATCH_VENV" <<'PY'
+        [ -z "$seen" ] || "$PYTHON" - "$HFPATCH_VENV" <<'PY'
 import glob, sys, sysconfig
 if sys.prefix != sys.base_prefix:
     [site] = glob.glob(f"{sys.argv[1]}/lib/python*/site-packages")
@@ -31,17 +35,27 @@ PY
     fi
     export VIRTUAL_ENV="$HFPATCH_VENV" PATH="$HFPATCH_VENV/bin:$PATH"
     hash -r
-    if python -c 'import torch' 2>/dev/null; then
-        python -c 'import torch; print(f"hfpatch: using the torch that is here: {torch.__version__}")'
+    local torch
+    if torch=$(python -c 'import torch; print(torch.__version__)' 2>/dev/null); then
+        if [ "$(printf '%s\n' "$HFPATCH_OLDEST_TORCH" "$torch" | sort -V | head -1)" != "$HFPATCH_OLDEST_TORCH" ]; then
+            echo "hfpatch: expected torch $HFPATCH_OLDEST_TORCH or newer, $torch is here and is not replaced; update it, or set" \
+                "HFPATCH_BARE=1 HFPATCH_VENV=/a/new/folder for an environment of its own." >&2
+            return 2
+        fi
+        echo "hfpatch: using the torch that is here: $torch"
     else
         echo "hfpatch: no torch here; installing $HFPATCH_TORCH (set HFPATCH_TORCH to choose another)"
         python -m pip install -q "$HFPATCH_TORCH" numpy || return 2
+        torch=$(python -c 'import torch; print(torch.__version__)') || return 2
     fi
+    # Whatever a package asks for, pip then fails with a sentence rather than put another build in its place.
+    HFPATCH_KEEP=$HFPATCH_VENV/.hfpatch-torch
+    echo "torch==$torch" >"$HFPATCH_KEEP"
     # Again only when setup.cfg changed: pip is slow to find that nothing is to be done.
     local stamp="$HFPATCH_VENV/.hfpatch-$1"
     if [ ! -f "$stamp" ] || [ "$HFPATCH_ROOT/setup.cfg" -nt "$stamp" ]; then
         echo "hfpatch: installing hfpatch[$1] and what it needs into $HFPATCH_VENV"
-        python -m pip install -q -e "$HFPATCH_ROOT[$1]" || return 2
+        python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[$1]" || return 2
         touch "$stamp"
     fi
 }

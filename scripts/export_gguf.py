@@ -7,11 +7,11 @@ largest single weight. llama.cpp rotates neighbouring pairs where HF rotates hal
 Llama-3's RoPE scaling has no metadata key in GGUF; it is the tensor rope_freqs.weight, one divisor per frequency.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 # This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
@@ -23,6 +23,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
+
+from hfpatch.commands.failures import Parser, guarded  # noqa: E402
+from hfpatch.training import folders  # noqa: E402
 
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -63,9 +66,22 @@ def export(source: str, target: str, *, kind: str = "f16", pre: str | None = Non
         raise ValueError(f"hfpatch: llama.cpp's llama has SiLU alone, came hidden_act {config.hidden_act!r}.")
     where = _tensor_files(folder)
     expected = _expected_tensors(config, where)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    # A name nobody else has: a .part of somebody else's stays what it is.
+    fd, part = tempfile.mkstemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
+    os.close(fd)
+    part = Path(part)
+    try:
+        _write(part, folder, config, where, expected, kind, pre)
+        folders.sync(part)
+        part.chmod(0o666 & ~folders.umask())
+        os.replace(part, out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out
 
-    part = out.with_name(out.name + ".part")
+
+def _write(part: Path, folder: Path, config, where: dict, expected: dict, kind: str, pre: str | None) -> None:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
     _write_config(writer, config, kind, folder.resolve().name)
     _write_tokenizer(writer, folder, config.vocab_size, pre)
@@ -86,12 +102,8 @@ def export(source: str, target: str, *, kind: str = "f16", pre: str | None = Non
             writer.write_tensor_data(factors)
         for name, shape in expected.items():
             writer.write_tensor_data(_encode(_read(where, name), name, shape, config, kind))
-        writer.close()
-        os.replace(part, out)
     finally:
         writer.close()
-        part.unlink(missing_ok=True)
-    return out
 
 
 def rope_factors(config) -> np.ndarray | None:
@@ -215,7 +227,14 @@ def _pre_tokenizer(spec: dict | None) -> str:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"hfpatch: expected a weight_map in {index}, none came; save the model again.") from None
+        out = sorted(str(file) for file in named.values() if not folders.plain_name(file))
+        if out:
+            raise ValueError(f"hfpatch: {index} names {out[0]!r}, which leads out of its folder; do not use it.")
+        return {name: folder / file for name, file in named.items()}
     single = folder / "model.safetensors"
     if not single.exists():
         raise ValueError(f"hfpatch: no model.safetensors in {folder}; consolidate the checkpoint first.")
@@ -283,18 +302,18 @@ def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.nda
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return guarded(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder with config.json, *.safetensors and tokenizer.json")
     parser.add_argument("target", help="the .gguf file to write")
     parser.add_argument("--type", choices=sorted(TYPES), default="f16", help="storage of the matrices")
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer name, where the split pattern is not a known one")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     args = parser.parse_args(argv)
-    try:
-        out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
     return 0
 

@@ -12,23 +12,37 @@
 #   LAUNCHER       accelerate (default) or torchrun
 #   CONFIG_FILE    an accelerate YAML such as fsdp_configs/fsdp2.yaml (accelerate only)
 # DRY_RUN=1 prints the command and runs nothing.
+# Exit code: the launcher's, or 2 where no command could be built.
 set -euo pipefail
 
 fail() { echo "hfpatch: $1" >&2; exit 2; }
-number() { [[ $2 =~ ^[0-9]+$ ]] || fail "$1: expected a whole number, came '$2'; correct the environment."; }
+# number NAME VALUE LEAST MOST: the value without leading zeros, which bash would read as octal.
+number() {
+    [[ $2 =~ ^0*([0-9]{1,9})$ ]] || fail "$1: expected a whole number, came '$2'; correct the environment."
+    local value=$((10#${BASH_REMATCH[1]}))
+    [ "$value" -ge "$3" ] && [ "$value" -le "$4" ] || fail "$1: expected $3 to $4, came $2; ${5:-correct the environment}."
+    echo "$value"
+}
 
+case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 LAUNCHER=${LAUNCHER:-accelerate}
-if [ "${1:-}" = --launcher ]; then LAUNCHER=${2:-}; shift 2; fi
+if [ "${1:-}" = --launcher ]; then
+    [ $# -ge 2 ] || fail "--launcher: expected accelerate or torchrun, nothing came."
+    LAUNCHER=$2
+    shift 2
+fi
 [ $# -ge 1 ] || fail "expected a script to launch, nothing came; for example scripts/train.py run.yaml."
 case $LAUNCHER in accelerate | torchrun) ;; *) fail "launcher: expected accelerate or torchrun, came '$LAUNCHER'." ;; esac
 
-machines=${WORLD_SIZE:-1}
-rank=${MACHINE_RANK:-${RANK:-0}}
-port=${MASTER_PORT:-29500}
-gpus=${GPUS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-number WORLD_SIZE "$machines"; number MACHINE_RANK "$rank"; number MASTER_PORT "$port"; number GPUS "$gpus"
-[ "$machines" -ge 1 ] || fail "WORLD_SIZE: expected at least one machine, came 0; correct the environment."
-[ "$rank" -lt "$machines" ] || fail "MACHINE_RANK: expected 0 to $((machines - 1)), came $rank; WORLD_SIZE counts machines."
+command -v "$LAUNCHER" >/dev/null || fail "$LAUNCHER is not installed here; pip install ${LAUNCHER/torchrun/torch}."
+
+# `|| exit`: what fails inside $(...) has said why, and must end this script too.
+machines=$(number WORLD_SIZE "${WORLD_SIZE:-1}" 1 100000) || exit
+rank=$(number MACHINE_RANK "${MACHINE_RANK:-${RANK:-0}}" 0 $((machines - 1)) "WORLD_SIZE counts machines") || exit
+port=$(number MASTER_PORT "${MASTER_PORT:-29500}" 1 65535) || exit
+gpus=${GPUS-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))' 2>/dev/null)} ||
+    fail "GPUS: torch could not count this machine's GPUs; set GPUS."
+gpus=$(number GPUS "$gpus" 1 1024) || exit
 if [ "$machines" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
     fail "MASTER_ADDR: expected the address of machine 0, came nothing; set it on every machine."
 fi

@@ -22,6 +22,9 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
+from hfpatch.commands.failures import Parser, guarded  # noqa: E402
+from hfpatch.memory.limits import check_ranges  # noqa: E402
+
 # the word in front of each row is its placement; colours are of the Okabe-Ito set
 RUNS = {
     "float32 AdamW": ("#000000", "-"),
@@ -121,12 +124,17 @@ def draw(losses: dict[str, list[float]], path: Path, command: str) -> None:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return guarded(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="runs/placement", help="folder for results.csv and curves.png")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=6e-4)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    check_ranges(vars(args))
     if args.one:
         one(args.one, args.out, args.steps, args.learning_rate)
     out = Path(args.out)
@@ -136,7 +144,9 @@ def main(argv=None) -> int:
         folder = Path("runs") / "placement_curves" / name.replace(" ", "_").replace(",", "")
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["--one", name, "--out", folder, "--steps", args.steps, "--learning_rate", args.learning_rate]
-        subprocess.run([sys.executable, __file__, *map(str, flags)], check=True)
+        code = subprocess.run([sys.executable, __file__, *map(str, flags)]).returncode
+        if code:
+            raise ValueError(f"hfpatch: the run {name!r} ended with exit code {code}; its output is above.")
         losses[name] = json.loads((folder / "losses.json").read_text())
     with (out / "results.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")

@@ -7,10 +7,10 @@ Options as `hfpatch profile`'s, with one --impl and one --seq-len. Run it again 
 the report then compares them. The report is of rank 0; the peaks of all ranks are in its notes.
 """
 
-import argparse
 import os
 import shlex
 import sys
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 # This file has the name of a standard module, which cProfile imports: its own folder must not be searched for it.
@@ -20,20 +20,25 @@ import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
 from hfpatch.commands import profile as command  # noqa: E402
+from hfpatch.commands.failures import Parser, guarded  # noqa: E402
+from hfpatch.memory.limits import check_ranges, parse_lengths  # noqa: E402
 from hfpatch.profiling import step  # noqa: E402
 from hfpatch.profiling.run import read, write  # noqa: E402
 from hfpatch.profiling.timeline import size  # noqa: E402
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv=None) -> int:
+    return guarded(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv) -> int:
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     command.add_arguments(parser)
-    args = parser.parse_args()
-    lengths = command.lengths(args.seq_len)
+    args = parser.parse_args(argv)
+    check_ranges(vars(args))
+    lengths = parse_lengths(args.seq_len)
     if len(lengths) > 1 or "," in args.impl or args.simulate:
-        parser.error(
-            "hfpatch: one --impl and one --seq-len a launch, and real steps; launch again with the same --out."
-        )
+        parser.error("expected one --impl and one --seq-len a launch, and real steps; launch again with the same --out")
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=args.device == "cpu")
@@ -71,7 +76,7 @@ def main() -> int:
 def record(accelerator: Accelerator, options: step.Options):
     """One Run of this rank, the model patched before the engine wraps it."""
     model = step.build_model(options)
-    notes = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
+    applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
     vocab_size = model.config.vocab_size
     optimizer = step.make_optimizer(model.parameters(), options.optimizer)
     plugin = accelerator.state.deepspeed_plugin
@@ -93,7 +98,7 @@ def record(accelerator: Accelerator, options: step.Options):
         backward=accelerator.backward, progress=progress, main=accelerator.is_main_process,
     )  # fmt: skip
     run.setup["engine"] = f"{accelerator.distributed_type.value.lower()}, {accelerator.num_processes} ranks"
-    run.notes += notes
+    run.applied = applied
     if run.error is None and accelerator.num_processes > 1:
         peaks = accelerator.gather(torch.tensor([run.peak_bytes], device=accelerator.device)).tolist()
         run.notes.append("peak by rank: " + ", ".join(size(peak) for peak in peaks))

@@ -4,6 +4,7 @@
 # Makes .venv, installs, trains a small Llama from scratch on the Python sources of this machine's standard library (nothing
 # is downloaded but packages), generates text with it, then records one long step stock and patched. After installation
 # it takes under 4 minutes on 2 CPU cores; a GPU is used where there is one. Results: runs/quickstart/.
+case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh

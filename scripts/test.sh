@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment and runs the whole test suite:
 #   bash scripts/test.sh            plain on this machine's devices, then the kernels under Triton's interpreter
-#   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions (own environments)
+#   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
+#                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
+case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
@@ -30,14 +32,24 @@ if [ $# -eq 0 ] && python -c 'import triton' 2>/dev/null; then
     run "kernels under the interpreter" env TRITON_INTERPRET=1 python -m pytest -q tests/ops tests/kernels "${ALL[@]}"
 fi
 if [ ${#ALL[@]} -gt 0 ]; then
-    for version in 4.57.6 '5.0.*' '5.17.*' '5.22.*'; do
-        (
-            HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-${version%.\*}
-            # With all that hfpatch needs in one breath: an older transformers wants older companions.
-            make_env test && python -m pip install -q -e "$HFPATCH_ROOT[test]" "transformers==$version" &&
-                run "transformers $version" python -m pytest -q --ignore=tests/kernels && exit $status
-        ) || status=1
+    suite_with() { # suite_with "transformers==..." in the environment of HFPATCH_VENV
+        # With all that hfpatch needs in one breath: an older transformers wants older companions.
+        make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" &&
+            run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q --ignore=tests/kernels && exit $status
+    }
+    for version in 5.17 5.22; do
+        (HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-$version && suite_with "transformers==$version.*") || status=1
     done
+    PYTHON_OLDEST=${PYTHON_OLDEST:-python3.10}
+    if "$PYTHON_OLDEST" --version 2>/dev/null; then
+        (
+            export PYTHON=$PYTHON_OLDEST HFPATCH_BARE=1 HFPATCH_TORCH='torch==2.11.*' HFPATCH_VENV=$HFPATCH_ROOT/.venv-oldest
+            suite_with 'transformers==5.0.*'
+        ) || status=1
+    else
+        echo "hfpatch: expected python3.10, the oldest that setup.cfg names, it is not here; set PYTHON_OLDEST=/path/to/it." >&2
+        status=1
+    fi
 fi
 [ $status -eq 0 ] || echo "hfpatch: something above failed" >&2
 python -m pytest "${ALL[@]}" "$@" || status=1 # last, so that the output ends with the suite's closing line

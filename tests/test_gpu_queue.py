@@ -4,6 +4,8 @@ import csv
 import importlib.util
 import json
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ sys.path.insert(0, str(FOLDER))
 import cases  # noqa: E402
 import common  # noqa: E402
 import floor  # noqa: E402
+import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
@@ -275,6 +278,107 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     assert with_it == said.gpu_peak_bytes - said.gpu_bytes["slack"]
     seconds = plan.planned(row | {"placement": "gpu8bit"}, plan.gpu_row("h100"))["seconds"]
     assert seconds == pytest.approx(said.step_seconds)
+
+
+def test_another_family_takes_the_same_path(tmp_path):
+    assert (
+        load("05_step_128k").main(["--small", "--preset", "Qwen/Qwen3-8B", "--layers", "8", "--out", str(tmp_path)])
+        == 0
+    )
+    (row,) = rows_of(tmp_path)
+    assert row["preset"] == "Qwen/Qwen3-8B" and float(row["step_s"]) > 0 and not row.get("error")
+    assert float(row["step_whole_s"]) == pytest.approx(float(row["step_s"]) * 36 / 8, rel=1e-3)
+
+
+def test_every_part_is_made_of_entries_and_fits_nine_minutes():
+    for part, jobs in slot.PARTS.items():
+        assert {job.entry for job in jobs} <= {p.stem for p in FOLDER.glob("[0-9]*.py")}, part
+        assert sum(job.seconds for job in jobs if not job.small) < 525
+
+
+# Entries that need no torch: a good one, one that raises, one that ends the process, one that hangs with a child of its
+# own, and one with a wrong row after them all. Those at tiny size share a process, which is started anew after it died.
+FAKES = {
+    "01_good": "row(step_s=1.5, impl='liger', error='no GPU for it'); table(folder, 'step_s\\n1.5\\n'); return 0",
+    "02_raises": "sys.modules['torch'] = Fine; row(step_s=2); raise RuntimeError('the reason is here')",
+    "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5); raise RuntimeError('an illegal access')",
+    "03_dies": "row(step_s=3); os._exit(7)",
+    "04_hangs": "subprocess.Popen(['sleep', '60']); row(step_s=4); time.sleep(60)",
+    "05_wrong": "row(step_s=5, passed=False); return 0",
+}
+
+
+def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
+    out, folder = tmp_path / "out", tmp_path / "entries"
+    folder.mkdir()
+    for name, body in FAKES.items():
+        (folder / f"{name}.py").write_text(
+            "import json, os, pathlib, subprocess, sys, time\n"
+            "class Fine:\n"
+            "    class cuda: is_available = staticmethod(lambda: False)\n"
+            "class Broken:\n"  # a device that answers nothing any more
+            "    class cuda: is_available = staticmethod(lambda: True)\n"
+            "    def zeros(*args, **kwargs): raise RuntimeError('CUDA error')\n"
+            "def row(**values):\n"
+            "    open(os.environ['HFPATCH_GPU_ROWS'], 'a').write(json.dumps({'entry': __name__, **values}) + '\\n')\n"
+            "def table(folder, text): (folder / '01_good.csv').write_text(text)\n"
+            "def main(argv):\n"
+            "    folder = pathlib.Path(argv[argv.index('--out') + 1]); folder.mkdir(parents=True, exist_ok=True)\n"
+            f"    {body}\n"
+        )
+    monkeypatch.setattr(slot, "FOLDER", folder)
+    monkeypatch.setattr(slot, "GRACE", 0.5)
+    jobs = [slot.Job(name, "--small", 1, "step_s") for name in list(FAKES)[:4]]
+    jobs += [slot.Job("04_hangs", "", 1), slot.Job("05_wrong", "", 5, "step_s")]
+    began = time.monotonic()
+    assert slot.Slot(1, jobs, out, 60).run() == 1
+    assert time.monotonic() - began < 30
+    assert [row["step_s"] for row in map(json.loads, (out / "slot1.jsonl").open())] == [1.5, 2, 2.5, 3, 4, 5]
+    said = capsys.readouterr().out
+    for words in (
+        "ok     01_good --small: 1 rows",
+        "step_s=1.5",
+        "the reason is here",
+        "code 7",
+        "its time was over",
+        "1 of 6 entries",
+    ):
+        assert words in said
+    assert said.count("ended with code") == 1, "an entry that had not begun is not blamed for the process before it"
+    assert "FAILED 05_wrong: 1 rows" in said and {p.name for p in out.iterdir()} == {
+        "slot1.jsonl",
+        "slot1.log",
+        "slot1.tar.gz",
+    }
+    with tarfile.open(out / "slot1.tar.gz") as pack:
+        assert "slot1/00_01_good/01_good.csv" in pack.getnames()
+
+
+def test_a_slot_whose_time_is_over_says_what_it_left_out(tmp_path, capsys):
+    assert slot.Slot(1, [slot.Job("01b_float64", "--small")], tmp_path, 1).run() == 1
+    assert "not started: the time of the slot was over" in capsys.readouterr().out
+
+
+def test_the_journal_gets_each_row_at_once(tmp_path, monkeypatch):
+    assert slot.ROWS == common.JOURNAL
+    monkeypatch.setenv(common.JOURNAL, str(tmp_path / "rows.jsonl"))
+    sheet = common.Sheet(common.parse(common.parser("02b_loss", "x"), ["--small", "--out", str(tmp_path)]))
+    sheet.add(impl="a", ms=1.5)
+    sheet.skip("liger", "absent")
+    row, skip = map(json.loads, (tmp_path / "rows.jsonl").open())
+    assert (row["entry"], row["ms"]) == ("02b_loss", 1.5) and "torch=" in row["versions"]
+    assert (skip["left_out"], skip["why"]) == ("liger", "absent")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", slot.PARTS)
+def test_a_part_at_small_size(part, tmp_path):
+    assert slot.main([str(part), "--small", "--out", str(tmp_path)]) == 0
+    assert len(list(tmp_path.iterdir())) <= 8 and rows_in(tmp_path / f"slot{part}.jsonl")
+
+
+def rows_in(path: Path) -> list[dict]:
+    return [row for row in map(json.loads, path.open()) if "left_out" not in row]
 
 
 def test_the_readme_names_every_entry():

@@ -1,15 +1,19 @@
-"""Imports point down, and the heavy packages are imported in their own places alone (read with ast, nothing is run)."""
+"""Imports point down, in no circle, and the heavy packages are imported in their own places alone (read with ast)."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hfpatch
+
 PACKAGE = Path(__file__).parent.parent / "hfpatch"
 # A package or module may import those of its own row and of the rows above.
 ROWS = (
+    ("compat", "report"),
     ("kernels",),
     ("ops",),
     ("memory",),
@@ -24,8 +28,8 @@ ROWS = (
 # Old places that hand on to the new ones for one release.
 SHIMS = ("planner.formula", "planner.simulate", "run")
 TRITON = ("kernels", "simulate.liger")  # the simulator stands in for Liger's kernels
-TRANSFORMERS = ("models", "spec", "patch", "simulate", "planner.models", "profiling", "training", "commands")
-STANDARD_LIBRARY_ONLY = ("memory", "training.configs", "commands.main")
+TRANSFORMERS = ("compat", "models", "spec", "patch", "simulate", "planner.models", "profiling", "training", "commands")
+STANDARD_LIBRARY_ONLY = ("memory", "report", "training.configs", "commands.main")
 
 
 def within(name: str, packages) -> bool:
@@ -54,27 +58,66 @@ def sources():
                 imports += [(alias.name, node not in inner) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: write imports in full"
-                imports += [(f"{node.module}.{alias.name}", node not in inner) for alias in node.names]
+                imports += [(_loaded(f"{node.module}.{alias.name}"), node not in inner) for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hfpatch":
+                imports.append((_loaded(f"hfpatch.{node.attr}"), node not in inner))
         if name not in SHIMS:
             yield name, imports
+
+
+def _loaded(full: str) -> str:
+    """hfpatch.apply is hfpatch.patch.apply: what the lazy package loads for a name."""
+    name = full.removeprefix("hfpatch.")
+    return f"{hfpatch._PUBLIC[name]}.{name}" if name in hfpatch._PUBLIC else full
 
 
 MODULES = dict(sources())
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_down(name):
+def targets(name: str) -> set[str]:
+    """The modules of ours that a module imports, anywhere in its text, itself left out."""
+    found = set()
     for full, _ in MODULES[name]:
         parts = full.split(".")
-        if parts[0] == "hfpatch" and len(parts) > 1:
-            target = ".".join(parts[1:])
-            if (
-                target == "__version__"
-                or within(target, ("apply", "undo", "plan", "profile"))
-                and target not in MODULES
-            ):
-                continue
-            assert row(target) <= row(name), f"hfpatch.{name} imports {full}, which stands above it"
+        if parts[0] != "hfpatch" or parts[1:] == ["__version__"] or parts[1:] == ["OLDEST"]:
+            continue  # the package's own __init__ holds these two
+        ends = [".".join(parts[1:n]) for n in range(len(parts), 1, -1)]
+        found.add(next((end for end in ends if end in MODULES), ends[-1] if ends else ""))
+    return found - {name, ""}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    for target in targets(name):
+        assert row(target) <= row(name), f"hfpatch.{name} imports hfpatch.{target}, which stands above it"
+
+
+def circle(graph: dict) -> list | None:
+    """A circle of the graph {name: names it needs}, None where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_imports_in_a_circle():
+    """Imports inside functions count: what works for their sake alone is still two things that are one."""
+    assert circle({name: targets(name) for name in MODULES}) is None
+
+
+def test_no_packages_in_a_circle():
+    """Of each pair of packages and top modules, those of a row too, one knows the other at most."""
+    graph: dict = {}
+    for name in MODULES:
+        part = name.split(".")[0]
+        graph.setdefault(part, set()).update({t.split(".")[0] for t in targets(name)} - {part})
+    assert circle(graph) is None
+
+
+def test_circles_are_found_and_lazy_names_followed():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle({"a": {"b", "c"}, "b": {"c"}})
+    assert targets("simulate.rivals") >= {"patch", "simulate.liger"}
 
 
 @pytest.mark.parametrize("name", MODULES)

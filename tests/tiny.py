@@ -1,4 +1,4 @@
-"""Tiny Llamas for the trap tests, and one comparison: ours against stock in float32, both against an exact float64 twin."""
+"""The tiny Llama of all tests, its float64 twin without casts, and the comparisons: ours against stock, both against the twin."""
 
 import copy
 
@@ -60,8 +60,13 @@ def labelled(batch: int = 2, tokens: int = TOKENS) -> dict:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def _exact_norm(self, x):
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+class ExactNorm(LlamaRMSNorm):
+    """transformers' norm without its rounding to float32 of what comes in as float64."""
+
+    def forward(self, x):
+        if x.dtype != torch.float64:
+            return super().forward(x)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
@@ -73,12 +78,19 @@ def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
     return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
 
 
+def with_exact_norms(model: nn.Module) -> nn.Module:
+    """A copy of a stock model in its own dtype."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if type(module) is LlamaRMSNorm:
+            module.__class__ = ExactNorm
+    return twin
+
+
 def exact(model: nn.Module) -> nn.Module:
     """A float64 twin of a stock model: transformers' norm and loss go through float32 whatever comes in, here they do not."""
-    twin = copy.deepcopy(model).double()
+    twin = with_exact_norms(model).double()
     for module in twin.modules():
-        if isinstance(module, LlamaRMSNorm):
-            module.forward = _exact_norm.__get__(module)
         if hasattr(module, "lm_head") and hasattr(module, "loss_function"):
             module.loss_function = _exact_loss
     return twin
@@ -125,6 +137,24 @@ def assert_equal_in_double(ours: nn.Module, stock: nn.Module, batch: dict, loss=
         allowed = (1000 if name != "loss" else 1) * torch.finfo(dtype).eps * true[name].abs().max().item()
         error = (value - true[name]).abs().max().item()
         assert error <= allowed, f"{name}: error {error:.2e} exceeds {allowed:.2e}"
+
+
+def stock_loss(model: nn.Module, labels: torch.Tensor, num_items_in_batch=None, **inputs) -> torch.Tensor:
+    """The model's causal loss; in float64 without transformers' rounding of the logits to float32."""
+    if next(model.parameters()).dtype != torch.float64:
+        return model(labels=labels, num_items_in_batch=num_items_in_batch, use_cache=False, **inputs).loss
+    logits = model(use_cache=False, **inputs).logits
+    return _exact_loss(logits, labels, logits.shape[-1], num_items_in_batch)
+
+
+def gradients(model: nn.Module) -> dict:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def largest_difference(a: dict, b: dict) -> float:
+    """The largest absolute difference of two dicts of gradients, which must have the same None entries."""
+    assert {n for n, g in a.items() if g is None} == {n for n, g in b.items() if g is None}
+    return max((a[n].double() - b[n].double()).abs().max().item() for n in a if a[n] is not None)
 
 
 def classes(model: nn.Module) -> list[type]:

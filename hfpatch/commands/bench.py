@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch import ops
+from hfpatch.commands.failures import flag
+from hfpatch.memory.limits import parse_length
 from hfpatch.memory.presets import PRESETS, preset_config
 from hfpatch.ops._library import use_kernel
 
@@ -175,7 +177,9 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--model", choices=PRESETS, default="llama-3.1-8b" if cuda else "llama-160m", help="whose sizes (%(default)s)"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768] if cuda else [512], metavar="N")
+    parser.add_argument(
+        "--tokens", type=flag(parse_length), nargs="+", default=[8192, 32768] if cuda else [512], metavar="N"
+    )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help="some of: " + ", ".join(OPS))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -184,8 +188,6 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
-    if min(args.tokens) < 1 or args.seconds < 0:
-        raise ValueError("hfpatch: bench expects --tokens of at least 1 and --seconds of at least 0; pass such.")
     dtype, config = DTYPES[args.dtype], preset_config(args.model)
     rates = yardsticks(dtype, args.device, args.seconds)
     cuda = args.device.startswith("cuda")

@@ -16,12 +16,17 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hfpatch import OLDEST
 from hfpatch.profiling.timeline import size
 
 PACKAGES = ("hfpatch", "torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl", "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
-SUPPORTED = {"python": ((3, 10), None), "torch": ((2, 9), None), "transformers": ((4, 57), (6,))}
+SUPPORTED = {
+    "python": ((3, 10), None),
+    "torch": (OLDEST["torch"], None),
+    "transformers": (OLDEST["transformers"], (6,)),
+}
 ACCELERATE_CONFIG = "accelerate/default_config.yaml"
 TRUE = ("1", "true", "yes", "on")
 GiB = 1 << 30

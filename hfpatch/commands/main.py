@@ -1,28 +1,39 @@
-"""`hfpatch plan | profile | bench | env | run | simulate`: one table row a command, each loaded only when it is called."""
+"""`hfpatch plan | profile | bench | env | train | run | simulate`: one table row a command, each loaded only when it is called."""
 
-import argparse
 import importlib
 import sys
+
+import hfpatch
+from hfpatch.commands.failures import Parser, guarded
+from hfpatch.memory.limits import check_ranges
 
 COMMANDS = {
     "plan": ("hfpatch.commands.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.commands.profile", "run real steps and write a memory report"),
     "bench": ("hfpatch.commands.bench", "time each fused op beside its plain version on this machine"),
     "env": ("hfpatch.commands.env", "versions, devices, limits, and what would go wrong"),
+    "train": ("hfpatch.commands.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.commands.run", "run an unmodified Trainer script with the patch applied to its model"),
     "simulate": (
         "hfpatch.commands.simulate",
         "memory of one implementation of one model, its code run on fake tensors",
     ),
 }
-READS_ITS_OWN = ("run", "simulate")  # what follows their name is theirs, a script's own flags among it
 
 
 def main(argv=None) -> int:
-    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 3 a plan that does not fit."""
+    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 1 a failure of the machine, 3 a plan that does not fit."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
-    if argv and argv[0] in READS_ITS_OWN:
+    if argv[:1] in (["run"], ["train"]):  # what a user's script raises is the script's; a training run guards itself
+        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    return guarded(_command, argv)
+
+
+def _command(argv) -> int:
+    parser = Parser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
+    parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
+    parser.epilog = "Each command takes --debug: the traceback of a failure in place of its sentence."
+    if argv[:1] == ["simulate"]:  # what follows its name is its own
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
@@ -31,10 +42,5 @@ def main(argv=None) -> int:
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)
-    try:
-        return importlib.import_module(COMMANDS[args.command][0]).main(args)
-    except (ValueError, FileNotFoundError) as error:
-        print(str(error) if str(error).startswith("hfpatch:") else f"hfpatch: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
+    check_ranges(vars(args))
+    return importlib.import_module(COMMANDS[args.command][0]).main(args)

@@ -4,7 +4,9 @@ import json
 import sys
 from dataclasses import replace
 
-from hfpatch.memory.hardware import GPUS, parse_lengths
+from hfpatch.commands.failures import flag
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.limits import parse_lengths, parse_word
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
@@ -13,11 +15,6 @@ from hfpatch.planner.show import picture, sweep_table
 
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
 example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
-
-
-def _word(text: str):
-    """auto, a number, true or false."""
-    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
 
 
 def add_arguments(parser) -> None:
@@ -33,9 +30,9 @@ def add_arguments(parser) -> None:
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     where = "auto, gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
     add("--checkpointing", default="auto", metavar="WHERE", help=where)
-    add("--every", default="auto", type=_word, help="keep every k-th layer's input (auto)")
-    add("--save-attention", default="auto", type=_word, help="keep attention outputs: true, false (auto)")
-    add("--tile", default="auto", type=_word, help="tokens a tile (auto)")
+    add("--every", default="auto", type=flag(parse_word), help="keep every k-th layer's input (auto)")
+    add("--save-attention", default="auto", type=flag(parse_word), help="keep attention outputs: true, false (auto)")
+    add("--tile", default="auto", type=flag(parse_word), help="tokens a tile (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add("--sweep", metavar="LENGTHS", help="a table over lengths, as 8192,32768,131072, and all placements asked for")
     add("--png", metavar="FILE", help="draw the sweep")

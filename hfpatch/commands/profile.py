@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from hfpatch.memory.hardware import parse_lengths
+from hfpatch.memory.limits import parse_lengths, parse_word
 from hfpatch.profiling.run import command_line, profile, results
 from hfpatch.profiling.timeline import size
 
@@ -51,8 +51,7 @@ def checkpointing_fields(pairs: list[str]) -> dict | None:
                 f"hfpatch: --checkpointing takes offload=, every=, save_attention= or tile=, {pair!r} came; "
                 "write FIELD=VALUE."
             )
-        words = {"true": True, "false": False}
-        fields[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
+        fields[name] = parse_word(value)
     return fields or None
 
 

@@ -1,31 +1,28 @@
 """`python -m hfpatch.commands.simulate`: one implementation of one preset, simulated, as a table or as JSON."""
 
-import argparse
 import json
 import time
 
 import torch
 
+from hfpatch.commands.failures import Parser, flag
 from hfpatch.memory.formula import Policy
+from hfpatch.memory.limits import check_ranges, parse_length, parse_word
 from hfpatch.memory.policy import auto_tile
-from hfpatch.memory.presets import preset_config
+from hfpatch.memory.presets import PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
 from hfpatch.simulate.simulator import simulate
 
 
-def _value(text: str):
-    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
-
-
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hfpatch.commands.simulate", description=__doc__)
-    parser.add_argument("--preset", default="llama-3.1-8b")
+    parser = Parser(prog="python -m hfpatch.commands.simulate", description=__doc__)
+    parser.add_argument("--preset", default="llama-3.1-8b", choices=PRESETS)
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
-    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, help="fewer layers than the preset's")
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
         "--policy", nargs="*", default=[], metavar="FIELD=VALUE",
         help="fields of the policy that hfpatch follows: offload=host every=1 save_attention=true "
@@ -33,10 +30,17 @@ def main(argv=None) -> int:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    check_ranges(vars(args))
     config = preset_config(args.preset)
     if args.layers:
         config["num_hidden_layers"] = args.layers
-    fields = {name: _value(value) for name, value in (pair.split("=", 1) for pair in args.policy)}
+    fields = {}
+    for pair in args.policy:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in Policy.__dataclass_fields__:
+            known = ", ".join(Policy.__dataclass_fields__)
+            raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
+        fields[name] = parse_word(value)
     fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
     model = prepare(build(config, getattr(torch, args.dtype)), args.impl)
     started = time.perf_counter()

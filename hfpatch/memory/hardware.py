@@ -84,38 +84,3 @@ def gpu_row(name: str) -> Gpu:
         if candidate in GPUS:
             return GPUS[candidate]
     raise ValueError(f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them.")
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
-
-
-def parse_bytes(text) -> int:
-    """Bytes from "256GiB", "64 GB" or a number of bytes. ValueError for anything else."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and text >= 0:
-        return int(text)
-    stripped = str(text).strip()
-    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = stripped[len(digits) :].strip().upper()
-    try:
-        value = float(digits) * _UNITS[unit]
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"hfpatch: a size is written like 256GiB, {text!r} came; use KB to TB or KiB to TiB."
-        ) from None
-    if value < 0:
-        raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
-    return int(value)
-
-
-def parse_lengths(text) -> list[int]:
-    """Tokens from "8192", "128k" or several with commas: "8k,32768" -> [8192, 32768]. ValueError for anything else."""
-    found = []
-    for part in str(text).split(","):
-        number = part.strip().lower()
-        factor = 1024 if number.endswith("k") else 1
-        number = number.removesuffix("k")
-        if not number.isdigit() or int(number) < 1:
-            raise ValueError(f"hfpatch: a length is tokens such as 8192 or 8k, {part!r} came; write a number.")
-        found.append(int(number) * factor)
-    return found

@@ -14,13 +14,19 @@ HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself,
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What the layer engine keeps for backward. Every field may be "auto": chosen from the memory that is free.
+    """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
 
-    offload: "gpu", "host" (pinned memory), or a directory (an NVMe tier).
-    every: keep the input of every k-th layer alone; the layers between are run again.
-    save_attention: keep attention outputs too, so that the attention forward runs once.
-    tile: tokens a tile of the token-wise parts.
+    Every field may be "auto" (the default): chosen at the first step from the memory that is free.
+
+    offload: where checkpoints live: "gpu", "host" (pinned memory) or a directory (an NVMe tier, one file a tensor).
+    every: layers per checkpoint: keep the input of every k-th layer alone; the layers between are run again.
+    save_attention: keep attention outputs too, one more [batch, tokens, hidden] a layer, so that the attention forward
+        is never run twice.
+    tile: tokens a tile of the parts that work token by token (norms, projections, MLP).
+
     Raises ValueError for a value outside these.
+
+    >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
     """
 
     offload: str = "auto"

@@ -15,7 +15,8 @@ from hfpatch.memory.formula import (
     step_flops,
     step_memory,
 )
-from hfpatch.memory.hardware import GPUS, Gpu, gpu_row, parse_bytes
+from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
+from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, Checkpointing, choose
 from hfpatch.planner.models import resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident

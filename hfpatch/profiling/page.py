@@ -1,5 +1,6 @@
 """report.html: one file, no network, no script. Charts are SVG; colours follow the reader's light or dark setting."""
 
+import re
 from html import escape
 
 from hfpatch.profiling import report
@@ -33,14 +34,19 @@ th:first-child, td:first-child, table.top td, table.top th { text-align: left; }
 th { color: var(--faint); font-weight: 600; } tr:nth-child(even) td { background: var(--band); }
 .legend span { display: inline-block; margin-right: 1.2rem; } .legend i { display: inline-block; width: 0.8em;
   height: 0.8em; margin-right: 0.4em; border-radius: 2px; vertical-align: -1px; }
-.scroll { overflow-x: auto; } svg { width: 100%; height: auto; }
+table.top td, table.top th { padding-right: 0.4rem; } table.top td:first-child { white-space: nowrap; }
+pre { font-size: 0.85rem; white-space: pre-wrap; }
+.scroll, .panels { overflow-x: auto; } .panels { display: flex; flex-wrap: wrap; gap: 0.6rem 1rem; }
+.panels svg { height: auto; }
 svg text { fill: var(--text); font: 13px system-ui, sans-serif; }
 svg text.faint { fill: var(--faint); font-size: 12px; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--faint); }
 svg .peak { stroke: var(--text); stroke-dasharray: 4 3; } svg .phase { stroke: var(--faint); stroke-dasharray: 1 3; }
 summary { cursor: pointer; color: var(--faint); } ul.facts { color: var(--faint); padding-left: 1.2rem; }
 """
-LEFT, TOP, HEIGHT, PANEL_GAP, WIDTH, BOTTOM = 74, 46, 300, 26, 1080, 52
+LEFT, TOP, HEIGHT, BOTTOM = 74, 46, 300, 52
+WIDTHS = {1: 900, 2: 540}  # of a panel, by how many there are; three and more get PANEL
+PANEL = 360
 
 
 def ticks(top: float) -> list[float]:
@@ -86,44 +92,47 @@ def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
 
 
 def chart(runs: list[Run], *, shared: bool = True) -> str:
-    """Memory over one step, a panel per run beside each other; shared: one memory axis for all of them."""
+    """Memory over one step, a panel per run; shared: one memory axis for all of them.
+
+    Panels stand beside each other and wrap where the window is narrow: text never shrinks below four fifths.
+    """
     runs = [r for r in runs if r.curve]
     if not runs:
         return "<p>No memory was recorded.</p>"
-    highest = max(r.peak_bytes for r in runs)
-    gap = PANEL_GAP if shared else LEFT + 8
-    width = (WIDTH - LEFT - gap * (len(runs) - 1)) / len(runs)
-    total_height = TOP + HEIGHT + BOTTOM
-    out = [f'<svg viewBox="0 0 {WIDTH + 10} {total_height}" role="img" aria-label="memory over one training step">']
-    for i, (run, name) in enumerate(zip(runs, report.columns(runs))):
-        top = (highest if shared else run.peak_bytes) * 1.12
-        x0 = LEFT + i * (width + gap)
-        for tick in ticks(top):
-            y = TOP + HEIGHT * (1 - tick / top)
-            out.append(f'<line class="grid" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            if i == 0 or not shared:
-                out.append(
-                    f'<text class="faint" x="{x0 - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{_tick_label(tick)}</text>'
-                )
-        out += _areas(run, x0, width, top)
-        end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
-        for phase, begin, stop in run.phases:
-            px = x0 + (begin - start) / (end - start) * width
-            out.append(f'<line class="phase" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
-            # A phase too short for its name goes unnamed; its line stays.
-            if (stop - begin) / (end - start) * width > 8 * len(phase):
-                out.append(f'<text class="faint" x="{px + 3:.1f}" y="{TOP + HEIGHT + 16}">{escape(phase)}</text>')
-        y = TOP + HEIGHT * (1 - run.peak_bytes / top)
-        out.append(f'<line class="peak" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(f'<text x="{x0 + 4:.1f}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
-        out.append(f'<line class="axis" x1="{x0:.1f}" x2="{x0 + width:.1f}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>')
-        out.append(f'<text x="{x0:.1f}" y="18" font-weight="600">{escape(name)}</text>')
-        span = f"0 to {end:.2f} s" if run.time_unit == "s" else f"one step, {run.time_unit}"
-        out.append(
-            f'<text class="faint" x="{x0 + width:.1f}" y="{TOP + HEIGHT + 38}" text-anchor="end">{escape(span)}</text>'
-        )
-    out.append("</svg>")
-    return "\n".join(out)
+    highest, width = max(r.peak_bytes for r in runs), WIDTHS.get(len(runs), PANEL)
+    panels = [
+        _panel(run, name, width, (highest if shared else run.peak_bytes) * 1.12)
+        for run, name in zip(runs, report.columns(runs))
+    ]
+    return '<div class="panels">' + "\n".join(panels) + "</div>"
+
+
+def _panel(run: Run, name: str, full: int, top: float) -> str:
+    """One run's curve, `full` units wide, its memory axis up to `top` bytes."""
+    x0, width = LEFT, full - LEFT - 8
+    size_of = f"flex: 1 1 {0.9 * full:.0f}px; min-width: {min(0.8 * full, 320):.0f}px; max-width: {1.4 * full:.0f}px"
+    label = f"memory over one training step, {escape(name)}"
+    out = [f'<svg viewBox="0 0 {full} {TOP + HEIGHT + BOTTOM}" style="{size_of}" role="img" aria-label="{label}">']
+    for tick in ticks(top):
+        y = TOP + HEIGHT * (1 - tick / top)
+        out.append(f'<line class="grid" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(f'<text class="faint" x="{x0 - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick_label(tick)}</text>')
+    out += _areas(run, x0, width, top)
+    end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
+    for phase, begin, stop in run.phases:
+        px = x0 + (begin - start) / (end - start) * width
+        out.append(f'<line class="phase" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
+        # A phase too short for its name goes unnamed; its line stays.
+        if (stop - begin) / (end - start) * width > 8 * len(phase):
+            out.append(f'<text class="faint" x="{px + 3:.1f}" y="{TOP + HEIGHT + 16}">{escape(phase)}</text>')
+    y = TOP + HEIGHT * (1 - run.peak_bytes / top)
+    out.append(f'<line class="peak" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    out.append(f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
+    out.append(f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>')
+    out.append(f'<text x="{x0}" y="18" font-weight="600">{escape(name)}</text>')
+    span = f"0 to {end:.2f} s" if run.time_unit == "s" else f"one step, {run.time_unit}"
+    out.append(f'<text class="faint" x="{x0 + width}" y="{TOP + HEIGHT + 38}" text-anchor="end">{escape(span)}</text>')
+    return "\n".join([*out, "</svg>"])
 
 
 def _legend(runs) -> str:
@@ -142,9 +151,15 @@ def _inline(text: str) -> str:
     return out
 
 
+def _breakable(html: str) -> str:
+    """A long path or dotted name may go on in the next line after its separators, so that the table fits."""
+    return re.sub(r"(?<=[\w*][/._:])(?=[A-Za-z*])|(?<=:)(?=\d)", "<wbr>", html)
+
+
 def _table(head, rows, kind="") -> str:
     cells = "".join(f"<th>{_inline(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{_inline(c)}</td>" for c in row) + "</tr>" for row in rows)
+    cell = (lambda c: _breakable(_inline(c))) if kind == "top" else _inline
+    body = "".join("<tr>" + "".join(f"<td>{cell(c)}</td>" for c in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table class="{kind}"><tr>{cells}</tr>{body}</table></div>'
 
 
@@ -180,6 +195,9 @@ def html(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> s
             out.append(f"<p>{escape(run.error)}</p>" if run.error else "")
             out.append(_table(report.TOP_HEAD, report.top_rows(run), "top"))
             out += [f"<p>{_inline(note)}</p>" for note in run.notes]
+            if run.applied:
+                said = escape("\n".join(run.applied))
+                out.append(f"<h3>{escape(name)}: {_inline(report.APPLIED)}</h3><pre>{said}</pre>")
     lines = [*report.facts(runs, command, commit), *notes, *report.files(runs)]
     out.append('<h2>How it was made</h2><ul class="facts">' + "".join(f"<li>{_inline(line)}</li>" for line in lines))
     out.append("</ul></body></html>")

@@ -86,6 +86,7 @@ def top_rows(run, limit=10):
     ]
 
 
+APPLIED = "what `hfpatch.apply` did"
 TOP_HEAD = ("bytes", "blocks", "category", "module", "phase", "operator", "line")
 
 
@@ -151,6 +152,8 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
             when = f"peak in the {run.peak_phase or 'step'}" + (f"; {run.error}" if run.error else "")
             parts.append(f"### {name}: {when}\n\n" + (table(TOP_HEAD, top) if top else "Nothing was recorded."))
             parts += ["\n".join(f"- {note}" for note in run.notes)] if run.notes else []
+            if run.applied:
+                parts.append(f"### {name}: {APPLIED}\n\n```\n" + "\n".join(run.applied) + "\n```")
     opened = files(runs)
     if opened:
         parts.append("## Files\n\n" + "\n".join(f"- {line}" for line in opened))

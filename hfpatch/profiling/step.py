@@ -94,7 +94,7 @@ def build_model(options: Options) -> torch.nn.Module:
 def become(
     model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True, checkpointing: dict | None = None
 ) -> list[str]:
-    """Makes the model one of IMPLEMENTATIONS; returns notes for the report. Raises ValueError where it cannot run.
+    """Makes the model one of IMPLEMENTATIONS; returns what apply() said, line by line. Raises ValueError where it cannot run.
 
     gradient_checkpointing: of hf and liger; checkpointing: fields of hfpatch.Checkpointing, of hfpatch.
     """

@@ -73,6 +73,7 @@ class Run:
     planned: dict = field(default_factory=dict)  # the closed form's figures for this run
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
     versions: dict = field(default_factory=dict)
+    applied: list = field(default_factory=list)  # what hfpatch.apply printed, line by line
     notes: list = field(default_factory=list)
     error: str | None = None  # one line, where the run did not finish
 

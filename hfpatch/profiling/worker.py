@@ -42,7 +42,7 @@ def _run(step, options, progress):
         return simulated_run(options)
     try:
         model = step.build_model(options)
-        notes = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
+        applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
         optimizer = step.make_optimizer(model.parameters(), options.optimizer)
         batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
     except RuntimeError as error:
@@ -52,7 +52,7 @@ def _run(step, options, progress):
         return Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, error=text)
     run = step.record_run(model, optimizer, batch, options, progress=progress)
     run.planned = planned(model, options, itemsize=options.torch_dtype.itemsize)
-    run.notes += [note.strip() for note in notes]
+    run.applied = applied
     return run
 
 

@@ -1,1 +1,1 @@
-"""What scripts/train.py is made of: arguments, rows of data, chat masks, packing, the optimizer's schedule."""
+"""What `hfpatch train` is made of: arguments, rows of data, chat masks, packing, the optimizer's schedule."""

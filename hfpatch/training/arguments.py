@@ -1,4 +1,4 @@
-"""The flags of scripts/train.py, on top of transformers' TrainingArguments, and how they are read."""
+"""The flags of `hfpatch train`, on top of transformers' TrainingArguments, and how they are read."""
 
 import importlib.util
 import os
@@ -115,6 +115,9 @@ class TrainArguments(TrainingArguments):
         # torch warns where there is nothing to pin memory for.
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available() and not self.use_cpu
         super().__post_init__()
+
+    def __getstate__(self):
+        return vars(self) | {"hub_token": None}  # torch.save writes these beside each model: a token is a secret
 
 
 CLASSES = (ModelArguments, DataArguments, TrainArguments)

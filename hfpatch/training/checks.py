@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,19 +11,31 @@ import torch
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
+from hfpatch.memory.limits import check_ranges
 from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.training import folders
 from hfpatch.training.arguments import checkpointing_of
-from hfpatch.training.trainer import RUN_FILE
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "rope_parameters", "rope_scaling",
 )  # fmt: skip
+# Restored with the optimizer's state, whatever the flags say.
+_OPTIMIZER = ("learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_MAY_DIFFER = (
+    "max_steps", "num_train_epochs", "lr_scheduler_type", "warmup_steps", "lr_floor", "lr_restarts", "max_grad_norm",
+    "bf16", "fp16",
+)  # fmt: skip
 _ROWS = ("seq_length", "packing", "long_rows", "truncation_side", "validation_split", "streaming")
 
 
 def flags(model, data, args) -> None:
-    """Flags that contradict each other. Raises ValueError."""
+    """Flags out of range, and flags that contradict each other. Raises ValueError."""
+    check_ranges(vars(model) | vars(data) | vars(args))
+    if args.max_steps == 0:
+        raise ValueError(
+            "hfpatch: expected --max_steps of 1 or more, 0 came; leave it out to train --num_train_epochs."
+        )
     if (model.model is None) == (model.preset is None):
         came = "both" if model.model else "none"
         raise ValueError(f"hfpatch: expected one of --model and --preset, {came} came; name one model.")
@@ -58,10 +71,6 @@ def flags(model, data, args) -> None:
         value = getattr(model, name)
         if value != "auto" and not (value.isdigit() and int(value) > 0):
             raise ValueError(f"hfpatch: expected auto or a whole number above 0 for --{name}, {value!r} came.")
-    if data.seq_length < 2:
-        raise ValueError(f"hfpatch: expected --seq_length of 2 or more, {data.seq_length} came.")
-    if not 0 <= data.validation_split < 1:
-        raise ValueError(f"hfpatch: expected --validation_split from 0 up to 1, {data.validation_split} came.")
     if data.validation_split and data.eval_data:
         raise ValueError("hfpatch: expected one of --validation_split and --eval_data, both came; keep one.")
     if data.streaming and data.validation_split:
@@ -78,68 +87,121 @@ def flags(model, data, args) -> None:
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if (args.lr_floor or args.lr_restarts) and schedule != "cosine":
         raise ValueError(f"hfpatch: --lr_floor and --lr_restarts shape the cosine, {schedule} came; use cosine.")
-    if not 0 <= args.lr_floor <= 1 or args.lr_restarts < 0:
-        raise ValueError("hfpatch: expected --lr_floor from 0 to 1 and --lr_restarts of 0 or more.")
     if data.chat_template and not Path(data.chat_template).is_file():
         raise ValueError(f"hfpatch: expected a template at --chat_template {data.chat_template}, there is no file.")
 
 
-def output_folder(folder: str, resume) -> None:
-    """A folder that holds another run is not written to. Raises ValueError."""
+def begin(folder: str, resume) -> tuple[str | None, list[str]]:
+    """The checkpoint to go on from (None: from the start), and the folders to set aside first.
+
+    resume: a folder, or "true" for the newest whole checkpoint of `folder`. Raises ValueError where there is none, or
+    where `folder` holds another run.
+    """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"hfpatch: expected a folder for --output_dir, {folder} is a file; name another.")
-    if resume or not path.is_dir():
-        return
-    held = sorted(p.name for p in path.iterdir() if p.name.startswith("checkpoint-") or p.suffix == ".safetensors")
+    if str(resume or "false").lower() == "false":
+        _no_other_run(path)
+        return None, list(map(str, folders.checkpoints(path)))
+    if str(resume).lower() != "true":
+        chosen = Path(resume)
+        why = folders.flaw(chosen)
+        if why:
+            whole = next((p for p in folders.checkpoints(chosen.parent) if not folders.flaw(p)), None)
+            fix = f"{whole} is whole" if whole else "check the path"
+            raise ValueError(f"hfpatch: expected a checkpoint at {resume} to resume from, {why}; {fix}.")
+        if chosen.resolve().parent != path.resolve():
+            _no_other_run(path)
+    else:
+        found = {p: folders.flaw(p) for p in folders.checkpoints(path)}
+        chosen = next((p for p, why in found.items() if not why), None)
+        if chosen is None and any((p / folders.STATE_FILE).exists() for p in found):
+            listed = "; ".join(f"{p.name}: {why}" for p, why in found.items())
+            raise ValueError(
+                f"hfpatch: no checkpoint in {folder} is whole ({listed}); name another one, or start in another --output_dir."
+            )
+        if chosen is None and not found and not (path / folders.SAVING).is_dir():
+            raise ValueError(
+                f"hfpatch: expected a checkpoint in {folder} to resume from, none came; check --output_dir."
+            )
+    if chosen is None:  # killed while it wrote its first checkpoint
+        return None, list(map(str, folders.checkpoints(path)))
+    step = folders.step_of(chosen)
+    later = [p for p in folders.checkpoints(path) if p.resolve() != chosen.resolve()]
+    later = [p for p in later if step is None or folders.step_of(p) > step]
+    return str(chosen), list(map(str, later))
+
+
+def _no_other_run(path: Path) -> None:
+    """ValueError where the folder holds a model or a checkpoint that was once finished."""
+    held = [p.name for p in folders.checkpoints(path) if (p / folders.STATE_FILE).exists()]
+    if path.is_dir():
+        held += sorted(p.name for p in path.iterdir() if p.suffix == ".safetensors")
     if held:
         raise ValueError(
-            f"hfpatch: {folder} holds another run ({held[0]}); go on with --resume_from_checkpoint True, or name "
+            f"hfpatch: {path} holds another run ({held[0]}); go on with --resume_from_checkpoint True, or name "
             "another --output_dir."
         )
 
 
-def checkpoint_of(folder: str, resume) -> str | None:
-    """The checkpoint folder that --resume_from_checkpoint names ("true": the last of the run). Raises ValueError."""
-    if resume in (None, "", False) or str(resume).lower() == "false":
-        return None
-    if str(resume).lower() == "true":
-        found = [p for p in Path(folder).glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
-        found = [p for p in found if (p / "trainer_state.json").is_file()]  # written last: the others broke off
-        if not found:
-            raise ValueError(
-                f"hfpatch: expected a checkpoint in {folder} to resume from, none came; check --output_dir."
-            )
-        return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
-    if not (Path(resume) / "trainer_state.json").is_file():
-        raise ValueError(
-            f"hfpatch: expected a checkpoint folder at {resume}, it holds no trainer_state.json; check the path."
-        )
-    return str(resume)
+def agreed(args, look):
+    """What look() finds on rank 0, on all ranks: what it looks at may change while the others come. Raises its ValueError."""
+    if args.world_size <= 1:
+        return look()
+    found = [None, None]
+    if args.process_index == 0:
+        try:
+            found[0] = look()
+        except ValueError as error:
+            found[1] = str(error)
+    torch.distributed.broadcast_object_list(found, src=0, device=args.device)
+    if found[1]:
+        raise ValueError(found[1])
+    return found[0]
 
 
-def checkpoint_matches(checkpoint: str, record: dict) -> None:
-    """The checkpoint is of this model, and of this data in this order. Raises ValueError naming what differs."""
-    file, config = Path(checkpoint) / RUN_FILE, Path(checkpoint) / "config.json"
+@contextmanager
+def writing_to(args, aside: list[str]):
+    """--output_dir is this run's, and the folders `aside` are out of its way (gives their names). Raises ValueError."""
+    held = []
+
+    def take():
+        held.append(folders.Lock(args.output_dir))
+        return folders.set_aside(map(Path, aside))
+
+    try:
+        yield agreed(args, take)
+        if args.world_size > 1:
+            torch.distributed.barrier()  # a rank that ends first may take the launcher, and with it the others, along
+    finally:
+        for lock in held:
+            lock.close()
+
+
+def checkpoint_matches(checkpoint: str, record: dict) -> str | None:
+    """The checkpoint is of this model, of this data in this order, and its optimizer is the one asked for.
+
+    Raises ValueError listing what differs. What may differ, for it takes effect, comes back as one sentence, or None.
+    """
+    file, config = Path(checkpoint) / folders.RUN_FILE, Path(checkpoint) / "config.json"
     if file.is_file():
         before = json.loads(file.read_text(encoding="utf-8"))
     elif config.is_file():  # another script's checkpoint: only the model can be compared
         values = json.loads(config.read_text(encoding="utf-8"))
         before = {"model": {k: values[k] for k in record["model"] if k in values}}
     else:
-        return
-    different = []
+        return None
+    different, allowed = [], []
     for key, value in record.items():
-        if isinstance(value, dict):
-            old = before.get(key, {})
-            different += [f"{k} {old[k]} there, {v} here" for k, v in value.items() if k in old and old[k] != v]
-        elif key in before and before[key] != value:
-            different.append(f"{key} {before[key]} there, {value} here")
+        old, new = (v if isinstance(v, dict) else {key: v} for v in (before.get(key, {}), value))
+        said = [f"{k} {old[k]} there, {v} here" for k, v in new.items() if k in old and old[k] != v]
+        (allowed if key == "may_differ" else different).extend(said)
     if different:
         raise ValueError(
-            f"hfpatch: {checkpoint} does not match this run: {'; '.join(different)}; use the same flags and data, or "
-            "start anew with --model set to the checkpoint."
+            f"hfpatch: {checkpoint} does not match this run: {'; '.join([*different, *allowed])}; use the same flags and "
+            "data, or start anew with --model set to the checkpoint."
         )
+    return f"going on with what differs from the saved run: {'; '.join(allowed)}." if allowed else None
 
 
 def length(seq_length: int, config) -> None:
@@ -210,13 +272,21 @@ def engine_is_on(args, accelerator) -> None:
 
 
 def run_record(config, model, data, args, fingerprint: str) -> dict:
-    """What a resumed run must share with the one before, for the same batches and the same weights."""
+    """What a resumed run must share with the one before, for the same batches, weights and optimizer; and what it may not.
+
+    The optimizer's settings come back with its state: another value on the command line would be ignored.
+    """
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    sharded = {"world_size": args.world_size} if args.deepspeed else {}
     return {
         "model": {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None},
         "lora_r": model.lora_r,
         "data": fingerprint,
         "rows": {name: getattr(data, name) for name in _ROWS},
         "seed": args.seed,
+        "data_seed": args.data_seed,
         "batch": batch,
+        "optimizer": {name: str(getattr(args, name)) for name in _OPTIMIZER},
+        "engine": {"engine": "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "none", **sharded},
+        "may_differ": {"world_size": args.world_size} | {name: str(getattr(args, name)) for name in _MAY_DIFFER},
     }

@@ -133,7 +133,8 @@ def find(name_or_path: str) -> Path:
     given = Path(name_or_path)
     if given.is_file():
         return given
-    roots = [Path.cwd(), Path(__file__).resolve().parent.parent]
+    package = Path(__file__).resolve().parent.parent
+    roots = [Path.cwd(), package, package.parent]  # the package has them in a wheel, its parent in a checkout
     folders = [root / kind for root in roots for kind in ("ds_configs", "fsdp_configs")]
     for folder in folders:
         if (folder / f"{name_or_path}.json").is_file():

@@ -1,20 +1,19 @@
-"""Trainer with what scripts/train.py adds: decay by dimensions, the cosine's floor, exact evaluation, a clean stop."""
+"""Trainer with what scripts/train.py adds: decay by dimensions, the cosine's floor, exact evaluation, whole checkpoints."""
 
-import json
 import math
 import os
-import signal
-import time
+import shutil
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.training import schedule
+from hfpatch.training import folders, schedule
 from hfpatch.training.positions import PositionTrainer
-
-RUN_FILE = "hfpatch_run.json"
 
 
 class Trainer(PositionTrainer):
@@ -22,12 +21,18 @@ class Trainer(PositionTrainer):
 
     Weight decay touches tensors of two dimensions and more. The cosine schedule has a floor and restarts. The
     evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for plain text, nats per byte.
+    A checkpoint is whole or not there; so is the final model (save_model pushes nothing).
+    A resumed run that has had its steps takes no other.
+
+    record: what a resume must match, written into each checkpoint.
     """
 
-    def __init__(self, *args, bytes_per_token: float = 0.0, **kwargs):
-        self.bytes_per_token = bytes_per_token
-        self._eval_sum = None
+    def __init__(self, *args, bytes_per_token: float = 0.0, record: dict | None = None, **kwargs):
+        self.bytes_per_token, self.record = bytes_per_token, record or {}
+        self._eval_sum = self._staging = None
+        self._unpushed = False
         super().__init__(*args, **kwargs)
+        self.add_callback(_NoStepMore)
         # Noted before an engine wraps the model: FSDP1 flattens parameters, ZeRO-3 empties them.
         shapes = ((n, getattr(p, "ds_shape", p.shape)) for n, p in self.model.named_parameters())
         self._decayed = schedule.decayed(shapes)
@@ -78,56 +83,94 @@ class Trainer(PositionTrainer):
                 output.metrics[f"{metric_key_prefix}_nats_per_byte"] = loss / self.bytes_per_token
         return output
 
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except _Finished:
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._load_best_model()
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.is_in_train = False
+            return TrainOutput(self.state.global_step, 0.0, {"train_runtime": 0.0})
 
-class StopCleanly(TrainerCallback):
-    """SIGTERM and the time limit end training after the step in hand; SIGTERM saves a checkpoint first.
+    # Saving: stock writes into the folder that _get_output_dir gives, which is _saving/ while a checkpoint is made.
 
-    time_limit: minutes of training, 0 for none. After training, `reason` is None, "SIGTERM" or "time limit".
-    """
+    def _get_output_dir(self, trial):
+        return str(self._staging) if self._staging else super()._get_output_dir(trial)
 
-    def __init__(self, time_limit: float = 0.0):
-        self.time_limit, self.reason = time_limit * 60, None
-        self._signal, self._before, self._began = False, None, 0.0
+    def _save_checkpoint(self, model, trial, *args, **kwargs):
+        folder = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        with self._beside(folder) as staging:
+            self._staging = staging
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+            best = self.state.best_model_checkpoint
+            if best and Path(best).parent == staging:
+                self.state.best_model_checkpoint = str(folder / name)
+                if self.args.should_save:
+                    self.state.save_to_json(str(staging / name / folders.STATE_FILE))
+            self._on_each_disk(lambda: folders.finish(staging / name, folder / name, self.record), staging / name)
+        if self.args.should_save:
+            folders.rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self._unpushed:
+            self._unpushed = False
+            super()._push_from_checkpoint(str(folder / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self._unpushed = True  # the folder has its name only when this save is finished
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if _internal_call or output_dir is not None:
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(self.args.output_dir)
+        with self._beside(folder) as staging:
+            super().save_model(str(staging / "final"), _internal_call=True)
+            self._on_each_disk(lambda: folders.publish(staging / "final", folder), staging / "final")
+
+    def save_state(self):
+        if self.is_world_process_zero():
+            beside = Path(self.args.output_dir) / f"_{folders.STATE_FILE}"
+            self.state.save_to_json(str(beside))
+            folders.sync(beside)
+            os.replace(beside, beside.with_name(folders.STATE_FILE))
+
+    @contextmanager
+    def _beside(self, folder: Path):
+        """An empty _saving/ in folder (what a killed save left there goes), and no trace of it afterwards."""
+        staging = folder / folders.SAVING
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._barrier()
+        try:
+            yield staging
+        finally:  # after an error too: a full disk gets its room back
+            self._staging = None
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _on_each_disk(self, move, saved: Path) -> None:
+        """Rank 0 moves what all ranks saved; then the first of each machine whose own disk still holds a part."""
+        self._barrier()
+        for turn in (self.args.process_index == 0, self.args.local_process_index == 0):
+            if turn and saved.is_dir():
+                move()
+            self._barrier()
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            torch.distributed.barrier()
+
+
+class _Finished(Exception):
+    """The resumed run has had its steps."""
+
+
+class _NoStepMore(TrainerCallback):
+    """Stock takes one step before it looks at max_steps, also where a checkpoint has them all."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began = time.monotonic()
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings the saving and logging steps of its own flags
 
-        def note(number, frame):
-            self._signal = True
-            signal.signal(number, self._before)  # a second signal ends the process at once
-
-        self._before = signal.signal(signal.SIGTERM, note)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        late = bool(self.time_limit) and time.monotonic() - self._began > self.time_limit
-        told, late = self._agree(args, self._signal, late)
-        if told:
-            self.reason, control.should_save, control.should_training_stop = "SIGTERM", True, True
-        elif late:
-            self.reason, control.should_training_stop = "time limit", True
-            control.should_log = True
-
-    def on_train_end(self, args, state, control, **kwargs):
-        signal.signal(signal.SIGTERM, self._before)
-
-    def _agree(self, args, *flags):
-        """A signal reaches the ranks at different steps: all stop at the step at which any of them knows."""
-        if args.world_size <= 1:
-            return flags
-        flags = torch.tensor(flags, dtype=torch.int32, device=args.device)
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        return tuple(bool(f) for f in flags.tolist())
-
-
-class KeepRunFile(TrainerCallback):
-    """Writes what a resume must match (data, lengths, batch, seed, model sizes) into each checkpoint."""
-
-    def __init__(self, record: dict):
-        self.record = record
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-            os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, RUN_FILE), "w", encoding="utf-8") as file:
-                json.dump(self.record, file, indent=1)
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise _Finished

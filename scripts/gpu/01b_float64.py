@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from cases import LLAMA_8B, OPS, TINY, Error, Widths, errors
 
 from hfpatch import ops
-from hfpatch.ops.attention import Documents, Pattern, attention_backward, attention_forward, attention_ref
+from hfpatch.ops.attention import CAUSAL, Documents, Pattern, attention_backward, attention_forward, attention_ref
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 WORDS = """
@@ -99,20 +99,25 @@ def loss(sheet, dtype, T, widths: Widths, masked=0.0, chunk=2048, only=None) -> 
     note(sheet, name, dtype, T, found, elements=max(x.numel(), weight.numel()))
 
 
-def plain_attention(q, k, v, scale, documents):
-    """What a model calls: scaled_dot_product_attention, with a mask where documents are packed."""
-    T, repeat = q.shape[1], q.shape[2] // k.shape[2]
+def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
+    """What a model calls: scaled_dot_product_attention, with a mask where it needs one; eager for caps and sinks."""
+    B, T, repeat = q.shape[0], q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-    mask = None
-    if documents is not None:
-        index = torch.arange(T, device=q.device)
-        index = torch.bucketize(index, torch.tensor(documents.bounds[1:], device=q.device), right=True)
-        mask = (index[:, None] == index[None, :]).tril()
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+    mask = None if pattern.plain else pattern.allowed(range(T), range(T), B, T, q.device)
+    if sinks is None and pattern.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+    scores = q @ k.transpose(-1, -2) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    allowed = pattern.allowed(range(T), range(T), B, T, q.device)
+    scores = scores.float().masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, -1, T, 1)), -1)
+    return (scores.softmax(-1)[..., :T].to(q.dtype) @ v).transpose(1, 2)
 
 
-def attention(sheet, key, dtype, T, widths: Widths, group: int, documents=None) -> None:
+def attention(sheet, what, key, dtype, T, widths: Widths, group: int, pattern: Pattern, sinks=False) -> None:
     device, scale = sheet.args.device, widths.head_dim**-0.5
     g = torch.Generator(device=device).manual_seed(T)
     repeat = widths.heads // widths.kv_heads
@@ -122,22 +127,41 @@ def attention(sheet, key, dtype, T, widths: Widths, group: int, documents=None) 
     ]
     heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)  # not the first: an offset too
     q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
-    out, lse, state = attention_forward(q, k, v, scale=scale, pattern=Pattern(documents), backend=key)
-    grads = attention_backward(dout, q, k, v, out, lse, state, scale=scale, pattern=Pattern(documents), backend=key)
+    given = [q, k, v] + ([torch.randn(group * repeat, device=device, generator=g).to(dtype)] if sinks else [])
+    options = {"scale": scale, "pattern": pattern, "backend": key, "sinks_H": given[3] if sinks else None}
+    out, lse, state = attention_forward(q, k, v, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, state, **options)
     results = []
     for function, dt in (
-        (lambda *t: plain_attention(*t, scale, documents), dtype),
-        (lambda *t: attention_ref(*t, scale=scale, documents=documents)[0], torch.float64),
+        (lambda q, k, v, s=None: plain_attention(q, k, v, scale, pattern, s), dtype),
+        (lambda q, k, v, s=None: attention_ref(q, k, v, scale=scale, pattern=pattern, sinks_H=s)[0], torch.float64),
     ):
-        leaves = [t.detach().to(dt).requires_grad_() for t in (q, k, v)]
+        leaves = [t.detach().to(dt).requires_grad_() for t in given]
         made = function(*leaves)
         results.append([made.detach(), *torch.autograd.grad(made, leaves, dout.to(dt))])
-    found = {name: Error() for name in ("out", "dq", "dk", "dv")}
+    found = {name: Error() for name in ("out", "dq", "dk", "dv", "dsink")[: 1 + len(given)]}
     for error, got, plain, true in zip(found.values(), (out, *grads), *results):
         error.see(got, plain, true)
     if T == 1:  # dq and dk of one token are zero: what is left of them has nothing to be measured by
         del found["dq"], found["dk"]
-    note(sheet, f"attention {key}" + (" packed" if documents else ""), dtype, T, found, elements=q.numel(), group=group)
+    note(sheet, f"attention {key}{what}", dtype, T, found, elements=q.numel(), group=group)
+
+
+def patterns(T: int, device) -> dict:
+    """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
+    bounds = (0, T // 3, T // 3 + 1, T)
+    documents = Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
+    hidden = torch.zeros(1, T, dtype=torch.bool, device=device)
+    hidden[:, T // 4 : T // 3] = True
+    return {
+        "packed": (Pattern(documents), False),
+        "window": (Pattern(window=T // 3), False),
+        "packed, window": (Pattern(documents, window=T // 5), False),
+        "holes": (Pattern(hidden_BT=hidden), False),
+        "cap": (Pattern(softcap=20.0), False),
+        "sinks": (CAUSAL, True),
+        "window, sinks": (Pattern(window=T // 3), True),
+    }
 
 
 def main(argv=None) -> int:
@@ -157,11 +181,10 @@ def main(argv=None) -> int:
     for dtype, names in keys.items():
         for T in (37,) if args.small else (1, 127, 1000, 4097):
             groups = (1,) if args.small else (1, 2)
-            jobs += [("attention", attention, (key, dtype, T, widths, group)) for key in names for group in groups]
+            jobs += [("attention", attention, ("", key, dtype, T, widths, g, CAUSAL)) for key in names for g in groups]
             if T > 30 and (dtype != torch.float32 or not args.cuda):
-                bounds = (0, T // 3, T // 3 + 1, T)
-                cu = torch.tensor(bounds, dtype=torch.int32, device=args.device)
-                jobs.append(("packed", attention, (names[0], dtype, T, widths, 1, Documents(bounds, cu))))
+                for what, (pattern, sinks) in patterns(T, args.device).items():
+                    jobs.append((what, attention, (f", {what}", names[0], dtype, T, widths, 1, pattern, sinks)))
     for op in OPS.values():
         # The giants: swiglu's rows are wider, so it needs fewer of them.
         T = 64 if args.small else 150001 if op.name == "swiglu" else GIANT

@@ -99,10 +99,12 @@ def measure(sheet, name, key, T, group, widths):
 
 
 def main(argv=None) -> int:
-    args = common.parse(common.parser("04_attention", __doc__), argv)
+    made = common.parser("04_attention", __doc__)
+    made.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    args = common.parse(made, argv)
     sheet = common.Sheet(args)
     sheet.ceilings()
-    widths, lengths = (TINY, (33,)) if args.small else (LLAMA_8B, TOKENS)
+    widths, lengths = (TINY, (33,)) if args.small else (LLAMA_8B, args.tokens)
     groups = [n for n in (1, 2, 4, 8) if n <= widths.kv_heads and widths.kv_heads % n == 0]
     for name, (key, on, off) in backends(args, sheet).items():
         assert key in BACKENDS

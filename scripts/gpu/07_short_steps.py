@@ -1,4 +1,4 @@
-"""8k and 32k steps of Llama-3.1-8B: hfpatch with its checkpoints on the host and on the GPU, beside Liger, in one run.
+"""8k and 32k steps of Llama-3.1-8B: hfpatch with its checkpoints on the host and on the GPU, beside its rivals, in one run.
 
 python scripts/gpu/07_short_steps.py --out $OUT
 """
@@ -14,26 +14,34 @@ import step
 WORDS = """
 32 layers of 8B's widths, random bf16 weights, parameters and gradients on the GPU, no optimizer. hfpatch keeps the
 layers' inputs and attention outputs in pinned host memory (host) or on the GPU (gpu), everything else equal:
-`overhead` is host over gpu, less one. Liger runs with transformers' checkpointing. `auto` is what a user gets who
-says nothing. Targets: ahead of Liger, overhead under 0.03.
+`overhead` is host over gpu, less one. Liger runs with transformers' checkpointing (plain) and without (off); trl is
+TRL's selective checkpointing with transformers' offload and TRL's fused head. `auto` is what a user gets who says
+nothing. Targets: ahead of every rival, overhead under 0.03.
 """
+# name: (impl, checkpointing) of step.py
+RIVALS = {"liger": ("liger", "plain"), "trl": ("trl", "offload"), "liger-off": ("liger", "off")}
 COLUMNS = (
-    "impl kept tokens step_s forward_s backward_s tokens_s mfu overhead attention_s matmul_s copy_wait_s other_s "
+    "impl kept layers tokens step_s forward_s backward_s tokens_s mfu overhead attention_s matmul_s copy_wait_s other_s "
     "other_kernels peak_gib beyond_gib host_used_gib policy error"
 ).split()
 
 
 def main(argv=None) -> int:
     made = common.parser("07_short_steps", __doc__)
+    made.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    made.add_argument("--layers", type=int, default=32)
+    made.add_argument("--steps", type=int, default=5, help="steps that are timed, after two that are not")
+    made.add_argument("--tiers", nargs="+", default=["host", "gpu", "auto"], choices=["host", "gpu", "auto"])
+    made.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
-    base = {"layers": 32, "warmup": 2, "steps": 5, "split": True, "host_gib": args.host_gib}
-    tiers = [{"offload": tier, "every": 1, "save_attention": True} for tier in ("host", "gpu")]
+    base = {"layers": args.layers, "warmup": 2, "steps": args.steps, "split": True, "host_gib": args.host_gib}
+    kept = {tier: {"offload": tier, "every": 1, "save_attention": True} for tier in ("host", "gpu")}
     ours = [
-        {**base, "impl": "hfpatch", "tokens": T, "checkpointing": kept, "label": {"tier": tier}}
-        for T in (8192, 32768)
-        for kept, tier in zip((*tiers, "auto"), ("host", "gpu", "auto"))
+        {**base, "impl": "hfpatch", "tokens": T, "checkpointing": kept.get(tier, tier), "label": {"tier": tier}}
+        for T in args.tokens
+        for tier in args.tiers
     ]
     rows = step.run_cases(sheet, step.small(sheet, ours))
     times = {(r["tokens"], r["tier"]): r["step_s"] for r in rows if "step_s" in r}
@@ -41,17 +49,17 @@ def main(argv=None) -> int:
         gpu = times.get((row["tokens"], "gpu"))
         if row["tier"] == "host" and "step_s" in row and gpu:
             row["overhead"] = row["step_s"] / gpu - 1
-    liger = [
-        {**base, "impl": "liger", "tokens": T, "checkpointing": "plain", "label": {"tier": ""}} for T in (8192, 32768)
-    ]
-    step.run_cases(sheet, step.small(sheet, liger))
+    for rival in args.rivals:
+        impl, how = RIVALS[rival]
+        cases = [{**base, "impl": impl, "tokens": T, "checkpointing": how, "label": {"tier": ""}} for T in args.tokens]
+        step.run_cases(sheet, step.small(sheet, cases))
 
     def draw(axes):
         for axis, T in zip(axes, dict.fromkeys(r["tokens"] for r in sheet.rows)):
-            rows = [{**r, "what": f"{r['impl']} {r['tier']}"} for r in sheet.rows if r["tokens"] == T]
+            rows = [{**r, "what": f"{r['impl']} {r['tier'] or r['kept']}"} for r in sheet.rows if r["tokens"] == T]
             common.bars(axis, rows, "what", "tokens_s", title=f"tokens a second at {T:,}")
 
-    sheet.page("Short steps: offload's overhead, and Liger", WORDS, COLUMNS, sheet.picture(draw, wide=2))
+    sheet.page("Short steps: offload's overhead, and the rivals", WORDS, COLUMNS, sheet.picture(draw, wide=2))
     return 0
 
 

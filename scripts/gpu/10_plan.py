@@ -21,10 +21,10 @@ from hfpatch.planner.placements import Resident, resident
 from hfpatch.planner.seconds import step_time
 
 WORDS = """
-Every row of the other entries with a step of Llama-3.1-8B's shape: what the closed form says for that length, depth
-and policy, and what was measured. The seconds take the GPU's row of the table that `hfpatch plan --gpu` uses, not
-rates measured in the run. Within 3% of the peak on the GPU, 5% of pinned host memory, 15% of the seconds counts as
-right.
+Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what the closed form
+says for that length, depth and policy, and what was measured. The seconds take the GPU's row of the table that
+`hfpatch plan --gpu` uses, not rates measured in the run. Within 3% of the peak on the GPU, 5% of pinned host memory,
+15% of the seconds counts as right.
 """
 TOLERANCE = {"gpu": 0.03, "host": 0.05, "seconds": 0.15}
 SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles")
@@ -46,7 +46,7 @@ def planned(row: dict, gpu) -> dict | None:
         return None
     policy = policy or "stock-checkpointing"
     layers = int(row.get("run") or row["layers"])
-    shape = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_layers": layers})
+    shape = ModelShape.from_config(preset_config(row.get("preset") or "llama-3.1-8b") | {"num_hidden_layers": layers})
     tokens = int(row["tokens"])
     sizes = {"batch": 1, "tokens": tokens}
     memory = step_memory(shape, policy, **sizes)

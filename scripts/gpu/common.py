@@ -9,6 +9,7 @@ import csv
 import datetime
 import gc
 import importlib.metadata
+import json
 import os
 import shlex
 import statistics
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # a clone that was not installed
 
 GiB = 1 << 30
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "torchao", "accelerate")
+JOURNAL = "HFPATCH_GPU_ROWS"  # the variable that names a file to which every sheet of a run appends its rows too
 # Dense bf16 FLOP/s of the vendors' data sheets, for MFU alone; shares in the tables are of rates measured in the run.
 DATASHEET = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
@@ -291,13 +293,21 @@ class Sheet:
         """One row; floats are rounded to 5 digits. Rewrites the CSV."""
         row = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
         self.rows.append(row)
+        self._note(**row)
         print("  " + "  ".join(f"{k}={v}" for k, v in row.items() if v not in (None, "")), flush=True)
         self._write_csv()
         return row
 
     def skip(self, what: str, why: str) -> None:
         self.skipped.append(f"{what}: {why}")
+        self._note(left_out=what, why=why)
         print(f"  left out: {what}: {why}", flush=True)
+
+    def _note(self, **values) -> None:
+        """A line of JSON in the journal of a run of many entries, where there is one."""
+        if os.environ.get(JOURNAL):
+            with open(os.environ[JOURNAL], "a", encoding="utf-8") as file:
+                file.write(json.dumps({"entry": self.name, **values, **self.stamp}, default=str) + "\n")
 
     def columns(self) -> list[str]:
         return list(dict.fromkeys(key for row in self.rows for key in row))

@@ -3,10 +3,11 @@
 The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that says so. A case is
 a dict:
 
-    impl            "stock" | "liger" | "hfpatch"
+    impl            "stock" | "liger" | "trl" | "hfpatch"
     tokens          of one sequence; batch is 1
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
-    checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off"
+    checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off". trl: TRL's
+                    selective checkpointing (attention is not run again) and its fused head
     warmup, steps   steps that are not timed, steps that are
     split, floor    also record one step's kernels; also measure the least time on this card first
     ballast_gib     device memory taken away first, for layers that are not there
@@ -35,7 +36,7 @@ GiB = common.GiB
 
 
 def config_of(case):
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     from hfpatch.memory.presets import preset_config
 
@@ -45,7 +46,7 @@ def config_of(case):
     values["max_position_embeddings"] = max(values["max_position_embeddings"], case["tokens"])
     # No id of a locally trained tokenizer is one of Llama's own.
     values |= {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return LlamaConfig(**values)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def build(case, device, dtype=torch.bfloat16):
@@ -84,6 +85,14 @@ def become(model, case) -> str:
         if not getattr(model, "_liger_applied", False):
             _apply_liger_kernel_to_instance(model=model)
             model._liger_applied = True
+    if impl == "trl":
+        from trl.models import enable_selective_activation_checkpointing
+        from trl.trainer.utils import add_fused_lm_head
+
+        if not getattr(model, "_trl_applied", False):
+            add_fused_lm_head(model)
+            enable_selective_activation_checkpointing(model)
+            model._trl_applied = True
     if kept != "off":
         checkpoint(model, kept == "offload")
     return f"{impl}, checkpointing {kept}"
@@ -189,7 +198,8 @@ def policy_of(model) -> str:
 
 
 def one_step(model, batch, mark=lambda: None):
-    loss = model(**batch, use_cache=False).loss
+    asked = {"fused_lm_head": True} if getattr(model, "_trl_applied", False) else {}
+    loss = model(**batch, use_cache=False, **asked).loss
     mark()
     loss.backward()
     mark()
@@ -338,8 +348,7 @@ def run(cases: list[dict], write) -> None:
             become(model, case)
             with ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")):
                 result |= measure(model, case, device)
-        except (RuntimeError, ValueError, MemoryError, ImportError) as error:
-            # A device that met an illegal access answers nothing any more; the row says what happened.
+        except Exception as error:  # whatever a rival may raise: the row says what happened, and the next case runs
             result["error"] = "out of memory" if common.is_out_of_memory(error) else common.one_line(error)
         if "error" in result:  # here the traceback, and what its frames held, is gone
             if model is not None:
@@ -374,33 +383,46 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
         files = [Path(folder) / name for name in ("cases.json", "results.jsonl")]
         files[0].write_text(json.dumps(cases))
         worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
-        try:
-            code = worker.wait(timeout=sheet.left() + 30)
-            ended = f"the process ended with code {code} before this case"
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-            ended = "stopped: the time of this run was over"
-        found = [json.loads(line) for line in files[1].read_text().splitlines()] if files[1].exists() else []
-    for case, result in zip(cases, found):
-        write(case, result)
-    for case in cases[len(found) :]:
+        ended = None
+        while ended is None:
+            code, over = worker.poll(), sheet.left() < -30  # before the file is read: what it wrote last is seen too
+            lines = files[1].read_text().splitlines() if files[1].exists() else []
+            for case, line in zip(cases[len(rows) :], lines[len(rows) :]):
+                write(case, json.loads(line))
+            if code is not None:
+                ended = f"the process ended with code {code} before this case"
+            elif over:
+                worker.kill()
+                worker.wait()
+                ended = "stopped: the time of this run was over"
+            else:
+                time.sleep(0.2)
+    for case in cases[len(rows) :]:
         write(case, {"error": ended})
     return rows
+
+
+TINY = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
 
 
 def small(sheet, cases: list[dict]) -> list[dict]:
     """With --small the same cases over a tiny model and short sequences."""
     if not sheet.args.small:
         return cases
-    tiny = {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 128}, "ballast_gib": 0}
+    tiny = {"layers": 2, "ballast_gib": 0}
     tiny |= {"warmup": 1, "steps": 1}
     shrunk: list[dict] = []
     for case in cases:
         kept = case.get("checkpointing")
         if isinstance(kept, dict):
             case = {**case, "checkpointing": kept | {"tile": 16}}  # three tiles
-        case = {**case, **tiny, "tokens": 48, "split": case.get("split", False) and not shrunk}
+        family = {"preset": "llama-tiny", "changes": {"vocab_size": 128}}
+        if "preset" in case:  # the same family, its sizes shrunk
+            family = {"preset": case["preset"], "changes": {**case.get("changes", {}), **TINY}}
+        case = {**case, **tiny, **family, "tokens": 48, "split": case.get("split", False) and not shrunk}
         if case not in shrunk:  # lengths are all one here
             shrunk.append(case)
     return shrunk
@@ -411,7 +433,7 @@ def main() -> int:
     with open(results, "a", encoding="utf-8") as file:
 
         def write(case, result):
-            file.write(json.dumps(result) + "\n")
+            file.write(json.dumps(result) + "\n")  # one write: the other side reads whole lines
             file.flush()
 
         run(json.loads(Path(cases).read_text()), write)

@@ -9,10 +9,11 @@ import weakref
 
 import pytest
 import torch
+from tiny import gradients, largest_difference, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint import layer as layer_module
-from tests.models import gradients, largest_difference, pair, stock_loss, tiny_llama, tokens
+from tests.checkpoint.deep import pair, tiny_llama, tokens
 from tests.numerics import assert_close
 
 BUDGET = 4096 * 2.0**-52

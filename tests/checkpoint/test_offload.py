@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+from tiny import gradients, largest_difference, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint.device import Device
 from hfpatch.checkpoint.offload import FetchQueue, HostPool, Transfers
-from tests.models import gradients, largest_difference, pair, stock_loss, tiny_llama, tokens
+from tests.checkpoint.deep import pair, tiny_llama, tokens
 
 
 def test_pool_takes_exact_sizes_and_reuses_them():

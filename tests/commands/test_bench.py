@@ -32,7 +32,7 @@ def test_the_table_and_a_choice_of_ops(capsys):
 
 def test_wrong_numbers_are_refused(capsys):
     assert main("bench --model llama-tiny --tokens 0 --device cpu".split()) == 2
-    assert "hfpatch: bench expects --tokens" in capsys.readouterr().err
+    assert "hfpatch: argument --tokens: a length is tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, make", bench.cases(preset_config("llama-tiny"), 9, torch.float32, "cpu"))

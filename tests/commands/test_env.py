@@ -23,9 +23,9 @@ GOOD = {
 
 # (what is different there, words of the problem, words of its fix)
 WORSE = [
-    ({"versions": {"transformers": "4.56.2"}}, "transformers 4.56.2 is not supported", "transformers>=4.57,<6"),
+    ({"versions": {"transformers": "4.57.6"}}, "transformers 4.57.6 is not supported", "transformers>=5.0,<6"),
     ({"versions": {"transformers": "6.0.0.dev0"}}, "transformers 6.0.0.dev0 is not supported", "<6"),
-    ({"versions": {"torch": "2.8.0"}}, "torch 2.8.0", "torch>=2.9"),
+    ({"versions": {"torch": "2.10.0"}}, "torch 2.10.0", "torch>=2.11"),
     ({"versions": {"python": "3.9.18"}}, "python 3.9.18", "Python 3.10"),
     ({"versions": {"triton": None}}, "no triton", "pip install triton"),
     ({"gpus": [], "torch_cuda": None}, "built for the CPU alone, beside a NVIDIA H100", "CUDA build"),

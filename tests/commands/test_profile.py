@@ -8,7 +8,7 @@ import pytest
 
 from hfpatch.commands.main import main
 from hfpatch.commands.profile import checkpointing_fields
-from hfpatch.memory.hardware import parse_lengths
+from hfpatch.memory.limits import parse_lengths
 from hfpatch.profiling import run as runner
 
 
@@ -86,6 +86,7 @@ def test_checkpointing_fields():
 
 
 def test_lengths():
-    assert parse_lengths("8k,32768, 128K") == [8192, 32768, 131072]
-    with pytest.raises(ValueError, match="^hfpatch: a length"):
-        parse_lengths("8k,many")
+    assert parse_lengths("8k,32768, 128K,1M") == [8192, 32768, 131072, 1 << 20]
+    for text in ("8k,many", "0", "-1k", "", "k", "1.5k", "9" * 30):
+        with pytest.raises(ValueError, match="^hfpatch: a length"):
+            parse_lengths(text)

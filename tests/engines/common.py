@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numerics
+import tiny
 
 import hfpatch
 
@@ -28,12 +29,8 @@ SETTINGS = dict(
 
 
 def make_config(tied: bool = False, **overrides) -> LlamaConfig:
-    settings = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=None,
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaConfig(**{**settings, **overrides})
+    # pad_token_id: zero.Init empties the embedding before its padding row would be set.
+    return tiny.config(**{"vocab_size": VOCAB, "tie_word_embeddings": tied, "pad_token_id": None, **overrides})
 
 
 def make_model(tied: bool = False, dtype=torch.float32, **overrides) -> LlamaForCausalLM:

@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import tiny
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -47,13 +48,11 @@ def make_tokenizer(split=True) -> PreTrainedTokenizerFast:
 
 
 def make_folder(folder: Path, *, split=True, **overrides) -> LlamaForCausalLM:
-    settings = dict(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=None, bos_token_id=0,
-        eos_token_id=1, rms_norm_eps=1e-5, dtype="float32",
-    )  # fmt: skip
+    # Rows of multiples of 32, as GGUF's 8-bit blocks want them.
+    settings = {"vocab_size": 320, "intermediate_size": 96, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+    config = tiny.config(**{**settings, "rms_norm_eps": 1e-5, "dtype": "float32", **overrides})
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).float().eval()
+    model = LlamaForCausalLM(config).float().eval()
     for name, parameter in model.named_parameters():  # norms of exactly one would hide a swapped pair
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("bias" not in name), std=0.2)
@@ -191,6 +190,14 @@ def test_a_value_that_cannot_be_stored_is_refused(tmp_path, value, kind, words):
     with pytest.raises(ValueError, match=words):
         export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind=kind)
     assert not list(tmp_path.glob("m.gguf*"))
+
+
+def test_a_part_of_somebody_else_stays(tmp_path):
+    make_folder(tmp_path / "hf")
+    (tmp_path / "m.gguf.part").write_text("mine")
+    export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
+    assert (tmp_path / "m.gguf.part").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
 
 
 @pytest.mark.parametrize("script", ["export_gguf", "consolidate", "placement_curves"])

@@ -151,8 +151,8 @@ def test_tensor_parallel(single, tmp_path):
         assert report["split"] > 0 and report["local"] * 2 == report["split"]
         assert "lm_head is a torch.nn.modules.linear.Linear with a forward of another library" in report["said"]
         assert_losses(report["losses"], single)
-        # Both layers' inputs, float32 [2, 24, 32], kept in halves; gathered again into one tile of [2, 6, 32].
-        inputs, tile = 2 * 2 * 24 * 32 * 4, 2 * 6 * 32 * 4
+        # Both layers' inputs, float32 [2, 24, 64], kept in halves; gathered again into one tile of [2, 6, 64].
+        inputs, tile = 2 * 2 * 24 * 64 * 4, 2 * 6 * 64 * 4
         assert report["whole_bytes"] - report["shared_bytes"] == inputs // 2
         assert report["gathered"] == tile
     assert_gradients(reports, {"tiles of 5", "kept whole", "kept in parts"})

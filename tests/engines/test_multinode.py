@@ -1,6 +1,7 @@
 """scripts/launch_multinode.sh: two "machines" on this one really meet, and a wrong environment is one sentence."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -83,6 +84,12 @@ def test_the_command_says_what_the_environment_said():
         (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a whole number, came 'two'"),
         (dict(LAUNCHER="mpirun"), "expected accelerate or torchrun, came 'mpirun'"),
         (dict(CONFIG_FILE="none.yaml"), "CONFIG_FILE: no file none.yaml"),
+        (dict(GPUS=0), "GPUS: expected 1 to 1024, came 0"),
+        (dict(GPUS=""), "GPUS: expected a whole number, came ''"),
+        (dict(WORLD_SIZE=0), "WORLD_SIZE: expected 1 to 100000, came 0"),
+        (dict(MASTER_PORT=70000), "MASTER_PORT: expected 1 to 65535, came 70000"),
+        (dict(MASTER_PORT=-1), "MASTER_PORT: expected a whole number, came '-1'"),
+        (dict(MACHINE_RANK="9" * 30), "MACHINE_RANK: expected a whole number"),
     ],
 )
 def test_a_wrong_environment_is_one_sentence(settings, message):
@@ -91,5 +98,27 @@ def test_a_wrong_environment_is_one_sentence(settings, message):
     assert found.stderr.startswith("hfpatch: ") and message in found.stderr and found.stderr.count("\n") == 1
 
 
-def test_nothing_to_launch_is_one_sentence():
-    assert run(GPUS=1).stderr.startswith("hfpatch: expected a script to launch")
+def test_leading_zeros_are_no_octal():
+    found = run("t.py", WORLD_SIZE="08", MACHINE_RANK="07", MASTER_ADDR="m0", GPUS="09", DRY_RUN=1)
+    assert found.returncode == 0 and "--num_machines 8 --machine_rank 7 --num_processes 72" in found.stdout
+
+
+def test_no_command_is_a_failure(tmp_path):
+    for found in (run(GPUS=1), run("--launcher", GPUS=1)):
+        assert found.returncode == 2 and found.stderr.startswith("hfpatch: ") and found.stdout == ""
+    # No torch to count GPUs with; and no launcher.
+    for name in ("bash", "env", "accelerate"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    found = run("t.py", PATH=str(tmp_path))
+    assert found.returncode == 2 and "set GPUS" in found.stderr
+    found = run("t.py", PATH=str(tmp_path), LAUNCHER="torchrun", GPUS=1)
+    assert found.returncode == 2 and "torchrun is not installed here" in found.stderr
+
+
+@pytest.mark.parametrize("name", ["launch_multinode", "quickstart", "test"])
+def test_help_is_the_scripts_own(name):
+    found = subprocess.run(["bash", str(SCRIPT.with_name(f"{name}.sh")), "--help"], capture_output=True, text=True)
+    assert found.returncode == 0 and f"{name}.sh" in found.stdout and not found.stderr
+    assert "set -" not in found.stdout and "#!" not in found.stdout and "case " not in found.stdout

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.training import placement
@@ -23,11 +24,8 @@ def eager_optimizer():
 
 def make_model(tied=False, dtype=torch.bfloat16, patched=False):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=None,
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+    # Sizes that blocks of 256 divide: the optimizer's states are counted.
+    config = tiny.config(vocab_size=128, intermediate_size=128, tie_word_embeddings=tied, pad_token_id=None)
     model = LlamaForCausalLM(config).to(dtype)
     if patched:
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))

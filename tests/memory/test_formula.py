@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from hfpatch.memory.formula import ModelShape, Policy, heads_per_group, loss_chunk_rows, step_flops, step_memory
-from hfpatch.memory.hardware import GPUS, gpu_row, parse_bytes
+from hfpatch.memory.hardware import GPUS, gpu_row
+from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.presets import PRESETS, preset_config
 
@@ -119,12 +120,12 @@ def test_hardware_rows():
     assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
 
 
-@pytest.mark.parametrize("text, expected", [("256GiB", 256 << 30), ("1.5 TB", 1_500_000_000_000), (12, 12), ("7", 7)])
+@pytest.mark.parametrize("text, expected", [("256GiB", 256 << 30), ("1.5 TB", 1_500_000_000_000), (12, 12), ("7B", 7)])
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["x", "12 parsecs", "-3GiB", "", None, True])
+@pytest.mark.parametrize("text", ["x", "12 parsecs", "-3GiB", "", None, True, "256", "1e400GiB", "nanGB", float("inf")])
 def test_sizes_refused(text):
     with pytest.raises(ValueError, match="^hfpatch: a size is"):
         parse_bytes(text)

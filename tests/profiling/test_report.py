@@ -1,6 +1,7 @@
 """The report's files: what each must say, and that the page needs nothing but itself."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -25,6 +26,7 @@ def runs():
     finished.memory |= {"pinned_host_peak_bytes": 3 * MIB, "copy_wait_seconds": 0.02}
     finished.memory |= {"trace_file": "trace.json.gz", "trace_file_bytes": 2048}
     finished.families = {"matmul": 0.3, "attention": 0.1}
+    finished.applied = ["hfpatch on LlamaForCausalLM:", "  mlp  2 x <LlamaMLP>"]
     failed = a_run(impl="hf", error="out of memory: tried <b>5 GiB</b>")
     return [failed, finished, Run(impl="liger", seq_len=128, error="killed by the system")]
 
@@ -40,6 +42,7 @@ def test_markdown_has_every_part(runs):
         "fragmentation (reserved, not allocated) |  | 2.00 MiB", "pinned host memory, peak |  | 3.00 MiB",
         "waiting for copies |  | 20 ms", "| matmul |  | 300 ms |  |", "`trace.json.gz` (2.00 KiB, one step)",
         "out of memory: tried", "killed by the system", "a.py:2",
+        "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x <LlamaMLP>\n```",
     ):  # fmt: skip
         assert part in text, part
 
@@ -47,7 +50,7 @@ def test_markdown_has_every_part(runs):
 class Checker(HTMLParser):
     """Notes what a page would load, and that every element that was opened is closed."""
 
-    void = ("meta", "line", "br", "img")
+    void = ("meta", "line", "br", "img", "wbr")
 
     def __init__(self):
         super().__init__()
@@ -77,6 +80,26 @@ def test_page_stands_alone(runs):
     said = " ".join(checker.text)
     assert "peak 17.0 MiB" in said and "peak 10.0 MiB" in said and "15 MiB" in said, "peaks and axis are labelled"
     assert "tried <b>5 GiB</b>" in said, "what an error says is text, not markup"
+    assert "<h3>hfpatch: what <code>hfpatch.apply</code> did</h3><pre>hfpatch on" in text and "<LlamaMLP>" in said
+
+
+# A panel is at least nine tenths of its own units wide before the next one wraps below it, and long names break.
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_panels_wrap_before_their_text_is_small(count):
+    text = page.chart([a_run(impl=f"impl{i}") for i in range(count)])
+    views = [tuple(map(float, v.split())) for v in re.findall(r'viewBox="([^"]+)"', text)]
+    bases = [float(b) for b in re.findall(r"flex: 1 1 (\d+)px", text)]
+    assert len(views) == len(bases) == count
+    assert all(basis >= 0.9 * view[2] for basis, view in zip(bases, views))
+    assert min(2, count) * bases[0] < 1100 and ".panels { display: flex; flex-wrap: wrap" in page.STYLE
+    assert text.count(">0 B<") == count, "each has its own memory axis: it may stand alone in its row"
+
+
+def test_the_line_of_a_block_breaks_where_its_name_does():
+    line = "transformers/models/llama/modeling_llama.py:402"
+    text = page._table(("bytes", "line"), [("256.0 MiB", line)], "top")
+    assert text.replace("<wbr>", "").count(line) == 1
+    assert max(map(len, text.split("<td>")[2].split("</td>")[0].split("<wbr>"))) <= len("transformers/")
 
 
 def test_simulated_is_marked_everywhere():

@@ -25,12 +25,12 @@ def options(tmp_path, **changes):
 
 def recorded(wanted, model=None):
     model = model or step.build_model(wanted)
-    notes = step.become(model, wanted.impl, wanted.gradient_checkpointing)
+    applied = step.become(model, wanted.impl, wanted.gradient_checkpointing)
     optimizer = step.make_optimizer(model.parameters(), wanted.optimizer)
     run = step.record_run(
         model, optimizer, step.make_batch(model.config.vocab_size, wanted, torch.device("cpu")), wanted
     )
-    run.notes += notes
+    run.applied = applied
     return model, run
 
 

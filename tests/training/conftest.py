@@ -1,13 +1,13 @@
 """What the training tests share: a byte-level tokenizer, a chat template of our own, data, one way to run train.py."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from workbench import JSON_SOURCES, ROOT, TEMPLATE, load_script
+from workbench import JSON_SOURCES, TEMPLATE
 
+from hfpatch.commands import train
 from hfpatch.training import tokenizer as byte_level
 
 
@@ -51,11 +51,10 @@ def chat_file(tmp_path) -> Path:
 
 @pytest.fixture
 def run_train(tmp_path, saved_tokenizer, capsys):
-    """run_train(name, **flags) -> (exit code, stdout, stderr, output folder) of scripts/train.py in this process.
+    """run_train(name, **flags) -> (exit code, stdout, stderr, output folder) of `hfpatch train` in this process.
 
     A flag None is left out. The default is 6 steps of a tiny Llama on the json sources, packed.
     """
-    script = load_script()
     threads = torch.get_num_threads()
 
     def run(name: str = "run", *extra, **flags):
@@ -72,10 +71,9 @@ def run_train(tmp_path, saved_tokenizer, capsys):
             if value is not None:
                 argv += [f"--{flag}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
         torch.set_num_threads(1)
-        code = script.main(argv)
+        code = train.main(argv)
         captured = capsys.readouterr()
         return code, captured.out, captured.err, Path(settings["output_dir"])
 
     yield run
     torch.set_num_threads(threads)
-    sys.path[:] = [p for i, p in enumerate(sys.path) if p != str(ROOT) or i]

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from workbench import JSON_SOURCES, load_script
+from workbench import JSON_SOURCES
 
 import hfpatch.training.prepare
+from hfpatch.commands import train
 from hfpatch.training import checks
 
 
@@ -52,7 +53,7 @@ def refused(run_train, monkeypatch):
         ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
         ("--validation_split needs all of the data", {"streaming": True, "validation_split": 0.1}),
         ("no checkpoint", {"resume_from_checkpoint": True}),
-        ("it holds no trainer_state.json", {"resume_from_checkpoint": "/nowhere"}),
+        ("trainer_state.json is missing; check the path", {"resume_from_checkpoint": "/nowhere"}),
         ("--optim sgd came", {"placement": "gpu8bit", "optim": "sgd"}),
         ("one of --placement and --engine", {"placement": "gpu8bit", "engine": "zero2"}),
         ("expected auto, zero3-offload", {"placement": "moon"}),
@@ -183,10 +184,9 @@ def test_pickled_weights_load_only_when_asked(run_train, tmp_path):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    script = load_script()
-    monkeypatch.setattr(script, "train", lambda argv: int("x"))
+    monkeypatch.setattr(train, "train", lambda argv: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
-        script.main([])
+        train.main([])
     assert JSON_SOURCES.is_dir()
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import tiny
 import torch
 import transformers
 
@@ -35,14 +36,8 @@ def test_floor_is_reached_and_never_undercut():
 
 
 def make_trainer(tmp_path, **flags):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        attention_bias=True, pad_token_id=0,
-    )  # fmt: skip
     args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **flags)
-    return Trainer(model=LlamaForCausalLM(config), args=args)
+    return Trainer(model=tiny.llama(num_hidden_layers=1, attention_bias=True), args=args)
 
 
 def test_decay_touches_matrices_alone_and_is_decoupled(tmp_path):

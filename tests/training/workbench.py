@@ -1,6 +1,5 @@
-"""Helpers of the training tests: where things are, train.py as a module, a run's log, a chat template of our own."""
+"""Helpers of the training tests: where things are, a run's log, a chat template of our own."""
 
-import importlib.util
 import json
 import sysconfig
 from pathlib import Path
@@ -16,13 +15,6 @@ TEMPLATE = (
     "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}{% else %}{{ m.content | trim }}{% endif %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def history(folder: Path) -> list[dict]:

@@ -1,0 +1,134 @@
+"""What a command says when something fails that is no bug: one sentence and a non-zero exit. `--debug` shows the traceback.
+
+A bug keeps its traceback without being asked: an error that is in no row below is one.
+"""
+
+import argparse
+import errno
+import json
+import pickle
+import re
+import sys
+import traceback
+import zipfile
+
+BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
+
+_FULL = "the disk is full{at}; free some room, or write elsewhere"
+_NO_RIGHT = "no permission{at}; check its owner and mode, or write elsewhere"
+_NO_FOLDER = "expected a folder, a file stands in the way{at}; name another path"
+_MEMORY = "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller batch or model"
+_FILES = "too many files are open; raise the limit (ulimit -n) or use fewer workers"
+_BROKEN = "a file is broken or cut{at}{why}; write or download it again"
+# errno: (exit code, sentence)
+_SYSTEM = {
+    errno.ENOSPC: (MACHINE, _FULL), errno.EDQUOT: (MACHINE, _FULL), errno.EFBIG: (MACHINE, _FULL),
+    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT), errno.EROFS: (BAD_INPUT, _NO_RIGHT),
+    errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}; check the path"),
+    errno.ENOTDIR: (BAD_INPUT, _NO_FOLDER), errno.EEXIST: (BAD_INPUT, _NO_FOLDER),
+    errno.EISDIR: (BAD_INPUT, "expected a file, a folder came{at}; name a file"),
+    errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}; shorten it"),
+    errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES), errno.ENFILE: (MACHINE, _FILES),
+    errno.EADDRINUSE: (MACHINE, "the port is in use{at}; choose another, as with MASTER_PORT"),
+    errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
+}  # fmt: skip
+# What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and both before files that
+# are broken: the messages of the first contain words of the last.
+_WORDS = (
+    (r"no space left|os error 28|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
+    (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
+    (r"too many open files", MACHINE, _FILES),
+    (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
+    (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),
+    (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
+     r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete", BAD_INPUT, _BROKEN),
+)  # fmt: skip
+_SECRET = re.compile(r"\bhf_\w{6,}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are a ValueError with one sentence, for the handler below."""
+
+    def error(self, message):
+        raise ValueError(f"hfpatch: {message.rstrip('.')}; see {self.prog} --help.")
+
+
+def flag(parse):
+    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse drops of a ValueError."""
+
+    def read(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("hfpatch: ")) from error
+
+    return read
+
+
+def guarded(command, argv) -> int:
+    """command(argv) -> exit code, with known failures as one sentence on stderr.
+
+    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's place. Exit codes of
+    failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
+    """
+    argv = list(argv)
+    # TrainingArguments has a --debug of its own, which takes a word.
+    at = [i for i, a in enumerate(argv) if a == "--debug" and argv[i + 1 : i + 2] != ["underflow_overflow"]]
+    debug = bool(at)
+    argv = [a for i, a in enumerate(argv) if i not in at]
+    try:
+        return command(argv)
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stdout = None
+        return 0
+    except KeyboardInterrupt as error:
+        return say(error, "stopped by Ctrl-C", INTERRUPTED, debug)
+    except Exception as error:
+        known = explain(error)
+        if known is None:
+            raise
+        return say(error, *known, debug)
+
+
+def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    else:
+        print(f"hfpatch: {_SECRET.sub('hf_...', sentence)}.", file=sys.stderr)
+    return code
+
+
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure; None for a bug."""
+    text = " ".join(str(error).split())
+    if text.startswith("hfpatch:"):
+        return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
+    if isinstance(error, OSError) and error.errno is not None:
+        code, form = _SYSTEM.get(error.errno, (MACHINE, f"{error.strerror or text}{{at}}"))
+        return form.format(at=_at(error), why=""), code
+    if isinstance(error, MemoryError):
+        return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hfpatch"):
+        return f"the package {error.name} is missing; pip install it", BAD_INPUT
+    if isinstance(error, json.JSONDecodeError):
+        return f"expected JSON, line {error.lineno} is none ({error.msg}); mend the file", BAD_INPUT
+    if isinstance(error, UnicodeDecodeError):
+        return f"expected UTF-8 text, other bytes came ({_cut(text)}); convert the file", BAD_INPUT
+    if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
+        return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
+    if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in ("SafetensorError", "OutOfMemoryError"):
+        for words, code, form in _WORDS:
+            if re.search(words, text, re.IGNORECASE):
+                return form.format(at="", why=f" ({_cut(text)})"), code
+    if isinstance(error, OSError) and text:  # transformers and the hub say with it what does not load
+        return _cut(text), BAD_INPUT
+    return None
+
+
+def _at(error: OSError) -> str:
+    return f" at {error.filename}" if error.filename else ""
+
+
+def _cut(text: str) -> str:
+    """The first sentence of a library's message, at most 200 characters."""
+    return re.split(r"(?<=\w\w)\. ", text)[0][:200].rstrip(". ")

@@ -1,0 +1,91 @@
+"""How flags are read and what they may be: one table for all commands and scripts. Standard library only."""
+
+import math
+from collections.abc import Mapping
+
+# flag: (least, most); None is open. An end in brackets is not included.
+SEED = (0, 2**32 - 1)
+RANGES = {
+    "batch": (1, None), "per_device_train_batch_size": (1, None), "per_device_eval_batch_size": (1, None),
+    "gradient_accumulation_steps": (1, None), "gpus": (1, None), "layers": (1, None), "steps": (1, None),
+    "warmup": (0, None), "tokens": (1, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
+    "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "weight_decay": (0, None),
+    "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None), "max_grad_norm": (0, None),
+    "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None), "logging_steps": ([0], None),
+    "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
+    "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
+    "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
+    "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_length": (2, None), "pad_multiple": (1, None),
+    "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None), "tile": (1, None),
+    "every": (1, None),
+}  # fmt: skip
+
+
+def check_ranges(values: Mapping) -> None:
+    """ValueError for the first number that its flag cannot take, or that is no finite number. values: flag -> value."""
+    for name, value in values.items():
+        least, most = RANGES.get(name, (None, None))
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                continue
+            if not math.isfinite(number) or _beyond(number, least, 1) or _beyond(number, most, -1):
+                flag = f"--{name}" if name.startswith("per_") or "_" in name else f"--{name.replace('_', '-')}"
+                raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
+
+
+def _beyond(number, end, sign: int) -> bool:
+    if isinstance(end, list):
+        return (number - end[0]) * sign <= 0
+    return end is not None and (number - end) * sign < 0
+
+
+def _words(least, most) -> str:
+    words = []
+    if least is not None:
+        words.append(f"more than {least[0]}" if isinstance(least, list) else f"{least} or more")
+    if most is not None:
+        words.append(f"less than {most[0]}" if isinstance(most, list) else f"{most} or less")
+    return "a number of " + " and ".join(words) if words else "a finite number"
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def parse_bytes(text) -> int:
+    """Bytes from "256GiB" or "64 GB"; a number, and no text, is bytes. ValueError for anything else."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < math.inf:
+        return int(text)
+    stripped = str(text).strip()
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = stripped[len(digits) :].strip().upper()
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (KeyError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"hfpatch: a size is written like 256GiB, {text!r} came; use B, KB to TB or KiB to TiB.")
+    if value < 0:
+        raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
+    return int(value)
+
+
+def parse_length(text) -> int:
+    """Tokens from "8192", "128k" (131,072) or "1M" (1,048,576). ValueError for anything else."""
+    number = str(text).strip().lower().replace("_", "")
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(number[-1:], 1)
+    digits = number[:-1] if factor > 1 else number
+    if not (digits.isascii() and digits.isdigit()) or not 0 < int(digits) * factor < 1 << 40:
+        raise ValueError(f"hfpatch: a length is tokens such as 8192, 128k or 1M, {text!r} came; write such a number.")
+    return int(digits) * factor
+
+
+def parse_lengths(text) -> list[int]:
+    """Several lengths with commas: "8k,32768" -> [8192, 32768]. ValueError for anything else."""
+    return [parse_length(part) for part in str(text).split(",")]
+
+
+def parse_word(text: str):
+    """auto, another word, true, false, or a number such as 4096 or 4k."""
+    words = {"true": True, "false": False}
+    return words[text.lower()] if text.lower() in words else parse_length(text) if text[:1].isdigit() else text

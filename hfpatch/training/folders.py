@@ -1,0 +1,251 @@
+"""A run's folder: which checkpoints are whole, how one is written so that it is whole or not there, and whose it is.
+
+A checkpoint is written in `_saving/`, each file is synced, a list of the files with sizes and digests goes beside them, and one
+rename makes it `checkpoint-N`. So whatever kills a run, what carries that name is whole, and what was cut or mixed afterwards
+does not match its list. Names with an underscore are those that a push to the hub leaves out.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import struct
+import zipfile
+from pathlib import Path
+
+from hfpatch.memory.locks import try_lock
+
+RUN_FILE = "hfpatch_run.json"  # what a resume must match, and the list of files
+STATE_FILE = "trainer_state.json"
+SAVING, ASIDE, LOCK = "_saving", "_set_aside", "_lock"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE, _PIECES, _PIECE = 32 << 20, 64, 64 << 10  # a larger file is told from another by this many pieces of it
+
+
+def step_of(path: Path) -> int | None:
+    """N of a folder checkpoint-N, None for any other name."""
+    name, _, number = path.name.rpartition("-")
+    return int(number) if name == "checkpoint" and number.isdigit() else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders, newest first, whole or not."""
+    found = [p for p in folder.glob("checkpoint-*") if step_of(p) is not None and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def flaw(checkpoint: Path) -> str | None:
+    """Why training cannot go on from this folder, as "optimizer.pt is cut"; None for a whole one."""
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        step = state["global_step"]
+    except FileNotFoundError:
+        return f"{STATE_FILE} is missing"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{STATE_FILE} is broken"
+    if step_of(checkpoint) not in (None, step):
+        return f"{STATE_FILE} is of step {step}"
+    try:
+        listed = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8")).get("files")
+    except FileNotFoundError:
+        listed = None
+    except (OSError, ValueError, AttributeError):
+        return f"{RUN_FILE} is broken"
+    if listed is None:
+        return _flaw_unlisted(checkpoint)
+    for name, (size, digest) in listed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} is cut ({file.stat().st_size} of {size} bytes)"
+        if digest_of(file) != digest:
+            return f"{name} is not the one that was saved with the rest"
+    return None
+
+
+def _flaw_unlisted(checkpoint: Path) -> str | None:
+    """What can be told of a checkpoint that another script wrote: what must be there is, and no file ends early."""
+    names = {p.name for p in checkpoint.iterdir()}
+    engine = "latest" in names or any(name.startswith("pytorch_model_fsdp") for name in names)
+    if not engine:
+        if not names & {*WEIGHTS, *INDEXES}:
+            return "the weights are missing"
+        for name, prefix in (
+            ("optimizer.pt", "optimizer."),
+            ("scheduler.pt", "scheduler."),
+            ("rng_state", "rng_state"),
+        ):
+            if not any(n.startswith(prefix) for n in names):
+                return f"{name} is missing"
+    if "latest" in names:
+        tag = (checkpoint / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        if not plain_name(tag) or not (checkpoint / tag).is_dir():
+            return f"the folder {tag} that `latest` names is missing"
+    for index in (checkpoint / name for name in INDEXES if name in names):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} is broken"
+        gone = sorted(s for s in shards if not plain_name(s) or s not in names)
+        if gone:
+            return f"{gone[0]} is missing"
+    for file in sorted(p for p in checkpoint.rglob("*") if p.is_file()):
+        if file.suffix == ".safetensors" and not _whole_safetensors(file):
+            return f"{file.name} is cut"
+        if file.suffix in (".pt", ".pth", ".bin", ".distcp") and file.name != "training_args.bin":
+            if not file.stat().st_size or _begins_as_zip(file) and not zipfile.is_zipfile(file):
+                return f"{file.name} is cut"
+    return None
+
+
+def plain_name(name) -> bool:
+    """A file's name and no path: nothing that an untrusted folder names leads out of it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def _begins_as_zip(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        return opened.read(2) == b"PK"
+
+
+def _whole_safetensors(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        head = opened.read(8)
+        if len(head) < 8:
+            return False
+        (length,) = struct.unpack("<Q", head)
+        if length > file.stat().st_size:
+            return False
+        try:
+            header = json.loads(opened.read(length))
+            end = max((row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+    return file.stat().st_size == 8 + length + end
+
+
+def digest_of(file: Path) -> str:
+    """A digest of the whole file, or of 64 pieces spread over one beyond 32 MiB: every step changes all of the weights."""
+    size = file.stat().st_size
+    made = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with open(file, "rb") as opened:
+        if size <= _WHOLE:
+            made.update(opened.read())
+        else:
+            for i in range(_PIECES):
+                opened.seek((size - _PIECE) * i // (_PIECES - 1))
+                made.update(opened.read(_PIECE))
+    return made.hexdigest()
+
+
+def finish(saved: Path, target: Path, record: dict | None = None) -> None:
+    """Makes the folder `saved` be `target`, all at once: lists its files, syncs them, renames. A target there is set aside."""
+    files = sorted(p for p in saved.rglob("*") if p.is_file())
+    if record is not None:
+        listed = {p.relative_to(saved).as_posix(): [p.stat().st_size, digest_of(p)] for p in files}
+        run_file = saved / RUN_FILE
+        run_file.write_text(json.dumps(record | {"files": listed}, indent=1), encoding="utf-8")
+        files.append(run_file)
+    for path in [*files, *(p for p in saved.rglob("*") if p.is_dir()), saved]:
+        sync(path)
+    if target.exists():
+        set_aside([target])
+    os.rename(saved, target)
+    sync(target.parent)
+
+
+def publish(saved: Path, target: Path) -> None:
+    """Moves the files of the folder `saved` into `target`, so that what loads from there is all old or all new.
+
+    The index of a model in several files goes away first and comes last: between, the folder does not load.
+    """
+    files = sorted(saved.iterdir(), key=lambda p: p.name in INDEXES)
+    for path in [*(p for p in saved.rglob("*")), saved]:
+        sync(path)
+    target.mkdir(parents=True, exist_ok=True)
+    if any(p.name in (*WEIGHTS, *INDEXES) for p in files):
+        new = {p.name for p in files}
+        for name in (*INDEXES, *(w for w in WEIGHTS if w not in new)):
+            (target / name).unlink(missing_ok=True)
+    for path in files:
+        there = target / path.name
+        if path.is_dir() and there.is_dir():
+            shutil.rmtree(there)
+        os.replace(path, there)
+    sync(target)
+    saved.rmdir()
+
+
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def umask() -> int:
+    """The process's mask of new files, which only a change tells."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def set_aside(paths) -> list[str]:
+    """Moves checkpoints into _set_aside/ beside them, under a name that is free there. Returns their names."""
+    moved = []
+    for path in paths:
+        folder = path.parent / ASIDE
+        folder.mkdir(exist_ok=True)
+        free = (n for n in [path.name, *(f"{path.name}.{i}" for i in range(1, 10**6))] if not (folder / n).exists())
+        os.rename(path, folder / next(free))
+        moved.append(path.name)
+    return moved
+
+
+def rotate(folder: Path, keep: int | None, best: str | None) -> None:
+    """Deletes the oldest checkpoints beyond `keep`; the newest and the best stay."""
+    found = checkpoints(folder)
+    kept = {p for i, p in enumerate(found) if i == 0 or best is not None and p.resolve() == Path(best).resolve()}
+    for path in reversed(found) if keep else ():
+        if len(found) <= max(keep, len(kept)):
+            break
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+            found.remove(path)
+
+
+class Lock:
+    """The folder is this run's until close(). ValueError names who has it. The kernel frees the lock of a dead process."""
+
+    def __init__(self, folder: str):
+        self.path = Path(folder) / LOCK
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if try_lock(self.fd) is False:
+                owner = os.read(self.fd, 256).decode(errors="replace").strip() or "another process"
+                os.close(self.fd)
+                raise ValueError(
+                    f"hfpatch: another run writes to {folder} ({owner}); wait for it, stop it, or name another --output_dir."
+                )
+            # The owner before us may have removed the file between our open and our lock.
+            try:
+                if os.stat(self.path).st_ino == os.fstat(self.fd).st_ino:
+                    break
+            except FileNotFoundError:
+                pass
+            os.close(self.fd)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self.fd)
+            self.fd = None
+            if not any(self.path.parent.iterdir()):  # a run that was refused after all leaves no folder
+                self.path.parent.rmdir()

@@ -1,0 +1,77 @@
+"""A clean stop: SIGTERM, Ctrl-C, a launcher that is gone and the time limit end training after the step in hand."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+LAUNCHERS = re.compile(rb"accelerate|torchrun|torch\.distributed|torch/distributed|deepspeed")
+
+
+class StopCleanly(TrainerCallback):
+    """SIGTERM, SIGINT, a lost launcher and the time limit end training; all but the last save a checkpoint first.
+
+    time_limit: minutes of training, 0 for none. After training, `signal` is the number of the signal that stopped it (a
+    lost launcher counts as SIGTERM), 0 for none; `code` the exit code, 128 + signal or 0.
+    """
+
+    def __init__(self, time_limit: float = 0.0):
+        self.time_limit, self.signal = time_limit * 60, 0
+        self._heard, self._before, self._began = 0, {}, 0.0
+        self._launcher = launcher()
+
+    @property
+    def code(self) -> int:
+        return 128 + self.signal if self.signal else 0
+
+    @property
+    def reason(self) -> str:
+        return {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}.get(self.signal, "")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._began = time.monotonic()
+
+        def note(number, frame):
+            self._heard = number
+            signal.signal(number, self._before[number])  # a second signal ends the process at once
+            os.write(2, b"hfpatch: stopping after the step in hand, with a checkpoint; a second signal ends at once.\n")
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, or in a script's background
+                self._before[number] = signal.signal(number, note)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._launcher and os.getppid() != self._launcher:
+            self._heard = self._heard or signal.SIGTERM
+        late = bool(self.time_limit) and time.monotonic() - self._began > self.time_limit
+        heard, late = self._agree(args, int(self._heard), int(late))
+        if heard:
+            self.signal, control.should_save, control.should_training_stop = heard, True, True
+        elif late:
+            control.should_training_stop = control.should_log = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _agree(self, args, *numbers: int) -> tuple[int, ...]:
+        """A signal reaches the ranks at different steps: all stop at the step at which any of them knows."""
+        if args.world_size <= 1:
+            return numbers
+        numbers = torch.tensor(numbers, dtype=torch.int32, device=args.device)
+        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+        return tuple(numbers.tolist())
+
+
+def launcher() -> int | None:
+    """The parent's pid where that is accelerate launch, torchrun or deepspeed; None for a shell, which may go first."""
+    parent = os.getppid()
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_bytes()
+    except OSError:
+        return None
+    return parent if LAUNCHERS.search(command) else None

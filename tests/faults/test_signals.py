@@ -1,0 +1,119 @@
+"""SIGTERM, Ctrl-C and a launcher that is gone: a checkpoint, one sentence, the exit code; no traceback, no orphan."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
+
+from hfpatch.commands.failures import guarded
+from hfpatch.training import folders, stop
+
+SCRIPT = ROOT / "scripts" / "train.py"
+LAUNCH = ("-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no",
+          "--cpu")  # fmt: skip
+CASES = {
+    "SIGTERM": ([SCRIPT], signal.SIGTERM, 143),
+    "Ctrl-C": ([SCRIPT], signal.SIGINT, 130),
+    # accelerate's launcher of one process dies of SIGTERM without a word to its worker.
+    "orphan": ([*LAUNCH, "--num_processes", 1, SCRIPT], signal.SIGTERM, None),
+}
+
+
+def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F811
+    """Side by side, for a process takes its time to begin."""
+    began = {}
+    try:
+        for name, (command, _, _) in CASES.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            argv = [*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")]
+            began[name] = spawn(argv, folder / "out")
+        for name, (_, number, code) in CASES.items():
+            process, out = began[name], tmp_path / name / "out"
+            until(lambda text: "'loss'" in text, process, out)
+            process.send_signal(number)
+            got = process.wait(timeout=60)
+            if code is not None:
+                assert got == code, out.read_text()
+        for name in CASES:
+            out, run = tmp_path / name / "out", tmp_path / name / "run"
+            end = time.monotonic() + 60
+            while not (found := re.search(r"(\S+) at step (\d+): a checkpoint is saved", out.read_text())):
+                assert time.monotonic() < end, out.read_text()[-3000:]
+                time.sleep(0.1)
+            assert found[1] == ("Ctrl-C" if name == "Ctrl-C" else "SIGTERM")
+            assert "Traceback" not in out.read_text()
+            assert folders.flaw(run / f"checkpoint-{found[2]}") is None
+            assert not (run / "model.safetensors").exists(), "an unfinished run leaves no final model"
+        # The worker itself has ended: its session holds no process any more.
+        end = time.monotonic() + 30
+        while alive(began["orphan"].pid):
+            assert time.monotonic() < end, "an orphan trains on"
+            time.sleep(0.1)
+    finally:
+        for process in began.values():
+            end_group(process)
+
+
+def alive(session: int) -> bool:
+    """Whether a process of this session runs."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, sid = stat.read_text().rpartition(") ")[2].split()[:4]
+        except OSError:
+            continue
+        if int(sid) == session and state != "Z":
+            return True
+    return False
+
+
+@pytest.mark.long
+def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
+    """SIGTERM to one rank of two: both stop at the same step, with one checkpoint; the launcher's death stops both too."""
+    for case in ("rank", "launcher"):
+        folder = tmp_path / case
+        folder.mkdir()
+        command = [*LAUNCH, "--multi_gpu", "--num_processes", 2, "--main_process_port", 0, SCRIPT]
+        process = spawn([*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")], folder / "out")
+        try:
+            until(lambda text: "'loss'" in text, process, folder / "out")
+            if case == "launcher":
+                process.send_signal(signal.SIGKILL)
+            else:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(children[-1]), signal.SIGTERM)
+            process.wait(timeout=120)
+            end = time.monotonic() + 60
+            while alive(process.pid):
+                assert time.monotonic() < end, "an orphan trains on"
+                time.sleep(0.1)
+        finally:
+            end_group(process)
+        said = re.findall(r"SIGTERM at step (\d+): a checkpoint is saved", (folder / "out").read_text())
+        assert len(said) == 1, (folder / "out").read_text()[-3000:]
+        assert folders.flaw(folder / "run" / f"checkpoint-{said[0]}") is None
+        assert sorted(p.name for p in (folder / "run" / f"checkpoint-{said[0]}").glob("rng_state*")) == [
+            "rng_state_0.pth", "rng_state_1.pth",
+        ]  # fmt: skip
+
+
+def test_ctrl_c_before_training_is_a_sentence(capsys):
+    def command(argv):
+        raise KeyboardInterrupt
+
+    assert guarded(command, []) == 130
+    assert capsys.readouterr().err == "hfpatch: stopped by Ctrl-C.\n"
+
+
+def test_a_shell_is_no_launcher(monkeypatch, tmp_path):
+    """Under nohup the shell goes first, and the run is meant to stay."""
+    (tmp_path / "7").mkdir()
+    monkeypatch.setattr(os, "getppid", lambda: 7)
+    monkeypatch.setattr(stop, "Path", lambda text: tmp_path / Path(text).relative_to("/proc"))
+    for command, found in ((b"bash\0-l\0", None), (b"python\0/usr/bin/accelerate\0launch\0", 7)):
+        (tmp_path / "7" / "cmdline").write_bytes(command)
+        assert stop.launcher() == found

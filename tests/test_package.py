@@ -1,0 +1,157 @@
+"""What someone gets who installs hfpatch: names that tools can see, bounds that are said, a wheel that needs no checkout."""
+
+import ast
+import configparser
+import importlib.metadata
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hfpatch
+from hfpatch.commands import env as doctor
+from hfpatch.commands.main import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_completion_and_type_checkers_see_the_names_that_python_loads():
+    tree = ast.parse(Path(hfpatch.__file__).read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == {**hfpatch._PUBLIC, "ops": "hfpatch"}
+    assert {*seen, "__version__"} == set(hfpatch.__all__) == set(dir(hfpatch))
+    for name in hfpatch.__all__:
+        assert getattr(hfpatch, name) is not None
+
+
+# What a reader of help() must find without the source: every parameter and field, and what is raised.
+@pytest.mark.parametrize("name", ["apply", "Report", "Checkpointing"])
+def test_docstrings_name_every_argument(name):
+    thing = getattr(hfpatch, name)
+    text = inspect.getdoc(thing)
+    for parameter in inspect.signature(thing).parameters:
+        assert f"{parameter}:" in text, f"{name}: {parameter} is not said"
+    if name != "Report":
+        assert "ValueError" in text
+    assert ">>>" in text or "hfpatch." in text, "an example"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.strip() == f"hfpatch {hfpatch.__version__}"
+
+
+def test_the_oldest_versions_are_those_of_the_metadata(setup):
+    needs = setup["options"]["install_requires"].split()
+    assert needs == ["torch>=2.11", "transformers>=5.0,<6"]
+    assert hfpatch.OLDEST == {"torch": (2, 11), "transformers": (5, 0)}
+    assert doctor.SUPPORTED["torch"][0] == (2, 11) and doctor.SUPPORTED["transformers"] == ((5, 0), (6,))
+    assert setup["options"]["python_requires"] == ">=3.10" and doctor.SUPPORTED["python"][0] == (3, 10)
+    assert "HFPATCH_OLDEST_TORCH=2.11 " in (ROOT / "scripts" / "env.sh").read_text()
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    for oldest in ("python3.10", "torch==2.11.*", "transformers==5.0.*"):
+        assert oldest in script, f"test.sh --all does not run {oldest}"
+
+
+@pytest.mark.parametrize("package, version", [("transformers", "4.57.6"), ("torch", "2.10.1+cu128")])
+def test_an_old_package_is_refused_with_a_sentence(package, version, monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else real(name))
+    with pytest.raises(ImportError, match=f"^hfpatch: expected {package} .* or newer, .*{version[:4]}.*pip install"):
+        _ = hfpatch.apply
+
+
+# A python that says which torch is there and writes down what it is asked to do.
+FAKE_PYTHON = """#!/bin/sh
+echo "$@" >>"$LOG"
+case "$*" in *torch.__version__*) [ -n "$TORCH" ] && echo "$TORCH" ;; esac
+"""
+
+
+@pytest.mark.parametrize("torch, code", [("2.11.0+cu130", 0), ("2.9.1+cu128", 2), ("2.13.0a0+git1", 0)])
+def test_installing_never_replaces_the_torch_that_is_there(torch, code, tmp_path):
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(FAKE_PYTHON)
+    (folder / "bin" / "python").chmod(0o755)
+    log = tmp_path / "log"
+    environment = {**os.environ, "HFPATCH_VENV": str(folder), "LOG": str(log), "TORCH": torch, "PYTHON": sys.executable}
+    script = f"source {ROOT}/scripts/env.sh; make_env train"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    installs = [line for line in log.read_text().splitlines() if "pip install" in line]
+    if code:
+        assert f"expected torch 2.11 or newer, {torch} is here and is not replaced" in done.stderr and not installs
+    else:
+        assert installs == [f"-m pip install -q -c {folder}/.hfpatch-torch -e {ROOT}[train]"]
+        assert (folder / ".hfpatch-torch").read_text() == f"torch=={torch}\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of this tree, built without a network; of a copy, since a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("hfpatch", "ds_configs", "fsdp_configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    built = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_its_configs(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        held = {name for name in file.namelist() if ".dist-info/" not in name}
+        metadata = file.read(next(n for n in file.namelist() if n.endswith("METADATA"))).decode()
+    code = {p for p in (ROOT / "hfpatch").rglob("*") if p.suffix in (".py", ".typed", ".json") and p.is_file()}
+    wanted = {p.relative_to(ROOT).as_posix() for p in code}
+    for kind in ("ds_configs", "fsdp_configs"):
+        wanted |= {f"hfpatch/{kind}/{p.name}" for p in (ROOT / kind).iterdir()}
+    assert held == wanted
+    assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
+
+
+def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
+    """`python ...` in an empty folder with the wheel's files and no checkout on the path."""
+    site = wheel.parent / "site"
+    if not site.exists():
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(site)
+    environment = {**os.environ, "PYTHONPATH": str(site), "USE_TF": "0"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, **kwargs)
+
+
+def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
+    code = "from hfpatch.training.configs import find, load; print(find('zero3')); print(load('fsdp2').stage)"
+    done = run_from(wheel, tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr
+    where, stage = done.stdout.split()
+    assert where.startswith(str(wheel.parent)) and where.endswith("hfpatch/ds_configs/zero3.json") and stage == "3"
+
+
+def test_train_runs_without_a_checkout(wheel, tmp_path):
+    (tmp_path / "text.txt").write_text("one line of words to train a tokenizer on, again and again\n" * 40)
+    flags = "--preset llama-tiny --train_tokenizer 300 --data text.txt --packing --seq_length 32 --long_rows split"
+    flags += " --show_batch 1 --output_dir out --use_cpu --report_to none"
+    done = run_from(wheel, tmp_path, "-m", "hfpatch", "train", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert "hfpatch: train: " in done.stdout and not (tmp_path / "out").exists()
