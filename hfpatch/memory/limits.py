@@ -1,5 +1,6 @@
 """How flags are read and what they may be: one table for all commands and scripts. Standard library only."""
 
+import argparse
 import math
 from collections.abc import Mapping
 
@@ -89,3 +90,15 @@ def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
     words = {"true": True, "false": False}
     return words[text.lower()] if text.lower() in words else parse_length(text) if text[:1].isdigit() else text
+
+
+def flag(parse):
+    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse drops of a ValueError."""
+
+    def read(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("hfpatch: ")) from error
+
+    return read

@@ -13,6 +13,9 @@ def _read(config, name, default=None):
     return default if value is None else value
 
 
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a Llama-like decoder. Counts are of elements; nothing here is in bytes."""
@@ -51,10 +54,15 @@ class ModelShape:
                 f"hfpatch: the plan knows the model types {', '.join(LLAMA_LIKE)}, {kind!r} came; "
                 "run it with --simulate, which executes the model itself."
             )
-        missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                               "vocab_size") if _read(config, n) is None]  # fmt: skip
+        missing = [name for name in _SIZES if _read(config, name) is None]
         if missing:
             raise ValueError(f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json.")
+        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+            value = _read(config, name, 1)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config."
+                )
         heads = _read(config, "num_attention_heads")
         return cls(
             hidden_size=_read(config, "hidden_size"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from hfpatch.memory.limits import flag, parse_length, parse_word
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import PRESETS
 from hfpatch.training import configs
@@ -108,6 +109,11 @@ class TrainArguments(TrainingArguments):
         return vars(self) | {"hub_token": None}  # torch.save writes these beside each model: a token is a secret
 
 
+# Flags that take tokens, as 8192 or 128k.
+LENGTHS = {
+    "seq_length": parse_length, "pad_multiple": parse_length, "max_position_embeddings": parse_length,
+    "tile": lambda text: str(parse_word(text)),
+}  # fmt: skip
 CLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
@@ -122,6 +128,9 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     )
     parser.error = _refuse
     known = {action.dest for action in parser._actions}
+    for action in parser._actions:
+        if action.dest in LENGTHS:
+            action.type = flag(LENGTHS[action.dest])
     if argv and not argv[0].startswith("-"):
         values = _read(argv.pop(0), known)
         explicit |= values.keys()
