@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +18,7 @@ from hfpatch.commands.main import main
 from hfpatch.memory.limits import RANGES, check_ranges, parse_length
 from hfpatch.memory.presets import preset_config
 from hfpatch.training import arguments
+from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
 @pytest.fixture

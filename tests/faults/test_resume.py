@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, end_group, flags, run_train, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 from safetensors.torch import load_file
 
 from hfpatch.training import checks, folders
+from tests.faults.runs import ROOT, end_group, flags, run_train, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 STEPS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 RESUME = ("--resume_from_checkpoint", "True")

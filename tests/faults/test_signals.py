@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 from hfpatch.commands.failures import guarded
 from hfpatch.training import folders, stop
+from tests.faults.runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 SCRIPT = ROOT / "scripts" / "train.py"
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no",
