@@ -34,6 +34,18 @@ def check_ranges(values: Mapping) -> None:
                 raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "vocab_size")  # fmt: skip
+
+
+def check_sizes(read) -> None:
+    """ValueError for a size of a config that is no whole number above 0. read: name -> value, None where it has none."""
+    for name in SIZES:
+        value = read(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config.")
+
+
 def _beyond(number, end, sign: int) -> bool:
     if isinstance(end, list):
         return (number - end[0]) * sign <= 0

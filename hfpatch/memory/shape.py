@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hfpatch.memory.limits import check_sizes
+
 # Families whose layers are Llama's: norm, q/k/v/o, norm, gated MLP. The closed form describes these alone.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -11,9 +13,6 @@ GiB = 1 << 30
 def _read(config, name, default=None):
     value = config.get(name, None) if isinstance(config, dict) else getattr(config, name, None)
     return default if value is None else value
-
-
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,17 @@ class ModelShape:
 
         Raises ValueError for a model type whose layers are not Llama's.
         """
+        check_sizes(lambda name: _read(config, name))
         kind = _read(config, "model_type", "llama")
         if kind not in LLAMA_LIKE:
             raise ValueError(
                 f"hfpatch: the plan knows the model types {', '.join(LLAMA_LIKE)}, {kind!r} came; "
                 "run it with --simulate, which executes the model itself."
             )
-        missing = [name for name in _SIZES if _read(config, name) is None]
+        missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                               "vocab_size") if _read(config, n) is None]  # fmt: skip
         if missing:
             raise ValueError(f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json.")
-        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
-            value = _read(config, name, 1)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config."
-                )
         heads = _read(config, "num_attention_heads")
         return cls(
             hidden_size=_read(config, "hidden_size"),

@@ -128,9 +128,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     )
     parser.error = _refuse
     known = {action.dest for action in parser._actions}
-    for action in parser._actions:
-        if action.dest in LENGTHS:
-            action.type = flag(LENGTHS[action.dest])
+    _take_lengths(parser)
     if argv and not argv[0].startswith("-"):
         values = _read(argv.pop(0), known)
         explicit |= values.keys()
@@ -151,6 +149,12 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         return model, data, _make(TrainArguments, values)
     except ValueError as error:  # TrainingArguments' own checks
         raise ValueError(f"hfpatch: {str(error).strip().splitlines()[0]}") from error
+
+
+def _take_lengths(parser) -> None:
+    for action in parser._actions:
+        if action.dest in LENGTHS:
+            action.type = flag(LENGTHS[action.dest])
 
 
 def _make(cls, values: dict):
