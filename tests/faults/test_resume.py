@@ -64,6 +64,17 @@ def test_what_is_not_whole_is_never_chosen(folder):
     for name in ("model.safetensors", "optimizer.pt"):
         damaged(lambda name=name: shutil.copyfile(before / name, newest / name))
     damaged(lambda: (newest / "trainer_state.json").write_text("{}"))
+
+    # --save_only_model: nothing was cut, and there is no optimizer to go on with.
+    def weights_alone():
+        record = json.loads((newest / folders.RUN_FILE).read_text())
+        for name in SAVED[1:4]:
+            del record["files"][name]
+            (newest / name).unlink()
+        (newest / folders.RUN_FILE).write_text(json.dumps(record))
+
+    damaged(weights_alone)
+    assert folders.flaw(newest) == "optimizer.pt is missing"
     # A checkpoint of another script has no list of files.
     for name in SAVED[:5]:
         for damage in (cut, Path.unlink):
@@ -215,10 +226,12 @@ def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, *args, **kwargs: None)
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, path: pushed.append(folders.flaw(Path(path))))
     token = "hf_" + "s" * 30
     code, out, err, folder = run_train(push_to_hub=True, hub_model_id="a/b", hub_token=token, **STEPS)
     assert code == 0, err
+    assert pushed == [None] * 3, "what is pushed is a checkpoint that is finished, under its own name"
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert len(files) > 20 and not [p for p in files if token.encode() in p.read_bytes()]
     code, out, err, _ = run_train("wrong", f"--hub_tokn={token}")
