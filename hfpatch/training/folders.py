@@ -216,7 +216,11 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
         if len(found) <= max(keep, len(kept)):
             break
         if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            # Renamed first: killed half-way, it would be a checkpoint that is not whole.
+            trash = folder / SAVING
+            trash.mkdir(exist_ok=True)
+            os.rename(path, trash / f"old-{path.name}")
+            shutil.rmtree(trash, ignore_errors=True)
             found.remove(path)
 
 

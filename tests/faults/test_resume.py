@@ -214,11 +214,16 @@ def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
     assert run_train(max_steps=1)[0] == 0
 
 
-def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path):
+def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     for step in (2, 10, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     folders.rotate(tmp_path, 2, str(tmp_path / "checkpoint-2"))
     assert {p.name for p in folders.checkpoints(tmp_path)} == {"checkpoint-10", "checkpoint-2"}
+    assert not (tmp_path / folders.SAVING).exists()
+    # Killed while it deletes: no half a checkpoint carries the name.
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+    folders.rotate(tmp_path, 1, None)
+    assert [p.name for p in folders.checkpoints(tmp_path)] == ["checkpoint-10"]
 
 
 def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
