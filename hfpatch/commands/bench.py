@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch import ops
-from hfpatch.commands.failures import flag
-from hfpatch.memory.limits import parse_length
+from hfpatch.memory.limits import flag, parse_length
 from hfpatch.memory.presets import PRESETS, preset_config
 from hfpatch.ops._library import use_kernel
 
@@ -182,12 +181,14 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help="some of: " + ", ".join(OPS))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
 
 
 def main(args) -> int:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("hfpatch: --device cuda needs a GPU that torch can use, none came; ask `hfpatch env` why.")
     dtype, config = DTYPES[args.dtype], preset_config(args.model)
     rates = yardsticks(dtype, args.device, args.seconds)
     cuda = args.device.startswith("cuda")

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ SUPPORTED = {
     "transformers": (OLDEST["transformers"], (6,)),
 }
 ACCELERATE_CONFIG = "accelerate/default_config.yaml"
+SECRET = re.compile(r"(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
 TRUE = ("1", "true", "yes", "on")
 GiB = 1 << 30
 
@@ -144,8 +146,16 @@ def _configs(files) -> dict:
                 import yaml
             except ImportError:
                 raise ValueError(f"hfpatch: {path} is YAML and no YAML reader is here; pip install pyyaml.") from None
-            values = yaml.safe_load(text)
-        found[str(path)] = values if isinstance(values, dict) else {}
+            try:
+                values = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                reason = " ".join(str(error).split())
+                raise ValueError(f"hfpatch: {path} is not YAML: {reason}; mend the file.") from error
+        if values is not None and not isinstance(values, dict):
+            raise ValueError(
+                f"hfpatch: expected keys and values in {path}, {type(values).__name__} came; mend the file."
+            )
+        found[str(path)] = _without_secrets(values or {})
     return found
 
 
@@ -166,6 +176,18 @@ def _flat(values: dict, prefix="") -> dict:
     for key, value in values.items():
         out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return out
+
+
+def _without_secrets(values: dict) -> dict:
+    """A config as it may be shown: tokens and keys hidden."""
+    return {
+        key: _without_secrets(value)
+        if isinstance(value, dict)
+        else "***"
+        if SECRET.search(str(key)) and value
+        else value
+        for key, value in values.items()
+    }
 
 
 def _set(value) -> bool:

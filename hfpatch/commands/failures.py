@@ -53,18 +53,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"hfpatch: {message.rstrip('.')}; see {self.prog} --help.")
 
 
-def flag(parse):
-    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse drops of a ValueError."""
-
-    def read(text):
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("hfpatch: ")) from error
-
-    return read
-
-
 def guarded(command, argv) -> int:
     """command(argv) -> exit code, with known failures as one sentence on stderr.
 

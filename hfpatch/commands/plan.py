@@ -4,9 +4,8 @@ import json
 import sys
 from dataclasses import replace
 
-from hfpatch.commands.failures import flag
 from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.limits import parse_lengths, parse_word
+from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident

@@ -5,13 +5,15 @@ import time
 
 import torch
 
-from hfpatch.commands.failures import Parser, flag
+from hfpatch.commands.failures import Parser
 from hfpatch.memory.formula import Policy
-from hfpatch.memory.limits import check_ranges, parse_length, parse_word
+from hfpatch.memory.limits import check_ranges, flag, parse_length, parse_word
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.presets import PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
 from hfpatch.simulate.simulator import simulate
+
+_TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or false"}
 
 
 def main(argv=None) -> int:
@@ -41,6 +43,9 @@ def main(argv=None) -> int:
             known = ", ".join(Policy.__dataclass_fields__)
             raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
         fields[name] = parse_word(value)
+        wanted = type(Policy.__dataclass_fields__[name].default)
+        if type(fields[name]) is not wanted or name == "offload" and value not in ("gpu", "host", "disk"):
+            raise ValueError(f"hfpatch: --policy {name}= takes {_TAKES[wanted]}, {value!r} came; write such a value.")
     fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
     model = prepare(build(config, getattr(torch, args.dtype)), args.impl)
     started = time.perf_counter()

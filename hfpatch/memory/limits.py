@@ -1,5 +1,6 @@
 """How flags are read and what they may be: one table for all commands and scripts. Standard library only."""
 
+import argparse
 import math
 from collections.abc import Mapping
 
@@ -14,7 +15,7 @@ RANGES = {
     "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None), "logging_steps": ([0], None),
     "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
     "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
-    "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
+    "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None), "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_length": (2, None), "pad_multiple": (1, None),
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None), "tile": (1, None),
     "every": (1, None),
@@ -31,6 +32,18 @@ def check_ranges(values: Mapping) -> None:
             if not math.isfinite(number) or _beyond(number, least, 1) or _beyond(number, most, -1):
                 flag = f"--{name}" if name.startswith("per_") or "_" in name else f"--{name.replace('_', '-')}"
                 raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "vocab_size")  # fmt: skip
+
+
+def check_sizes(read) -> None:
+    """ValueError for a size of a config that is no whole number above 0. read: name -> value, None where it has none."""
+    for name in SIZES:
+        value = read(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config.")
 
 
 def _beyond(number, end, sign: int) -> bool:
@@ -89,3 +102,15 @@ def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
     words = {"true": True, "false": False}
     return words[text.lower()] if text.lower() in words else parse_length(text) if text[:1].isdigit() else text
+
+
+def flag(parse):
+    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse drops of a ValueError."""
+
+    def read(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("hfpatch: ")) from error
+
+    return read

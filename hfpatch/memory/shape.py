@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
+from hfpatch.memory.limits import check_sizes
 
 GiB = 1 << 30
 # What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
@@ -72,6 +73,7 @@ class ModelShape:
 
         Raises ValueError for a model type without a row in families.py, and for a config of several towers.
         """
+        check_sizes(Values(config).get)
         kind = Values(config).number("model_type", "llama")
         family = FAMILIES.get(kind)
         if family is None:

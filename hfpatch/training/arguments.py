@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from hfpatch.memory.limits import flag, parse_length, parse_word
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import PRESETS
 from hfpatch.training import config_file, configs
@@ -120,6 +121,11 @@ class TrainArguments(TrainingArguments):
         return vars(self) | {"hub_token": None}  # torch.save writes these beside each model: a token is a secret
 
 
+# Flags that take tokens, as 8192 or 128k.
+LENGTHS = {
+    "seq_length": parse_length, "pad_multiple": parse_length, "max_position_embeddings": parse_length,
+    "tile": lambda text: str(parse_word(text)),
+}  # fmt: skip
 CLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
@@ -134,6 +140,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     )
     actions = {action.dest: action for action in reversed(parser._actions)}  # --x rather than --no_x
     namespace, explicit = None, set()
+    _take_lengths(parser)
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         from_file = config_file.flags(name, actions, _mappings())
@@ -152,6 +159,12 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         return model, data, _make(TrainArguments, values)
     except ValueError as error:  # TrainingArguments' own checks
         raise ValueError(f"hfpatch: {str(error).strip().splitlines()[0]}") from error
+
+
+def _take_lengths(parser) -> None:
+    for action in parser._actions:
+        if action.dest in LENGTHS:
+            action.type = flag(LENGTHS[action.dest])
 
 
 def _make(cls, values: dict):

@@ -286,7 +286,11 @@ def run_record(config, model, data, args, fingerprint: str) -> dict:
         "seed": args.seed,
         "data_seed": args.data_seed,
         "batch": batch,
-        "optimizer": {name: str(getattr(args, name)) for name in _OPTIMIZER},
+        "optimizer": {name: _plain(getattr(args, name)) for name in _OPTIMIZER},
         "engine": {"engine": "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "none", **sharded},
-        "may_differ": {"world_size": args.world_size} | {name: str(getattr(args, name)) for name in _MAY_DIFFER},
+        "may_differ": {"world_size": args.world_size} | {name: _plain(getattr(args, name)) for name in _MAY_DIFFER},
     }
+
+
+def _plain(value) -> str:
+    return str(getattr(value, "value", value))  # the word of an enumeration

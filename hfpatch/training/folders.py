@@ -47,6 +47,9 @@ def flaw(checkpoint: Path) -> str | None:
         return f"{STATE_FILE} is broken"
     if step_of(checkpoint) not in (None, step):
         return f"{STATE_FILE} is of step {step}"
+    missing = _missing({p.name for p in checkpoint.iterdir()})
+    if missing:
+        return f"{missing} is missing"
     try:
         listed = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8")).get("files")
     except FileNotFoundError:
@@ -66,20 +69,19 @@ def flaw(checkpoint: Path) -> str | None:
     return None
 
 
+def _missing(names: set[str]) -> str | None:
+    """What training cannot go on without; a run with --save_only_model has no optimizer, and Trainer would begin a new one."""
+    if "latest" in names or any(name.startswith("pytorch_model_fsdp") for name in names):
+        return None  # an engine's own layout
+    if not names & {*WEIGHTS, *INDEXES}:
+        return "the model"
+    wanted = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+    return next((w for w in wanted if not any(name.startswith(w.partition(".")[0]) for name in names)), None)
+
+
 def _flaw_unlisted(checkpoint: Path) -> str | None:
     """What can be told of a checkpoint that another script wrote: what must be there is, and no file ends early."""
     names = {p.name for p in checkpoint.iterdir()}
-    engine = "latest" in names or any(name.startswith("pytorch_model_fsdp") for name in names)
-    if not engine:
-        if not names & {*WEIGHTS, *INDEXES}:
-            return "the weights are missing"
-        for name, prefix in (
-            ("optimizer.pt", "optimizer."),
-            ("scheduler.pt", "scheduler."),
-            ("rng_state", "rng_state"),
-        ):
-            if not any(n.startswith(prefix) for n in names):
-                return f"{name} is missing"
     if "latest" in names:
         tag = (checkpoint / "latest").read_text(encoding="utf-8", errors="replace").strip()
         if not plain_name(tag) or not (checkpoint / tag).is_dir():
@@ -214,7 +216,11 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
         if len(found) <= max(keep, len(kept)):
             break
         if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            # Renamed first: killed half-way, it would be a checkpoint that is not whole.
+            trash = folder / SAVING
+            trash.mkdir(exist_ok=True)
+            os.rename(path, trash / f"old-{path.name}")
+            shutil.rmtree(trash, ignore_errors=True)
             found.remove(path)
 
 

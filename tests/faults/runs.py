@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def flags(folder: Path, saved_tokenizer: Path, **more) -> list[str]:
     """The flags of a tiny run of 100,000 steps in folder/run."""
     values = {
         "preset": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2", "tokenizer": saved_tokenizer,
-        "data": ROOT / "hfpatch" / "memory", "data_glob": "*.py", "packing": True, "long_rows": "split",
+        "data": Path(sysconfig.get_path("stdlib")) / "json", "data_glob": "*.py", "packing": True, "long_rows": "split",
         "seq_length": 32, "per_device_train_batch_size": 2, "max_steps": 100_000, "logging_steps": 1, "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "cache_dir": folder / "cache", "output_dir": folder / "run",
         "save_strategy": "no",

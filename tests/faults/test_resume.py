@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, end_group, flags, run_train, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 from safetensors.torch import load_file
 
 from hfpatch.training import checks, folders
+from tests.faults.runs import ROOT, end_group, flags, run_train, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 STEPS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 RESUME = ("--resume_from_checkpoint", "True")
@@ -64,6 +64,17 @@ def test_what_is_not_whole_is_never_chosen(folder):
     for name in ("model.safetensors", "optimizer.pt"):
         damaged(lambda name=name: shutil.copyfile(before / name, newest / name))
     damaged(lambda: (newest / "trainer_state.json").write_text("{}"))
+
+    # --save_only_model: nothing was cut, and there is no optimizer to go on with.
+    def weights_alone():
+        record = json.loads((newest / folders.RUN_FILE).read_text())
+        for name in SAVED[1:4]:
+            del record["files"][name]
+            (newest / name).unlink()
+        (newest / folders.RUN_FILE).write_text(json.dumps(record))
+
+    damaged(weights_alone)
+    assert folders.flaw(newest) == "optimizer.pt is missing"
     # A checkpoint of another script has no list of files.
     for name in SAVED[:5]:
         for damage in (cut, Path.unlink):
@@ -203,11 +214,16 @@ def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
     assert run_train(max_steps=1)[0] == 0
 
 
-def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path):
+def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     for step in (2, 10, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     folders.rotate(tmp_path, 2, str(tmp_path / "checkpoint-2"))
     assert {p.name for p in folders.checkpoints(tmp_path)} == {"checkpoint-10", "checkpoint-2"}
+    assert not (tmp_path / folders.SAVING).exists()
+    # Killed while it deletes: no half a checkpoint carries the name.
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+    folders.rotate(tmp_path, 1, None)
+    assert [p.name for p in folders.checkpoints(tmp_path)] == ["checkpoint-10"]
 
 
 def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
@@ -215,10 +231,12 @@ def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, *args, **kwargs: None)
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, path: pushed.append(folders.flaw(Path(path))))
     token = "hf_" + "s" * 30
     code, out, err, folder = run_train(push_to_hub=True, hub_model_id="a/b", hub_token=token, **STEPS)
     assert code == 0, err
+    assert pushed == [None] * 3, "what is pushed is a checkpoint that is finished, under its own name"
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert len(files) > 20 and not [p for p in files if token.encode() in p.read_bytes()]
     code, out, err, _ = run_train("wrong", f"--hub_tokn={token}")
@@ -232,13 +250,13 @@ def test_killed_at_random(seed, saved_tokenizer, tmp_path, run_train):  # noqa: 
     draw = random.Random(seed)
     steps = {"max_steps": 40, "save_steps": 2, "save_strategy": "steps", "save_total_limit": 2}
     script = [ROOT / "scripts" / "train.py", *flags(tmp_path, saved_tokenizer, **steps)]
-    for attempt in range(30):
+    for attempt in range(15):
         out = tmp_path / f"out{attempt}"
         process = spawn([*script, *(RESUME if (tmp_path / "run").exists() else ())], out)
         until(lambda text: "'loss'" in text or "total training" in text, process, out)
         try:
-            time.sleep(draw.uniform(0, 0.3))
-            if process.poll() is None and attempt < 29:
+            time.sleep(draw.uniform(0, 2))
+            if process.poll() is None and attempt < 14:
                 process.send_signal(signal.SIGKILL)
             code = process.wait(timeout=120)
         finally:

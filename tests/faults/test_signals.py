@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 from hfpatch.commands.failures import guarded
 from hfpatch.training import folders, stop
+from tests.faults.runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
 
 SCRIPT = ROOT / "scripts" / "train.py"
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no",
@@ -25,7 +25,7 @@ CASES = {
 
 def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F811
     """Side by side, for a process takes its time to begin."""
-    began = {}
+    began, workers = {}, []
     try:
         for name, (command, _, _) in CASES.items():
             folder = tmp_path / name
@@ -35,6 +35,7 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
         for name, (_, number, code) in CASES.items():
             process, out = began[name], tmp_path / name / "out"
             until(lambda text: "'loss'" in text, process, out)
+            workers += children(process.pid) if name == "orphan" else []
             process.send_signal(number)
             got = process.wait(timeout=60)
             if code is not None:
@@ -49,26 +50,33 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
             assert "Traceback" not in out.read_text()
             assert folders.flaw(run / f"checkpoint-{found[2]}") is None
             assert not (run / "model.safetensors").exists(), "an unfinished run leaves no final model"
-        # The worker itself has ended: its session holds no process any more.
-        end = time.monotonic() + 30
-        while alive(began["orphan"].pid):
-            assert time.monotonic() < end, "an orphan trains on"
-            time.sleep(0.1)
+        await_end(workers)
     finally:
         for process in began.values():
             end_group(process)
+        kill(workers)
 
 
-def alive(session: int) -> bool:
-    """Whether a process of this session runs."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def children(pid: int) -> list[int]:
+    found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    assert found
+    return found
+
+
+def await_end(pids) -> None:
+    """Fails where one of them is still there after a minute: an orphan trains on."""
+    end = time.monotonic() + 60
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, f"{left} train on without their launcher"
+        time.sleep(0.1)
+
+
+def kill(pids) -> None:
+    for pid in pids:
         try:
-            state, _, _, sid = stat.read_text().rpartition(") ")[2].split()[:4]
-        except OSError:
-            continue
-        if int(sid) == session and state != "Z":
-            return True
-    return False
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 @pytest.mark.long
@@ -77,22 +85,23 @@ def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
     for case in ("rank", "launcher"):
         folder = tmp_path / case
         folder.mkdir()
-        command = [*LAUNCH, "--multi_gpu", "--num_processes", 2, "--main_process_port", 0, SCRIPT]
-        process = spawn([*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")], folder / "out")
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, SCRIPT]
+        process, workers = (
+            spawn([*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")], folder / "out"),
+            [],
+        )
         try:
             until(lambda text: "'loss'" in text, process, folder / "out")
+            workers = children(process.pid)  # torchrun gives each a session of its own
             if case == "launcher":
                 process.send_signal(signal.SIGKILL)
             else:
-                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-                os.kill(int(children[-1]), signal.SIGTERM)
+                os.kill(workers[-1], signal.SIGTERM)
             process.wait(timeout=120)
-            end = time.monotonic() + 60
-            while alive(process.pid):
-                assert time.monotonic() < end, "an orphan trains on"
-                time.sleep(0.1)
+            await_end(workers)
         finally:
             end_group(process)
+            kill(workers)
         said = re.findall(r"SIGTERM at step (\d+): a checkpoint is saved", (folder / "out").read_text())
         assert len(said) == 1, (folder / "out").read_text()[-3000:]
         assert folders.flaw(folder / "run" / f"checkpoint-{said[0]}") is None

@@ -1,0 +1,212 @@
+"""A known failure of any command or script: one sentence, a non-zero exit; `--debug` shows the traceback; a bug keeps its own."""
+
+import argparse
+import errno
+import importlib.util
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hfpatch.commands.failures import explain, guarded
+from hfpatch.commands.main import main
+from hfpatch.memory.limits import RANGES, check_ranges, parse_length
+from hfpatch.memory.presets import preset_config
+from hfpatch.training import arguments
+from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
+
+
+@pytest.fixture
+def said(capsys):
+    """said(code): the one sentence of the command that ended with this code."""
+
+    def check(code, wanted=(1, 2)):
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if not line.startswith("[transformers]")]
+        assert code in wanted and len(lines) == 1 and lines[0].startswith("hfpatch: ") and lines[0][-1] in ".)", err
+        assert "Traceback" not in err
+        return lines[0]
+
+    return check
+
+
+def test_what_a_command_is_given_is_checked(said, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "cut.json").write_text('{"model_type": ')
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for name, change in {"heads": {"num_attention_heads": 0}, "word": {"num_hidden_layers": "2"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
+    plan = "plan --model llama-tiny"
+    for line, words in {
+        "": "required: command",
+        "plan": "required: --model",
+        f"{plan} --host-ram 256": "a size is written like 256GiB, '256' came",
+        f"{plan} --host-ram 1e400GiB": "'1e400GiB' came",
+        f"{plan} --batch 0": "1 or more for --batch, 0 came",
+        f"{plan} --gpus -1": "1 or more for --gpus",
+        f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
+        f"{plan} --tile 0": "a length is tokens",
+        f"{plan} --sweep 8k --png @/none/x.png": "there is no such file or folder at",
+        f"{plan} --sweep 8k --png @/file/x.png": "expected a folder, a file stands in the way at",
+        "plan --model @/cut.json": "is no JSON",
+        "plan --model @/bytes.json": "is no JSON",
+        "plan --model @/list.json": "a list came",
+        "plan --model @/heads.json": "num_attention_heads must be a whole number of at least 1, 0 came",
+        "plan --model @/word.json": "num_hidden_layers must be a whole number of at least 1, '2' came",
+        "profile --model llama-tiny --seq-len 64 --steps 0": "1 or more for --steps",
+        "profile --model llama-tiny --seq-len 64 --warmup -1": "0 or more for --warmup",
+        "bench --model llama-tiny --tokens 0": "a length is tokens",
+        "bench --model llama-tiny --tokens 8 --seconds nan": "for --seconds, nan came",
+        "env @/bad.yaml": "is not YAML",
+        "env @/list.json": "list came",
+        "env @/file/x": "a config file was expected",
+        "simulate --preset llama-tiny --seq-len 64 --layers 0": "1 or more for --layers",
+        "simulate --preset llama-tiny --seq-len 64 --policy tile=x": "--policy tile= takes a number",
+    }.items():
+        assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
+
+
+def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: F811
+    (tmp_path / "file").touch()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{")
+    for flags, words in (
+        ({"per_device_train_batch_size": 0}, "1 or more for --per_device_train_batch_size, 0 came"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"seed": -1}, "0 or more and 4294967295 or less for --seed, -1 came"),
+        ({"data_seed": 2**32}, "for --data_seed"),
+        ({"time_limit": -1}, "0 or more for --time_limit, -1.0 came"),
+        ({"learning_rate": "nan"}, "for --learning_rate, nan came"),
+        ({"learning_rate": "inf"}, "for --learning_rate, inf came"),
+        ({"max_steps": 0}, "expected --max_steps of 1 or more"),
+        ({"seq_length": "8x"}, "a length is tokens such as 8192, 128k or 1M, '8x' came"),
+        ({"seq_length": "128k"}, "--seq_length 131072 is over the model's"),
+        ({"output_dir": tmp_path / "file" / "run"}, "expected a folder, a file stands in the way"),
+        ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
+        ({"cache_dir": tmp_path / "file"}, "expected a folder, a file stands in the way"),
+        ({"preset": None, "config_overrides": None, "model": model}, "no model loads from"),
+    ):
+        code, _, err, _ = run_train("refused", **flags)
+        sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
+        assert code == 2 and len(sentences) == 1 and words in sentences[0], (flags, err)
+        assert "Traceback" not in err
+        assert not (tmp_path / "refused").exists()
+
+
+def caught(function) -> Exception:
+    with pytest.raises(Exception) as error:
+        function()
+    return error.value
+
+
+def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
+    """Real errors of the libraries where they can be had, so that the words are today's."""
+    whole = tmp_path / "whole.safetensors"
+    save_file({"a": torch.zeros(100)}, whole)
+    (tmp_path / "cut.safetensors").write_bytes(whole.read_bytes()[:-40])
+    torch.save({"a": torch.zeros(100)}, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-300])
+    cases = {
+        "the disk is full": [
+            OSError(errno.ENOSPC, "No space left on device", "/x"), OSError(errno.EDQUOT, "Disk quota exceeded"),
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+            RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        ],
+        "no permission": [PermissionError(errno.EACCES, "Permission denied", "/x"), OSError(errno.EROFS, "ro", "/x")],
+        "a file stands in the way": [caught(lambda: (whole / "x").mkdir()), caught(lambda: whole.mkdir())],
+        "there is no such file": [caught(lambda: open(tmp_path / "none"))],
+        "a folder came": [caught(lambda: open(tmp_path, "rb"))],
+        "the memory ran out": [
+            caught(lambda: torch.empty(1 << 60, dtype=torch.uint8)), MemoryError(),
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ],
+        "too many files are open": [OSError(errno.EMFILE, "Too many open files", "/x")],
+        "the port is in use": [
+            OSError(errno.EADDRINUSE, "Address already in use"),
+            RuntimeError("The server socket has failed to listen: EADDRINUSE"),
+        ],
+        "a file is broken or cut": [
+            caught(lambda: load_file(tmp_path / "cut.safetensors")), caught(lambda: torch.load(tmp_path / "cut.pt")),
+            pickle.UnpicklingError("invalid load key"), EOFError("Ran out of input"),
+        ],
+        "expected JSON": [caught(lambda: json.loads("{"))],
+        "expected UTF-8": [caught(lambda: b"\xff".decode())],
+        "the package nowhere is missing": [caught(lambda: __import__("nowhere"))],
+    }  # fmt: skip
+    for words, errors in cases.items():
+        for error in errors:
+            found = explain(error)
+            assert found and words in found[0] and found[1] in (1, 2) and "\n" not in found[0], (error, found)
+
+
+def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
+    def full(argv):
+        assert "--debug" not in argv
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert guarded(full, ["x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert main(["plan", "--model", "llama-tiny", "--host-ram", "256", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    for bug in (KeyError("x"), ValueError("no sentence of ours"), RuntimeError("expected a Tensor")):
+
+        def broken(argv, bug=bug):
+            raise bug
+
+        with pytest.raises(type(bug)):
+            guarded(broken, [])
+    # TrainingArguments has a --debug with a word of its own.
+    assert guarded(lambda argv: len(argv), ["--debug", "underflow_overflow"]) == 2
+
+
+def test_ranges_cover_the_flags_there_are():
+    """Every row of the table is a flag of something, and every end is checked."""
+    known = {action.dest for action in arguments.HfArgumentParser(arguments.CLASSES)._actions}
+    for command in ("plan", "profile", "bench"):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"hfpatch.commands.{command}").add_arguments(parser)
+        known |= {action.dest for action in parser._actions}
+    known |= {"layers", "seeds"}  # simulate's, convergence's
+    assert set(RANGES) <= known, set(RANGES) - known
+    for name, (least, most) in RANGES.items():
+        for end, step in ((least, -1), (most, 1)):
+            if end is None:
+                continue
+            beyond = end[0] if isinstance(end, list) else end + step
+            with pytest.raises(ValueError, match=f"^hfpatch: expected a number .*{beyond} came"):
+                check_ranges({name: beyond})
+            check_ranges({name: beyond - step})
+    assert parse_length("128k") == 131072 and parse_length("1M") == 1 << 20
+
+
+def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("hub_token: hf_secretsecret\nseed: 3\n")
+    assert main(["env", str(tmp_path / "run.yaml"), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "hf_secret" not in out and '"seed": 3' in out
+
+
+@pytest.mark.parametrize("name", ["profile", "convergence", "placement_curves", "consolidate", "export_gguf"])
+def test_scripts_share_the_handler(name, said, monkeypatch):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    flags = {
+        "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0", "placement_curves": "--learning_rate nan",
+        "consolidate": "/nowhere/a /nowhere/b", "export_gguf": "/nowhere/a /nowhere/b",
+    }  # fmt: skip
+    said(script.main(flags[name].split()))
+    if name == "profile":
+        assert "expected one --impl" in said(script.main("--model llama-tiny --seq-len 8k,16k --impl hf".split()))
+        assert Path(script.__file__).name == "profile.py"
