@@ -1,6 +1,6 @@
 """`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does not fit.
 
-Bytes come from formula.py, the memory model that the layer engine's policy asks too; seconds from seconds.py. No torch.
+Bytes come from memory/formula.py, which the layers' policy asks too; seconds from memory/seconds.py. No torch.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,9 @@ from hfpatch.memory.formula import (
 )
 from hfpatch.memory.hardware import GPUS, Gpu, gpu_row, parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, Checkpointing, choose
+from hfpatch.memory.seconds import step_time
 from hfpatch.planner.models import resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.seconds import step_time
 
 # What the caching allocator holds beyond what is allocated: rounding to blocks and fragments. Assumed.
 SLACK_SHARE, SLACK_LEAST = 0.04, 256 << 20
