@@ -189,7 +189,9 @@ def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
         return t * shape.intermediate_size * s, 0, joined * D * shape.intermediate_size * s
     rows = t * shape.experts_per_token
     inner = rows * shape.expert_size * s + t * shape.shared_size * s
-    return inner, 3 * rows * D * s, 2 * shape.experts * D * shape.expert_size * s
+    # Experts with biases have a gate of clamps and sums of their own (gpt-oss): five more columns of theirs are alive.
+    beside = 3 * rows * D * s + (5 * inner if shape.expert_bias else 0)
+    return inner, beside, 2 * shape.experts * D * shape.expert_size * s
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
