@@ -7,6 +7,7 @@ from dataclasses import replace
 from hfpatch.memory.hardware import GPUS, parse_lengths
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
+from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, judged, plan
 from hfpatch.planner.show import picture, sweep_table
@@ -66,6 +67,19 @@ def _simulated(args, found):
     return judged(found, simulated_beyond(config, found, at_peak=own))
 
 
+def _found(args, seq_len: int, common: dict):
+    """The plan, simulated too where that was asked for; of a model type without closed forms, simulated alone."""
+    try:
+        found = plan(args.model, seq_len=seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
+    except UnknownFamily:
+        if not args.simulate:
+            raise
+        from hfpatch.planner.simulated import simulated_plan
+
+        return simulated_plan(args.model, seq_len=seq_len, placement=args.placement, **common)
+    return _simulated(args, found) if args.simulate else found
+
+
 def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
@@ -86,8 +100,6 @@ def main(args) -> int:
     seq_len = parse_lengths(args.seq_len)
     if len(seq_len) != 1:
         raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
-    found = plan(args.model, seq_len=seq_len[0], placement=args.placement, max_seq_len=args.max_seq_len, **common)
-    if args.simulate:
-        found = _simulated(args, found)
+    found = _found(args, seq_len[0], common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits and not found.contradicted else 3

@@ -116,6 +116,15 @@ def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
     return TAIL_SHARE * groups * block * gpu.processors / gpu.attention_backward
 
 
+def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
+    """Gradient norm, clip and step: every gradient is read for the norm, read and written by the clip, read by the step; the
+    rest read and written."""
+    if stays.host_optimizer:
+        return stays.host_optimizer / HOST_BYTES_PER_SECOND
+    own = memory.gradients if stays.gradients is None else stays.gradients
+    return (4 * own + 2 * (stays.parameters + stays.optimizer)) / gpu.bandwidth
+
+
 def step_time(
     gpu: Gpu, flops: Flops, memory: StepMemory, policy, shape: ModelShape, resident=None, *,
     batch: int, tokens: int, itemsize: int = 2,
@@ -155,10 +164,6 @@ def step_time(
 
     python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
 
-    optimizer = stays.host_optimizer / HOST_BYTES_PER_SECOND
-    if not stays.host_optimizer:
-        # Every gradient is read for the norm, read and written by the clip, read by the step; the rest read and written.
-        own = memory.gradients if stays.gradients is None else stays.gradients
-        optimizer = (4 * own + 2 * (stays.parameters + stays.optimizer)) / gpu.bandwidth
+    optimizer = optimizer_seconds(gpu, memory, stays)
     time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer)
     return time, to_host + to_gpu + stays.link

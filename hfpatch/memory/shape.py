@@ -12,6 +12,10 @@ GiB = 1 << 30
 KEEPABLE = ("qkv", "mid", "gate_up")
 
 
+class UnknownFamily(ValueError):
+    """A model type that families.py has no row for: the simulator can run it, the closed forms cannot describe it."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
@@ -79,7 +83,7 @@ class ModelShape:
         family = FAMILIES.get(kind)
         if family is None:
             several = Values(config).get("text_config") is not None
-            raise ValueError(
+            raise UnknownFamily(
                 f"hfpatch: expected one of the model types {', '.join(FAMILIES)}, {kind!r} came; "
                 + ("pass its text_config for the language model alone." if several else
                    "run it with --simulate, which executes the model itself.")

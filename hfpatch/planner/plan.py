@@ -17,7 +17,7 @@ from hfpatch.memory.formula import (
 from hfpatch.memory.hardware import GPUS, Gpu, gpu_row, parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
 from hfpatch.memory.seconds import step_time
-from hfpatch.planner.models import resolve
+from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
 CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
@@ -142,6 +142,14 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes = {"batch": run.batch, "tokens": run.seq_len}
     memory = step_memory(run.shape, policy, **sizes)
+    flops = step_flops(run.shape, policy, **sizes)
+    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
+    return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
+
+
+def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
+    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
+    stays = resident(placement, run.shape, run.gpus)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
@@ -155,15 +163,13 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
-    flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
     return Plan(
         model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
         mfu=flops.model / time.total / run.gpu.peak_flops,
-        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why_not or _why(run, policy, stays),
+        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
@@ -283,9 +289,11 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
-def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto") -> _Run:
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong."""
-    name, shape, _ = resolve(model)
+def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
+             shape=None) -> _Run:  # fmt: skip
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
+    was counted, whose config no closed form describes."""
+    name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
     for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")

@@ -205,6 +205,21 @@ def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     assert "does NOT fit" in capsys.readouterr().out
 
 
+def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
+    from hfpatch.simulate.rivals import build
+
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit", "--json"]
+    assert cli.main(arguments) == 2 and "--simulate" in capsys.readouterr().err
+    assert cli.main([*arguments, "--simulate"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["gpu_bytes"]["parameters"] == 2 * sum(p.numel() for p in build(values).parameters())
+    assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
+    assert answer["step_seconds"] > 0
+
+
 def test_frontier_and_least():
     run = RUN | {"placement": "gpu8bit", "seq_len": 65536}
     found, least = plan("llama-3.1-8b", **run), plan("llama-3.1-8b", **run, checkpointing="least")
