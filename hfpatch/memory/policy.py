@@ -147,6 +147,11 @@ class Budget:
     def admits_host(self, option: Option) -> bool:
         return self.host is None or option.host <= self.host
 
+    def lack(self, option: Option) -> int:
+        """Bytes that are missing for it on the device and on the host."""
+        device = 0 if self.device is None else max(0, option.device + reserve(option.device) - self.device)
+        return device + (0 if self.host is None else max(0, option.host - self.host))
+
 
 def reserve(nbytes: int) -> int:
     """Bytes left free beside a step that takes nbytes."""
@@ -273,7 +278,9 @@ class Search:
         # Attention twice is dear, and saves nothing that counts.
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
-        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
+        least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
+        # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
+        return min([least, *every], key=budget.lack) if budget.lack(least) else least
 
 
 def _first(holds, low: int, high: int) -> int:

@@ -211,7 +211,8 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit", "--json"]
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit", "--json",
+                 "--checkpointing", "stock-checkpointing"]  # fmt: skip
     assert cli.main(arguments) == 2 and "--simulate" in capsys.readouterr().err
     assert cli.main([*arguments, "--simulate"]) == 0
     answer = json.loads(capsys.readouterr().out)
