@@ -8,11 +8,12 @@ from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
+from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.plan import WHOLE, plan
+from hfpatch.planner.plan import WHOLE, judged, plan
 from hfpatch.planner.show import picture, sweep_table
 
-EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
+EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit, or the simulator contradicts the plan.
 example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
 
 
@@ -27,7 +28,7 @@ def add_arguments(parser) -> None:
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
-    where = "auto, gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
+    where = "auto, least (device memory), gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
     add("--checkpointing", default="auto", metavar="WHERE", help=where)
     add("--every", default="auto", type=flag(parse_word), help="keep every k-th layer's input (auto)")
     add("--save-attention", default="auto", type=flag(parse_word), help="keep attention outputs: true, false (auto)")
@@ -48,25 +49,31 @@ def _checkpointing(args):
                 f"hfpatch: --checkpointing {args.checkpointing} keeps layers whole, {set_by_hand[0]} came; drop one."
             )
         return args.checkpointing
-    return Checkpointing(offload=args.checkpointing, **fields)
+    return replace(Checkpointing.of(args.checkpointing), **fields)
 
 
 def _simulated(args, found):
-    """The plan with the activations of a simulated step of the same model and policy beside its own."""
-    from hfpatch.memory.formula import Policy
+    """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
     from hfpatch.planner.models import resolve
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.planner.simulated import simulated_beyond
 
     _, shape, config = resolve(args.model)
-    tiled = isinstance(found.policy, dict)
-    whole = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
-    implementation = "hfpatch" if tiled else whole[found.policy]
-    policy = Policy(**found.policy) if tiled else None
-    result = simulate(prepare(build(config), implementation), found.batch, found.seq_len, policy=policy)
     # Where gradients do not stay, the moment is that of the most activations.
     own = resident(found.placement, shape, found.gpus).gradients is None
-    return replace(found, simulated_beyond_bytes=result.beyond_bytes if own else result.most_beyond_bytes)
+    return judged(found, simulated_beyond(config, found, at_peak=own))
+
+
+def _found(args, seq_len: int, common: dict):
+    """The plan, simulated too where that was asked for; of a model type without closed forms, simulated alone."""
+    try:
+        found = plan(args.model, seq_len=seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
+    except UnknownFamily:
+        if not args.simulate:
+            raise
+        from hfpatch.planner.simulated import simulated_plan
+
+        return simulated_plan(args.model, seq_len=seq_len, placement=args.placement, **common)
+    return _simulated(args, found) if args.simulate else found
 
 
 def main(args) -> int:
@@ -89,8 +96,6 @@ def main(args) -> int:
     seq_len = parse_lengths(args.seq_len)
     if len(seq_len) != 1:
         raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
-    found = plan(args.model, seq_len=seq_len[0], placement=args.placement, max_seq_len=args.max_seq_len, **common)
-    if args.simulate:
-        found = _simulated(args, found)
+    found = _found(args, seq_len[0], common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
-    return 0 if found.fits else 3
+    return 0 if found.fits and not found.contradicted else 3

@@ -65,3 +65,7 @@ def main(argv=None) -> int:
         print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
     print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -189,7 +189,9 @@ def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
         return t * shape.intermediate_size * s, 0, joined * D * shape.intermediate_size * s
     rows = t * shape.experts_per_token
     inner = rows * shape.expert_size * s + t * shape.shared_size * s
-    return inner, 3 * rows * D * s, 2 * shape.experts * D * shape.expert_size * s
+    # Experts with biases have a gate of clamps and sums of their own (gpt-oss): five more columns of theirs are alive.
+    beside = 3 * rows * D * s + (5 * inner if shape.expert_bias else 0)
+    return inner, beside, 2 * shape.experts * D * shape.expert_size * s
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
@@ -200,10 +202,10 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
     return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
 
 
-def kept_bytes(z: _Sizes, name: str) -> int:
-    """What one of shape.KEEPABLE takes of one layer."""
-    matrices = 2 if z.shape.gated else 1
-    return {"qkv": z.q + z.kv, "mid": z.u, "gate_up": matrices * z.f}[name]
+def kept_columns(shape: ModelShape, name: str) -> int:
+    """Columns of what one of shape.KEEPABLE keeps of a layer."""
+    qkv, inner = shape.q_size + shape.kv_size + shape.v_size, (2 if shape.gated else 1) * shape.intermediate_size
+    return {"qkv": qkv, "mid": shape.hidden_size, "gate_up": inner}[name]
 
 
 def _tiled(z: _Sizes, policy: Policy):
@@ -222,16 +224,15 @@ def _tiled(z: _Sizes, policy: Policy):
     # What the layers keep, and where.
     kept_x, kept_out = -(-n // policy.every), n if save else 0
     each = z.u, z.out + z.lse
-    more = sum(kept_bytes(z, name) for name in policy.keep)
+    more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
     host = stored if off else 0
-    plain = sum(plain_bytes(z, i) for i in range(n, shape.num_layers))
+    plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
     ring = 0
     if off and n:
-        streamed = (O if stream else 0) + sum(
-            {"mid": D, "gate_up": 2 * shape.intermediate_size}.get(name, 0) for name in policy.keep
-        )
+        # q, k and v come back whole, for attention.
+        streamed = (O if stream else 0) + sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
         ring = (2 if single else RING_SLOTS) * t * (D + streamed) * s
 
     tile_D = t * D * s
@@ -268,13 +269,13 @@ def _tiled(z: _Sizes, policy: Policy):
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
         return moments + z.embedding_moments(fused=True), 0
-    after = z.head_gradient + sum(shape.layer_parameters_of(i) for i in range(n, shape.num_layers)) * s
+    after = z.head_gradient + shape.over(shape.layer_parameters_of, n) * s
     moments += layer_moments("last layer", n - 1, after, on_device, 0, not off) if not off or policy.plain else []
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
         segment = (k - 1) * (z.u + z.out + z.lse)
-        here = z.head_gradient + z.body - sum(shape.layer_parameters_of(i) for i in range(k)) * s
+        here = z.head_gradient + z.body - shape.over(shape.layer_parameters_of, 0, k) * s
         moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, True)
     first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
@@ -289,7 +290,7 @@ def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
     working = lambda i: 2 * _mlp_tile(z, i, z.rows)[0] + z.u + z.always  # noqa: E731
-    done = sum(shape.layer_parameters_of(i) for i in range(n + 1, last + 1)) * z.s
+    done = shape.over(shape.layer_parameters_of, n + 1) * z.s
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
         Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),
@@ -320,7 +321,7 @@ def _stock(z: _Sizes, checkpointing: bool):
 
 def _untiled(z: _Sizes):
     """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
-    plain = sum(plain_bytes(z, i) for i in range(z.shape.num_layers))
+    plain = z.shape.over(lambda i: plain_bytes(z, i))
     return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *z.embedding_moments(fused=True)]
 
 
@@ -353,20 +354,25 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
     """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a weight and token,
     attention three times its forward, nothing that runs again."""
     rows, n = batch * tokens, shape.num_layers
-    layers = sum(shape.qkv_weights + shape.o_weights + shape.mlp_weights(i) for i in range(n))
+    layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
     # Two products over the causal half (or a window): q with k, and with v.
-    once = 2 * batch * (shape.q_size + shape.out_size) * sum(attended(tokens, shape.window(i)) for i in range(n))
+    once = (
+        2
+        * batch
+        * (shape.q_size + shape.out_size)
+        * sum(k * attended(tokens, w) for w, k in shape.window_counts.items())
+    )
     least = 6 * rows * (layers + shape.embedding_parameters)
     again, forwards = 0.0, 1.0
     if isinstance(policy, Policy):
-        tiled = range(n - min(policy.plain, n))
+        tiled = n - min(policy.plain, n)
         single = max(1, policy.tile // batch) >= tokens
-        again = sum(recomputed_weights(shape, policy, i, single=single) for i in tiled)
+        again = shape.over(lambda i: recomputed_weights(shape, policy, i, single=single), 0, tiled)
         if policy.every > 1:
-            skipped = len(tiled) - -(-len(tiled) // policy.every)
+            skipped = tiled - -(-tiled // policy.every)
             again += skipped * (layers / n)
         if not (policy.save_attention and policy.every == 1):
-            forwards += len(tiled) / n
+            forwards += tiled / n
     elif policy == STOCK_CHECKPOINTING:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size

@@ -104,3 +104,18 @@ def gpu_free(device=None) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def to_come(parameters, optimizer=None, states_per_parameter: int = 2) -> int:
+    """Bytes of a device that a step will take and that do not exist yet: gradients that no backward has made, and the
+    optimizer's states where it has not stepped.
+
+    parameters: torch parameters; frozen ones count nothing. optimizer: its parameters without states are counted with
+    states_per_parameter tensors of their size and type (two for Adam); None counts no states, for steps taken elsewhere.
+    """
+    own = [p for p in parameters if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in own if p.grad is None)
+    if optimizer is None:
+        return gradients
+    fresh = [p for p in own if not optimizer.state.get(p)]
+    return gradients + states_per_parameter * sum(p.numel() * p.element_size() for p in fresh)

@@ -23,7 +23,8 @@ class Gpu:
     """memory_bytes: as the driver reports. Rates in FLOP/s and bytes/s; link is one direction of the host link.
 
     attention_forward, attention_backward: causal attention with head dim 128 at 16k tokens and more, FLOP/s counted
-    over the causal half. measured: the rates were taken on this machine, so no share is applied to them.
+    over the causal half. processors: that run one block of attention each (SMs, compute units). measured: the rates were
+    taken on this machine, so no share is applied to them.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Gpu:
     attention_forward: float
     attention_backward: float
     source: str
+    processors: int = 108
     measured: bool = False
 
     @property
@@ -56,23 +58,23 @@ _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023),
 _HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 
-#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd
+#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors
 _ROWS = (
-    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0,  _A100),
-    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0,  _A100),
-    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0,  _HOPPER.format("H100 SXM")),
-    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0,  _HOPPER.format("H200 SXM")),
-    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
-    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0,  _SHARES.format("NVIDIA L40S data sheet")),
-    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1,   _SHARES.format("NVIDIA Ada white paper")),
-    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8,   _SHARES.format("NVIDIA Blackwell white paper")),
-    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0,
+    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108,  _A100),
+    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108,  _A100),
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132,  _HOPPER.format("H100 SXM")),
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132,  _HOPPER.format("H200 SXM")),
+    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
+    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142,  _SHARES.format("NVIDIA L40S data sheet")),
+    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128,   _SHARES.format("NVIDIA Ada white paper")),
+    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170,   _SHARES.format("NVIDIA Blackwell white paper")),
+    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304,
      "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of the peak"),
 )  # fmt: skip
 
 GPUS = {
-    name: Gpu(name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source)
-    for name, gib, tera, tb, link, fwd, bwd, source in _ROWS
+    name: Gpu(name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors)
+    for name, gib, tera, tb, link, fwd, bwd, processors, source in _ROWS
 }
 _ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
 
@@ -84,3 +86,13 @@ def gpu_row(name: str) -> Gpu:
         if candidate in GPUS:
             return GPUS[candidate]
     raise ValueError(f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them.")
+
+
+def gpu_named(device_name: str) -> Gpu | None:
+    """The row of a card by the name its driver gives ("NVIDIA A100-SXM4-80GB"); None for one that is not in the table."""
+    words = device_name.lower().replace("-", " ").split()
+    if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
+        return None
+    plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
+    rows = [gpu for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])]
+    return rows[0] if rows else None

@@ -1,15 +1,32 @@
-"""Which checkpoints are kept, and where: the user's `Checkpointing`, resolved from free memory into a `Policy`."""
+"""Which checkpoints are kept, and where: the user's `Checkpointing`, resolved from free memory into a `Policy`.
+
+The choice is a small optimisation over the closed forms: the fewest predicted seconds (seconds.py) among what fits the
+device, the host and the link (formula.py). Memory that is free buys layers that keep everything, from the last one down,
+and tensors that the others need not compute again; where it is short, what costs the step least goes first.
+"""
 
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, combinations
 
-from hfpatch.memory.formula import GiB, ModelShape, Policy, step_memory
+from hfpatch.memory.formula import GiB, ModelShape, Policy, step_flops, step_memory
+from hfpatch.memory.hardware import GPUS, Gpu
+from hfpatch.memory.seconds import step_time
+from hfpatch.memory.shape import KEEPABLE
 
 PLACES = ("auto", "gpu", "host")
-TILE_LEAST, TILE_MOST = 1024, 8192
-SMALL_SHARE = 1 / 8  # of the free device memory: checkpoints below it stay there, without any copy
+AIMS = ("fastest", "least")
+# What checkpoint/layer.py carries out of a policy's `plain` and `keep`; the optimisation offers nothing else.
+EXECUTED = frozenset()
+TILES = (1024, 2048, 4096, 8192, 16384)
+TILE_MOST = 8192
+# Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
+RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
+SAME = 1.005  # predicted seconds this close are equal: less memory decides
+NOMINAL = "a100-80gb"  # whose rates decide where the device's are unknown
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,10 @@ class Checkpointing:
         is never run twice.
     tile: tokens a tile of the parts that work token by token (norms, projections, MLP).
 
+    plain: how many of the last layers keep all that autograd saves, and run nothing again.
+    keep: what the other layers keep beside their input and attention output: names of "qkv", "mid" (the sum after
+    attention), "gate_up".
+    aim: of what is left "auto": "fastest" step that fits, or "least" device memory.
     Raises ValueError for a value outside these.
 
     >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
@@ -33,6 +54,9 @@ class Checkpointing:
     every: int | str = "auto"
     save_attention: bool | str = "auto"
     tile: int | str = "auto"
+    plain: int | str = "auto"
+    keep: tuple | str = "auto"
+    aim: str = "fastest"
 
     def __post_init__(self):
         if not isinstance(self.offload, (str, os.PathLike)) or not str(self.offload):
@@ -59,6 +83,25 @@ class Checkpointing:
                 f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} came; leave it "auto".'
             )
 
+        if self.plain != "auto" and (not isinstance(self.plain, int) or isinstance(self.plain, bool) or self.plain < 0):
+            raise ValueError(
+                f'hfpatch: plain must be "auto" or a number of layers, {self.plain!r} came; leave it "auto".'
+            )
+        keep = self.keep
+        if keep != "auto" and (isinstance(keep, str) or not all(name in KEEPABLE for name in keep)):
+            raise ValueError(
+                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
+            )
+        if self.aim not in AIMS:
+            raise ValueError(f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out.")
+
+    @classmethod
+    def of(cls, value) -> "Checkpointing":
+        """From what `apply` and `plan` take: "auto", "least", a place or a directory, or a Checkpointing. ValueError."""
+        if isinstance(value, cls):
+            return value
+        return cls(aim="least") if value == "least" else cls(offload=value)
+
     @property
     def directory(self) -> str | None:
         """The disk tier's folder, None where checkpoints stay in memory."""
@@ -75,12 +118,183 @@ def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: flo
 
 
 def auto_tile(tokens: int) -> int:
-    """Tokens a tile: all of them up to 8192, 4096 up to 32,768, 8192 beyond.
+    """Tokens a tile where free memory is unknown: all of them up to 8192, 4096 up to 32,768, 8192 beyond.
 
     One tile needs no second q, k, v and no float32 sums, and up to 8192 rows its intermediates are small; 4096 rows
     keep matmuls at their rate, and the MLP's intermediates below what the layer holds anyway.
     """
     return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
+
+
+@dataclass(frozen=True)
+class Option:
+    """A policy and what it costs: bytes on the device beyond parameters and gradients at any moment, on the host, seconds
+    of a step without its optimizer."""
+
+    policy: Policy
+    device: int
+    host: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a step may take on the device and on the host, None where unknown."""
+
+    device: int | None
+    host: int | None
+
+    def admits(self, option: Option) -> bool:
+        return self.admits_device(option) and self.admits_host(option)
+
+    def admits_device(self, option: Option) -> bool:
+        return self.device is None or option.device + reserve(option.device) <= self.device
+
+    def admits_host(self, option: Option) -> bool:
+        return self.host is None or option.host <= self.host
+
+    def lack(self, option: Option) -> int:
+        """Bytes that are missing for it on the device and on the host."""
+        device = 0 if self.device is None else max(0, option.device + reserve(option.device) - self.device)
+        return device + (0 if self.host is None else max(0, option.host - self.host))
+
+
+def reserve(nbytes: int) -> int:
+    """Bytes left free beside a step that takes nbytes."""
+    return max(RESERVE_LEAST, int(RESERVE_SHARE * nbytes))
+
+
+class Search:
+    """The policies that settings allow for one batch shape, each priced once.
+
+    executed: of "plain" and KEEPABLE, what may be offered.
+    """
+
+    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, executed=None):
+        self.settings, self.shape, self.gpu = settings, shape, gpu or GPUS[NOMINAL]
+        self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
+        self.executed = EXECUTED if executed is None else executed
+        self.price = cache(self.price)
+
+    def price(self, policy: Policy) -> Option:
+        """What the closed forms say of a policy."""
+        memory = step_memory(self.shape, policy, **self.sizes)
+        flops = step_flops(self.shape, policy, batch=self.sizes["batch"], tokens=self.sizes["tokens"])
+        time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
+        host = memory.host if policy.offload == "host" else 0
+        return Option(policy, max(m.beyond for m in memory.moments), host, time.total - time.optimizer)
+
+    # -- what settings allow -----------------------------------------------------------------------------------------
+    def places(self) -> tuple:
+        if self.settings.directory:
+            return ("disk",)
+        return ("gpu", "host") if self.settings.offload == "auto" else (self.settings.offload,)
+
+    def spans(self, several: bool) -> list:
+        """(every, save_attention): every layer's input first, then those of fewer layers where several is set."""
+        every, save = self.settings.every, self.settings.save_attention
+        if every != "auto":
+            spans = (every,)
+        else:
+            spans = range(2, self.shape.num_layers + 1) if several and save is not True else () if several else (1,)
+        saves = (True, False) if save == "auto" else (save,)
+        return [(k, s) for k in spans for s in saves if not (s and k > 1 and save == "auto")]
+
+    def tiles(self) -> tuple:
+        """All tokens at once where they are few, and the sizes below that."""
+        if self.settings.tile != "auto":
+            return (self.settings.tile,)
+        rows = self.sizes["batch"] * self.sizes["tokens"]
+        return tuple(t for t in TILES if t < rows) + ((TILES[-1],) if rows <= TILES[-1] else ())
+
+    def keeps(self) -> list:
+        if self.settings.keep != "auto":
+            return [tuple(self.settings.keep)]
+        names = [n for n in self.shape.keepable if n in self.executed]
+        return list(chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)))
+
+    def plains(self) -> range:
+        """How many layers may keep everything."""
+        if self.settings.plain != "auto":
+            return range(self.settings.plain, self.settings.plain + 1)
+        return range(self.shape.num_layers + 1) if "plain" in self.executed else range(1)
+
+    def bases(self, several: bool):
+        """Every policy but for `plain` and `stream_attention`."""
+        for place in self.places():
+            for every, save in self.spans(several):
+                for tile in self.tiles():
+                    for keep in self.keeps() if every == 1 else [()]:
+                        yield Policy(place, every, save, False, tile, keep=keep)
+
+    def streamed(self, base: Policy) -> list[Policy]:
+        """The same with attention outputs fetched per group, where they wait elsewhere."""
+        possible = base.offload != "gpu" and base.save_attention and base.every == 1
+        return [replace(base, stream_attention=True)] if possible else []
+
+    # -- the choice --------------------------------------------------------------------------------------------------
+    def best(self, budget: Budget) -> Option | None:
+        """The fastest that fits, None where nothing does."""
+        found = self._fitting(budget, several=False) or self._fitting(budget, several=True)
+        if not found:
+            return None
+        least = min(o.seconds for o in found)
+        equal = [o for o in found if o.seconds <= SAME * least]
+
+        def taste(option: Option):
+            policy = option.policy
+            # On the device nothing is copied, unless that fills it.
+            keeps = policy.offload == "gpu" and policy.plain < self.shape.num_layers
+            crowded = keeps and budget.device is not None and 2 * option.device > budget.device
+            return crowded, option.host, policy.offload, policy.stream_attention, option.device
+
+        return min(equal, key=taste)
+
+    def _fitting(self, budget: Budget, several: bool) -> list[Option]:
+        """One option a base, attention streamed where it does not fit otherwise."""
+        ways = ([base, *self.streamed(base)] for base in self.bases(several))
+        found = (next((o for way in tries if (o := self._most_plain(way, budget))), None) for tries in ways)
+        return [option for option in found if option]
+
+    def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
+        """The policy with as many plain layers as fit: each makes the step shorter.
+
+        Their bytes fall while a plain layer takes the place of a tiled one that keeps more, then rise.
+        """
+        plains = self.plains()
+        price = lambda plain: self.price(replace(base, plain=plain))  # noqa: E731
+        low, high = plains[0], plains[-1]
+        if not budget.admits_device(price(low)):
+            low = _first(lambda i: i == high or price(i).device <= price(i + 1).device, low, high)
+            if not budget.admits_device(price(low)):
+                return None
+        most = _first(lambda i: i == high or not budget.admits_device(price(i + 1)), low, high)
+        return price(most) if budget.admits_host(price(most)) else None
+
+    def least(self, budget: Budget) -> Option:
+        """The fewest bytes on the device that the host admits; seconds decide between equal ones."""
+
+        def priced(several):
+            ways = [way for base in self.bases(several) for way in (base, *self.streamed(base))]
+            return [self.price(replace(way, plain=self.plains()[0])) for way in ways]
+
+        admitted = lambda options: [o for o in options if budget.admits_host(o)]  # noqa: E731
+        every = priced(several=False)
+        found = admitted(every) or admitted(priced(several=True)) or every
+        # Attention twice is dear, and saves nothing that counts.
+        found = [o for o in found if o.policy.save_attention] or found
+        fewest = min(o.device for o in found)
+        least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
+        # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
+        return min([least, *every], key=budget.lack) if budget.lack(least) else least
+
+
+def _first(holds, low: int, high: int) -> int:
+    """The first i from low to high for which holds(i), which stays true from there on; high where there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def choose(
@@ -93,58 +307,75 @@ def choose(
     gpu_free: int | None = None,
     host_free: int | None = None,
     n_ranks: int = 1,
+    gpu: Gpu | None = None,
+    executed=None,
 ) -> Policy:
     """Resolves every "auto" for one batch shape.
 
-    gpu_free, host_free: bytes left for the step on the device and on this machine (shared by its n_ranks), None
-    where unknown. Raises ValueError when the host cannot hold what was asked for, naming what would.
-
-    Host memory is saved in the order of what it costs: first on the attention outputs (their forward runs again: at
-    128k tokens a fifth of the step), then on layers' inputs, for which the layers between run again as well. On the
-    device, attention outputs are streamed per KV group, then tiles shrink, where the step would not fit otherwise.
+    gpu_free: bytes left for the step on the device, gradients, optimizer states and what the step itself needs taken off
+    (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. gpu: whose rates
+    decide. Raises ValueError when the host cannot hold what was asked for, naming what would, and for layers or tensors
+    to keep that this version's layers cannot.
     """
-    n = shape.num_layers
-    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
-    inputs = batch * tokens * shape.hidden_size * itemsize
-    every, save = checkpointing.every, checkpointing.save_attention
-    tile = auto_tile(batch * tokens) if checkpointing.tile == "auto" else checkpointing.tile
-
-    def kept(every, save):
-        policy = Policy(offload="host", every=every, save_attention=save, tile=tile)
-        return step_memory(shape, policy, batch=batch, tokens=tokens, itemsize=itemsize).host
-
-    offload = "disk" if checkpointing.directory else checkpointing.offload
-    if offload == "auto":
-        small = gpu_free is not None and kept(1, True) <= gpu_free * SMALL_SHARE
-        short = host is not None and kept(best_interval(n, inputs, inputs), False) > host
-        offload = "gpu" if small or short else "host"
-    budget = host if offload == "host" else gpu_free if offload == "gpu" else None
-
-    # Attention outputs are kept with every layer's input or not at all.
-    spans = (every,) if every != "auto" else (1,) if save is True else range(1, n + 1)
-    keeps = (True, False) if save == "auto" else (save,)
-    options = [(k, s) for k in spans for s in keeps if not (s and k > 1 and save == "auto")]
-    every, save = next((o for o in options if budget is None or kept(*o) <= budget), options[0])
-    if offload == "gpu" and budget is not None and kept(every, save) > budget and len(options) > 1:
-        # More than the device has, whatever is kept: the interval that keeps the fewest bytes comes closest.
-        every, save = best_interval(n, inputs, inputs) if len(spans) > 1 else every, keeps[-1]
-    if offload == "host" and budget is not None and kept(every, save) > budget:
-        least = best_interval(n, inputs, inputs)
+    executed = EXECUTED if executed is None else executed
+    asked = [n for n in ("plain",) if checkpointing.plain not in ("auto", 0)]
+    asked += [] if checkpointing.keep == "auto" else list(checkpointing.keep)
+    unknown = [n for n in asked if n not in executed or (n != "plain" and n not in shape.keepable)]
+    if unknown:
         raise ValueError(
-            f"hfpatch: checkpoints need {kept(every, save) / GiB:.1f} GiB of host memory, {budget / GiB:.1f} GiB are "
-            f"free to a rank; Checkpointing(save_attention=False, every={least}) saves "
-            f"{(kept(every, save) - kept(least, False)) / GiB:.1f} GiB, a directory as offload saves all."
+            f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's plain and "
+            'keep "auto".'
         )
+    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu, "executed": executed}
+    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
+    budget = Budget(gpu_free, host)
+    search = Search(checkpointing, shape, **sizes)
+    if checkpointing.aim == "fastest":
+        tries = [search] if gpu_free is not None else _cautious(checkpointing, shape, sizes)
+        found = next((option for one in tries if (option := one.best(budget))), None)
+        if found is not None:
+            return found.policy
+    found = search.least(budget)
+    if not budget.admits_host(found):
+        raise ValueError(_host_too_small(search, found, budget))
+    return found.policy
 
-    def fits(policy):
-        return gpu_free is None or (
-            step_memory(shape, policy, batch=batch, tokens=tokens, itemsize=itemsize).beyond <= gpu_free
-        )
 
-    policy = Policy(offload=offload, every=every, save_attention=save, stream_attention=False, tile=tile)
-    if not fits(policy) and save and every == 1 and offload != "gpu":
-        policy = replace(policy, stream_attention=True)
-    if checkpointing.tile == "auto" and not fits(policy):
-        smaller = (replace(policy, tile=tile >> i) for i in range(1, 4) if tile >> i >= TILE_LEAST)
-        policy = next((p for p in smaller if fits(p)), policy)
-    return policy
+def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:
+    """Where nobody knows what the device has free: what a layer needs and no more, on the host while that has room."""
+    auto = lambda value, other: other if isinstance(value, str) and value == "auto" else value  # noqa: E731
+    settings = replace(
+        settings, tile=auto(settings.tile, auto_tile(sizes["batch"] * sizes["tokens"])), plain=auto(settings.plain, 0),
+        keep=auto(settings.keep, ()),
+    )  # fmt: skip
+    places = ("host", "gpu") if settings.offload == "auto" else (settings.offload,)
+    return [Search(replace(settings, offload=place), shape, **sizes) for place in places]
+
+
+def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
+    u = search.sizes["batch"] * search.sizes["tokens"] * search.shape.hidden_size * search.sizes["itemsize"]
+    least = best_interval(search.shape.num_layers, u, u)
+    fewer = search.price(replace(found.policy, save_attention=False, stream_attention=False, keep=(), every=least))
+    return (
+        f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, {budget.host / GiB:.1f} GiB are free to a "
+        f"rank; Checkpointing(save_attention=False, every={least}) saves {(found.host - fewer.host) / GiB:.1f} GiB, "
+        "a directory as offload saves all."
+    )
+
+
+def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]:
+    """Options of which none is both faster and smaller than another, from the least device memory to the fastest step.
+
+    budget: what there is; points: how many sizes of device memory between those ends are tried.
+    """
+    ends = [search.least(budget), search.best(budget)]
+    if ends[1] is None:
+        return ends[:1]
+    low, high = (o.device + reserve(o.device) for o in ends)
+    rooms = (low + (high - low) * i // (points - 1) for i in range(1, points - 1))
+    found = [ends[0], *(search.best(Budget(room, budget.host)) for room in rooms), ends[1]]
+    kept: list[Option] = []
+    for option in sorted((o for o in found if o), key=lambda o: (o.device, o.seconds)):
+        if not kept or option.seconds < kept[-1].seconds:
+            kept.append(option)
+    return kept

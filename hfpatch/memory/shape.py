@@ -1,6 +1,9 @@
 """The sizes of a decoder that memory and time depend on, and the resolved policy. Standard library only."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 from hfpatch.memory.limits import check_sizes
@@ -8,6 +11,10 @@ from hfpatch.memory.limits import check_sizes
 GiB = 1 << 30
 # What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
 KEEPABLE = ("qkv", "mid", "gate_up")
+
+
+class UnknownFamily(ValueError):
+    """A model type that families.py has no row for: the simulator can run it, the closed forms cannot describe it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class ModelShape:
         family = FAMILIES.get(kind)
         if family is None:
             several = Values(config).get("text_config") is not None
-            raise ValueError(
+            raise UnknownFamily(
                 f"hfpatch: expected one of the model types {', '.join(FAMILIES)}, {kind!r} came; "
                 + ("pass its text_config for the language model alone." if several else
                    "run it with --simulate, which executes the model itself.")
@@ -248,31 +255,47 @@ class ModelShape:
         """Parameters of one decoder layer, its norms included."""
         return self.attention_parameters + self.mlp_parameters_of(layer) + self.norms * self.norm_parameters
 
-    @property
+    @cached_property
+    def _sparse_before(self) -> list:
+        """How many of the first i layers are sparse, for i from 0 to all."""
+        counts = [0]
+        for i in range(self.num_layers):
+            counts.append(counts[-1] + self.is_sparse(i))
+        return counts
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """One layer of each kind of MLP."""
+        return tuple({self.is_sparse(i): i for i in reversed(range(self.num_layers))}.values())
+
+    def over(self, of: Callable[[int], int], first: int = 0, last: int | None = None) -> int:
+        """The sum of `of` over layers first to last (not included), where layers with the same kind of MLP have the same."""
+        last = self.num_layers if last is None else last
+        if last <= first:
+            return 0
+        sparse = self._sparse_before[last] - self._sparse_before[first]
+        count = {True: sparse, False: last - first - sparse}
+        return sum(count[self.is_sparse(i)] * of(i) for i in self.kinds)
+
+    @cached_property
+    def window_counts(self) -> dict[int, int]:
+        """How many layers see how many tokens (0: all)."""
+        return dict(Counter(self.windows)) if self.windows else {0: self.num_layers}
+
+    @cached_property
     def body_parameters(self) -> int:
         """Parameters of all decoder layers."""
-        dense = len(self.dense_layers) if self.experts else self.num_layers
-        sparse = self.num_layers - dense
-        one = lambda layer: self.layer_parameters_of(layer)  # noqa: E731
-        first_dense = self.dense_layers[0] if self.experts and dense else 0
-        first_sparse = next((i for i in range(self.num_layers) if self.is_sparse(i)), 0)
-        return (dense * one(first_dense) if dense else 0) + (sparse * one(first_sparse) if sparse else 0)
+        return self.over(self.layer_parameters_of)
 
     @property
     def mlp_parameters(self) -> int:
         """Parameters of the largest MLP of a layer."""
-        return max(self.mlp_parameters_of(i) for i in self._kinds)
+        return max(self.mlp_parameters_of(i) for i in self.kinds)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of the largest decoder layer."""
-        return max(self.layer_parameters_of(i) for i in self._kinds)
-
-    @property
-    def _kinds(self) -> tuple:
-        """One layer of each kind of MLP."""
-        found = {self.is_sparse(i): i for i in range(self.num_layers)}
-        return tuple(found.values())
+        return max(self.layer_parameters_of(i) for i in self.kinds)
 
     @property
     def embedding_parameters(self) -> int:

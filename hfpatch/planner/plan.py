@@ -1,6 +1,6 @@
 """`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does not fit.
 
-Bytes come from formula.py, the memory model that the layer engine's policy asks too; seconds from seconds.py. No torch.
+Bytes come from memory/formula.py, which the layers' policy asks too; seconds from memory/seconds.py. No torch.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from hfpatch.memory.formula import (
     STOCK,
     STOCK_CHECKPOINTING,
-    UNTILED,
     GiB,
     ModelShape,
     Policy,
@@ -17,13 +16,12 @@ from hfpatch.memory.formula import (
 )
 from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import HOST_SHARE, Checkpointing, choose
-from hfpatch.planner.models import resolve
+from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
+from hfpatch.memory.seconds import step_time
+from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.seconds import step_time
 
-# What the caching allocator holds beyond what is allocated: rounding to blocks and fragments. Assumed.
-SLACK_SHARE, SLACK_LEAST = 0.04, 256 << 20
+CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
 
@@ -33,7 +31,8 @@ class Plan:
     """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
 
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
-    checkpoints, layer, loss and workspace at the peak's moment.
+    checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
+    contradicted: a simulated step takes more.
     """
 
     model: str
@@ -60,8 +59,10 @@ class Plan:
     link_bytes: int
     flops: float
     rates: str
+    frontier: list = field(default_factory=list)
     max_seq_len: int | None = None
-    simulated_beyond_bytes: int | None = field(default=None)
+    simulated_beyond_bytes: int | None = None
+    contradicted: bool = False
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -87,40 +88,69 @@ class _Run:
     checkpointing: Checkpointing | str
 
 
-def _reserve(gpu_bytes: int) -> int:
-    return max(SLACK_LEAST, int(SLACK_SHARE * gpu_bytes))
+def _settings(run: _Run, placement: str) -> Checkpointing:
+    """What was asked for; parameters sharded layer by layer do not allow segments of several layers."""
+    sharded = PLACEMENTS[placement].sharded and run.checkpointing.every == "auto"
+    return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
-def _policy(run: _Run, placement: str, stays, need_gradients: int):
+def _free(run: _Run, stays) -> tuple[int, int | None]:
+    """Bytes left for the step on the GPU and on the machine. The allocator's slack is a share of all that is held, so it is
+    taken off what is usable; gradients and optimizer states that the first step makes are there already."""
+    own = 2 * run.shape.parameters if stays.gradients is None else stays.gradients
+    gpu = run.gpu.usable_bytes / (1 + RESERVE_SHARE) - stays.parameters - stays.optimizer - own
+    host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+    return max(0, int(gpu)), None if host is None else max(0, int(host))
+
+
+def _policy(run: _Run, placement: str, stays):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
-    settings = run.checkpointing
-    if PLACEMENTS[placement].sharded and settings.every == "auto":
-        # Parameters sharded layer by layer do not allow segments of several layers (checkpoint/engine.py).
-        settings = replace(settings, every=1)
-    gpu_free = run.gpu.usable_bytes - stays.parameters - stays.optimizer - need_gradients
-    host_free = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": max(0, int(gpu_free * (1 - SLACK_SHARE)))}
+    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays)
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": gpu_free, "gpu": run.gpu}
     try:
-        host = None if host_free is None else max(0, int(host_free))
-        return choose(settings, run.shape, host_free=host, n_ranks=run.gpus, **sizes), ""
+        return choose(settings, run.shape, host_free=host_free, n_ranks=run.gpus, **sizes), ""
     except ValueError:
         # Planned with what asks least of the host, so that the lack shown is the least.
         return choose(_frugal(settings), run.shape, host_free=None, **sizes), "the host cannot hold the checkpoints"
+
+
+def _frontier(run: _Run, placement: str) -> list[dict]:
+    """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds", "policy"}, least memory first.
+    Empty where layers run whole."""
+    if run.checkpointing in WHOLE:
+        return []
+    stays = resident(placement, run.shape, run.gpus)
+    gpu_free, host_free = _free(run, stays)
+    host = None if host_free is None else int(host_free * HOST_SHARE) // run.gpus
+    sizes = {"batch": run.batch, "tokens": run.seq_len}
+    search = Search(replace(_settings(run, placement), aim="fastest"), run.shape, gpu=run.gpu, **sizes)
+    points = []
+    for option in frontier(search, Budget(gpu_free, host)):
+        plan = _evaluate(run, placement, option.policy)
+        points.append({"gpu_peak_bytes": plan.gpu_peak_bytes, "step_seconds": plan.step_seconds, "policy": plan.policy})
+    return points
 
 
 def _frugal(settings: Checkpointing) -> Checkpointing:
     return replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
 
 
-def _evaluate(run: _Run, placement: str) -> Plan:
-    """The plan under one placement, without suggestions."""
+def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
+    """The plan under one placement, and a policy where one is given, without suggestions and frontier."""
     stays = resident(placement, run.shape, run.gpus)
-    own = 2 * run.shape.parameters if stays.gradients is None else stays.gradients
-    policy, why_not = _policy(run, placement, stays, own)
+    policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes = {"batch": run.batch, "tokens": run.seq_len}
     memory = step_memory(run.shape, policy, **sizes)
+    flops = step_flops(run.shape, policy, **sizes)
+    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
+    return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
+
+
+def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
+    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
+    stays = resident(placement, run.shape, run.gpus)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
@@ -128,21 +158,19 @@ def _evaluate(run: _Run, placement: str) -> Plan:
         "parameters": stays.parameters, "gradients": gradients(moment), "optimizer": stays.optimizer,
         "activations": moment.beyond,
     }  # fmt: skip
-    parts["slack"] = _reserve(sum(parts.values()))
+    parts["slack"] = reserve(sum(parts.values()))
     peak = sum(parts.values())
     on_host = 0 if isinstance(policy, Policy) and policy.offload == "disk" else memory.host
     host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
-    flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
     return Plan(
         model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
         mfu=flops.model / time.total / run.gpu.peak_flops,
-        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why_not or _why(run, policy, stays),
+        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
@@ -153,11 +181,17 @@ def _why(run: _Run, policy, stays) -> str:
     """One sentence on the policy."""
     if not isinstance(policy, Policy):
         return "layers run whole, as asked"
-    if policy.offload == "disk":
-        return "checkpoints wait in files, as asked"
-    if policy.offload == "gpu":
-        return "checkpoints stay on the GPU: they are small there, or the host has no room"
-    reasons = ["checkpoints wait in pinned host memory"]
+    tiled = run.shape.num_layers - policy.plain
+    if tiled <= 0:
+        return "the GPU holds all that autograd saves: nothing runs again"
+    if run.checkpointing.aim == "least":
+        reasons = ["the least memory of the GPU, as asked"]
+    elif policy.offload == "disk":
+        reasons = ["checkpoints wait in files, as asked"]
+    elif policy.offload == "gpu":
+        reasons = ["checkpoints stay on the GPU: it has room for them, or the host has none"]
+    else:
+        reasons = ["checkpoints wait in pinned host memory"]
     if policy.every > 1:
         reasons.append(f"the host has room for one layer's input in {policy.every}")
     elif policy.save_attention:
@@ -167,6 +201,14 @@ def _why(run: _Run, policy, stays) -> str:
     if policy.stream_attention:
         reasons.append("attention outputs come back per KV group, the GPU being short")
     return ", ".join(reasons)
+
+
+def judged(plan: Plan, simulated: int) -> Plan:
+    """The plan beside a simulation's activations: where those are larger they count."""
+    planned = plan.gpu_bytes["activations"]
+    more = max(0, simulated - planned)
+    fits = plan.fits and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
+    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=more > CONTRADICTION * planned)
 
 
 def _best(run: _Run, names) -> Plan:
@@ -248,9 +290,11 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
-def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto") -> _Run:
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong."""
-    name, shape, _ = resolve(model)
+def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
+             shape=None) -> _Run:  # fmt: skip
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
+    was counted, whose config no closed form describes."""
+    name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
     for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
@@ -262,10 +306,8 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         row = measure_this()
     else:
         row = gpu_row(gpu)
-    if checkpointing == "auto":
-        checkpointing = Checkpointing()
-    elif checkpointing not in (UNTILED, STOCK, STOCK_CHECKPOINTING) and not isinstance(checkpointing, Checkpointing):
-        checkpointing = Checkpointing(offload=checkpointing)
+    if checkpointing not in WHOLE:
+        checkpointing = Checkpointing.of(checkpointing)
     if host_ram is None and gpu == "this":
         from hfpatch.memory.free import host_limit
 
@@ -282,7 +324,7 @@ def plan(
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
-    "auto", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
+    "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
     alone. max_seq_len: also search the longest sequence. Raises ValueError for what is unknown or unsupported.
     """
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
@@ -291,6 +333,7 @@ def plan(
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
+    found = replace(found, frontier=_frontier(run, found.placement))
     if max_seq_len:
         found = replace(found, max_seq_len=longest(run, names))
     return found

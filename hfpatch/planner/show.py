@@ -19,14 +19,20 @@ def table(rows, header) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
+KEPT = {"qkv": "q, k, v", "mid": "the sum after attention", "gate_up": "gate and up"}
+
+
 def policy_text(policy) -> str:
     """The policy in a few words."""
     if not isinstance(policy, dict):
         return str(policy)
-    kept = "inputs and attention outputs" if policy["save_attention"] and policy["every"] == 1 else "inputs"
+    outputs = ["attention outputs"] if policy["save_attention"] and policy["every"] == 1 else []
+    *names, last = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
+    kept = f"{', '.join(names)} and {last}" if names else last
     every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
     streamed = ", attention streamed per KV group" if policy["stream_attention"] else ""
-    return f"{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
+    plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
+    return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 
 
 def text(plan) -> str:
@@ -53,10 +59,14 @@ def text(plan) -> str:
         f"rates           {plan.rates}",
     ]
     if plan.simulated_beyond_bytes is not None:
+        held = "contradicts the plan: believe the simulator" if plan.contradicted else "agrees with the closed form"
         lines.append(
             f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the model on fake tensors, "
-            f"{gib(plan.gpu_bytes['activations'])} by the closed form"
+            f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
         )
+    if len(plan.frontier) > 1:
+        points = (f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in plan.frontier)
+        lines.append(f"frontier        {', '.join(points)}")
     if plan.max_seq_len is not None:
         lines.append(f"longest         {plan.max_seq_len:,} tokens fit")
     if not plan.fits:

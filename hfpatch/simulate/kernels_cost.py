@@ -7,6 +7,8 @@ accumulator, softmax_d, and dk, dv of every query head) and native/cuda/Embeddin
 import torch
 from torch import Tensor
 
+from hfpatch.memory.formula import attended
+
 aten = torch.ops.aten
 
 
@@ -27,6 +29,9 @@ _ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q
 _CAUSAL_AT = {"_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_for_cpu": 4}
 
 
+GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
+
+
 def _argument(func, args, kwargs, name, default=None):
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
@@ -35,7 +40,8 @@ def _argument(func, args, kwargs, name, default=None):
 
 
 def attention(func, args, kwargs):
-    """("forward" | "backward", FLOPs) of an attention operation, half of the square counted when causal; else None.
+    """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square counts when causal, a band of
+    it under a window.
 
     Forward is two T x T matmuls a head (4 T T E FLOPs), backward five of them.
     """
@@ -54,16 +60,23 @@ def attention(func, args, kwargs):
         batch, heads, rows, width = q.shape
         columns = k.shape[2]
     flops = 4 * batch * heads * rows * columns * width
-    if _argument(func, args, kwargs, "is_causal", False):
+    left = _argument(func, args, kwargs, "window_size_left")
+    if left is not None and 0 <= left < columns - 1:
+        flops = 4 * batch * heads * width * int(attended(rows, left + 1))
+    elif _argument(func, args, kwargs, "is_causal", False):
         flops //= 2
     return kind, flops if kind == "forward" else flops * 5 // 2
 
 
 def matmul_flops(func, args, kwargs, out) -> int:
-    """FLOPs of mm, addmm, bmm and baddbmm, in any of their out= and dtype forms; 0 for other operations."""
+    """FLOPs of mm, addmm, bmm, baddbmm and grouped products, in any of their out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
     if packet is aten.mm or packet is aten.bmm:
         a, b = args[0], args[1]
+    elif packet in GROUPED:
+        # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.
+        a, b = args[0], args[1]
+        return 2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
     elif packet in (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_):
         a, b = args[1], args[2]
     else:

@@ -65,10 +65,15 @@ def _offload_inputs(model: nn.Module) -> None:
     forward = body.forward
 
     def offloaded(*args, **kwargs):
-        with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
+        with offloading():
             return forward(*args, **kwargs)
 
     body.forward = offloaded
+
+
+def offloading():
+    """A context in which what autograd saves is copied to host memory and back."""
+    return torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device)
 
 
 def _to_host(tensor):

@@ -1,8 +1,14 @@
-"""The implementations that a simulation can compare: transformers as it is, Liger and the ALST recipe, hfpatch."""
+"""The implementations that a simulation can compare: transformers as it is, TRL's and Liger's recipes, ALST's, hfpatch.
+
+TRL and Liger change transformers process-wide: one of them a process.
+"""
 
 import torch
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", "hfpatch", "hfpatch-off")
+from hfpatch.simulate import trl
+
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
+                   "hfpatch-off")  # fmt: skip
 
 
 def build(config: dict, dtype=torch.bfloat16):
@@ -12,7 +18,10 @@ def build(config: dict, dtype=torch.bfloat16):
     values = dict(config)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+        try:
+            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+        except ValueError:  # families whose attention sdpa cannot do (sinks): their own
+            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
 
 
 def prepare(model, implementation: str):
@@ -21,6 +30,8 @@ def prepare(model, implementation: str):
         import hfpatch
 
         hfpatch.apply(model, checkpointing="off" if implementation == "hfpatch-off" else "auto")
+    elif implementation in trl.IMPLEMENTATIONS:
+        trl.apply(model, implementation)
     elif implementation.startswith("liger"):
         from hfpatch.simulate import liger
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hfpatch.memory.formula import ModelShape, step_flops
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import gpu_named
 
 GiB = 1 << 30
 
@@ -189,12 +189,8 @@ def _compute_dtype(args, model) -> torch.dtype:
 
 def published_peak(device_name: str) -> float | None:
     """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the planner's table."""
-    words = device_name.lower().replace("-", " ").split()
-    if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
-        return None
-    plain = "".join(w for w in words if w not in ("nvidia", "geforce"))
-    rows = [gpu for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])]
-    return rows[0].peak_flops if rows else None
+    row = gpu_named(device_name)
+    return row and row.peak_flops
 
 
 def peak_flops(device, dtype: torch.dtype) -> float:

@@ -17,8 +17,8 @@ import common
 from hfpatch.memory.formula import ModelShape, Policy, step_flops, step_memory
 from hfpatch.memory.hardware import GPUS, gpu_row
 from hfpatch.memory.presets import preset_config
+from hfpatch.memory.seconds import step_time
 from hfpatch.planner.placements import Resident, resident
-from hfpatch.planner.seconds import step_time
 
 WORDS = """
 Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what the closed form

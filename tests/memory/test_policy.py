@@ -1,11 +1,29 @@
 """What is kept and where: the settings' errors, the choice from free memory, the readers of that memory."""
 
+import dataclasses
+from itertools import combinations, pairwise, product
+
 import pytest
 
+from hfpatch.memory import formula
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, step_memory
-from hfpatch.memory.policy import HOST_SHARE, TILE_LEAST, Checkpointing, auto_tile, best_interval, choose
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.policy import (
+    HOST_SHARE,
+    SAME,
+    TILES,
+    Budget,
+    Checkpointing,
+    Search,
+    auto_tile,
+    best_interval,
+    choose,
+    frontier,
+    reserve,
+)
 from hfpatch.memory.presets import preset_config
+from hfpatch.memory.shape import KEEPABLE
 
 GiB = 2**30
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))
@@ -20,7 +38,8 @@ def chosen(tokens=131072, batch=1, **sizes):
     ({"offload": ""}, "offload"), ({"offload": "nowhere"}, "offload"), ({"offload": 3}, "offload"),
     ({"every": 0}, "every"), ({"every": True}, "every"), ({"every": "two"}, "every"), ({"every": 1.5}, "every"),
     ({"tile": -1}, "tile"), ({"tile": "big"}, "tile"), ({"save_attention": "yes"}, "save_attention"),
-    ({"save_attention": 1}, "save_attention"),
+    ({"save_attention": 1}, "save_attention"), ({"plain": -1}, "plain"), ({"plain": True}, "plain"),
+    ({"keep": "qkv"}, "keep"), ({"keep": ("gate",)}, "keep"), ({"aim": "slow"}, "aim"),
 ])  # fmt: skip
 def test_settings_refuse_in_one_sentence(fields, word):
     with pytest.raises(ValueError, match=f"^hfpatch: {word} must be .* came; [^\n]*$"):
@@ -43,10 +62,12 @@ def test_host_memory_is_saved_in_the_order_of_its_cost():
     inputs, outputs = 32 * GiB, 32 * (GiB + 131072 * 32 * 4)
     seen = []
     for room in (inputs + outputs, inputs + outputs - 1, inputs, inputs - 1, inputs // 2 - 1):
-        policy = chosen(host_free=int(room / HOST_SHARE) + 1, gpu_free=60 * GiB)
+        policy = chosen(host_free=int(room / HOST_SHARE) + 1, gpu_free=20 * GiB)
         seen.append((policy.offload, policy.every, policy.save_attention))
-    assert seen == [("host", 1, True), ("host", 1, False), ("host", 1, False), ("host", 2, False), ("host", 3, False)]
+    # Every third layer would do: every fourth is as fast within half a percent, and takes less.
+    assert seen == [("host", 1, True), ("host", 1, False), ("host", 1, False), ("host", 2, False), ("host", 4, False)]
     assert chosen(host_free=GiB, gpu_free=60 * GiB).offload == "gpu"
+    assert chosen(host_free=GiB).offload == "gpu"
 
 
 def test_ranks_of_a_machine_share_its_memory():
@@ -73,16 +94,104 @@ def test_small_checkpoints_stay_on_the_device():
     assert chosen(tokens=131072, gpu_free=60 * GiB, host_free=200 * GiB).offload == "host"
 
 
-def test_a_short_device_streams_attention_then_shrinks_tiles():
+def test_a_short_device_streams_attention_and_shrinks_tiles():
     def beyond(policy):
         return step_memory(LLAMA_8B, policy, batch=1, tokens=131072).beyond
 
     plain = chosen()
     policy = chosen(gpu_free=beyond(plain) - 1, host_free=200 * GiB)
-    assert policy.stream_attention and policy.tile == plain.tile
-    policy = chosen(gpu_free=beyond(policy) - 1, host_free=200 * GiB)
-    assert policy.tile < plain.tile
-    assert chosen(gpu_free=GiB, host_free=200 * GiB).tile >= TILE_LEAST
+    assert policy.stream_attention and beyond(policy) < beyond(plain)
+    policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
+    assert beyond(policy) <= beyond(chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB))
+
+
+def test_where_nothing_fits_the_lack_is_the_smaller_one():
+    with pytest.raises(ValueError, match="of host memory"):
+        chosen(host_free=int(1.0 * GiB / HOST_SHARE), gpu_free=6 * GiB, settings=Checkpointing(every=1))
+    assert (
+        chosen(host_free=int(1.0 * GiB / HOST_SHARE), gpu_free=37 * GiB, settings=Checkpointing(every=1)).offload
+        == "gpu"
+    )
+
+
+EVERYTHING = frozenset({"plain", *KEEPABLE})
+SMALL = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_layers": 3})
+
+
+def every_policy(shape, tokens):
+    """All there are, whether they make sense or not."""
+    keeps = [k for n in range(len(KEEPABLE) + 1) for k in combinations(KEEPABLE, n)]
+    tiles = [t for t in TILES if t < tokens] + ([TILES[-1]] if tokens <= TILES[-1] else [])
+    for place, every, save, stream, tile, plain, keep in product(
+        ("gpu", "host"), range(1, shape.num_layers + 1), (True, False), (True, False), tiles,
+        range(shape.num_layers + 1), keeps,
+    ):  # fmt: skip
+        if every == 1 or not (keep or save or stream):
+            yield Policy(place, every, save, stream, tile, plain, keep)
+
+
+# From what hardly holds one layer to what holds all of them; a host that is large, small, and slow to reach.
+@pytest.mark.parametrize("tokens, link", [(4096, 32e9), (20000, 32e9), (20000, 1e9)])
+@pytest.mark.parametrize("host", [0, 1, 64])
+def test_no_policy_that_fits_is_faster(tokens, link, host, monkeypatch):
+    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+    gpu = dataclasses.replace(GPUS["a100-80gb"], link=link)
+    search = Search(Checkpointing(), SMALL, batch=1, tokens=tokens, gpu=gpu, executed=EVERYTHING)
+    options = [search.price(policy) for policy in every_policy(SMALL, tokens)]
+    for room in (2, 3, 5, 8, 12, 40):
+        budget = Budget(room * GiB, host * GiB)
+        found = search.best(budget)
+        fitting = [o.seconds for o in options if budget.admits(o)]
+        assert (found is None) == (not fitting)
+        if found:
+            assert budget.admits(found) and found.device + reserve(found.device) <= room * GiB
+            assert min(fitting) <= found.seconds <= SAME * min(fitting), (room, found)
+
+
+def test_the_layers_that_do_not_carry_it_out_yet_are_asked_for_nothing():
+    free = {"gpu_free": 70 * GiB, "host_free": 200 * GiB}
+    assert (chosen(8192, **free).plain, chosen(8192, **free).keep) == (0, ())
+    assert chosen(8192, **free, executed=EVERYTHING).plain == 32
+    for settings in (Checkpointing(plain=2), Checkpointing(keep=("qkv",))):
+        with pytest.raises(
+            ValueError, match="^hfpatch: expected layers that can keep (plain|qkv), this model's cannot"
+        ):
+            chosen(8192, settings=settings)
+
+
+# One tile to 16k, larger ones where memory is free: what a step sums in float32 is less.
+def test_free_memory_buys_speed():
+    rooms = [6, 10, 20, 40, 70]
+    search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384, executed=EVERYTHING)
+    found = [search.best(Budget(room * GiB, 200 * GiB)) for room in rooms]
+    seconds = [o.seconds for o in found]
+    assert all(a > b for a, b in pairwise(seconds)) and seconds[-1] < 0.93 * seconds[0]
+    assert chosen(16384, gpu_free=40 * GiB, host_free=200 * GiB).tile == 16384
+
+
+def test_least_is_the_least_with_attention_once():
+    for tokens, most in ((8192, 1.7), (32768, 2.25), (131072, 5.46)):
+        settings = Checkpointing.of("least")
+        policy = chosen(tokens, settings=settings, gpu_free=70 * GiB, host_free=200 * GiB)
+        memory = step_memory(LLAMA_8B, policy, batch=1, tokens=tokens)
+        assert policy.save_attention and policy.offload == "host" and policy.every == 1
+        assert max(m.beyond for m in memory.moments) <= most * GiB
+        fewer = [dataclasses.replace(policy, tile=t) for t in TILES]
+        assert all(
+            max(m.beyond for m in step_memory(LLAMA_8B, p, batch=1, tokens=tokens).moments)
+            >= max(m.beyond for m in memory.moments) / 1.02
+            for p in fewer
+        )
+
+
+def test_frontier_goes_from_the_least_memory_to_the_fastest():
+    search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384, executed=EVERYTHING)
+    budget = Budget(70 * GiB, 200 * GiB)
+    points = frontier(search, budget)
+    assert len(points) > 4
+    assert all(a.device < b.device and a.seconds > b.seconds for a, b in pairwise(points))
+    assert points[0].device <= 1.02 * search.least(budget).device
+    assert points[-1].seconds <= SAME * search.best(budget).seconds
 
 
 @pytest.mark.parametrize("n, u, v", [(32, 1.0, 1.0), (32, 1.0, 4.0), (80, 1.0, 7.3), (2, 1.0, 9.0), (1, 5.0, 1.0)])
@@ -151,3 +260,17 @@ def test_a_container_sees_its_limit_at_the_root_of_its_view(tmp_path):
 
 def test_this_machine_has_memory():
     assert 0 < memory.host_free() <= memory.host_limit()
+
+
+def test_what_a_first_step_will_take_is_counted():
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    own, optimizer = 4 * 72, torch.optim.AdamW(model.parameters())
+    assert memory.to_come(model.parameters()) == own
+    assert memory.to_come(model.parameters(), optimizer) == 3 * own
+    model(torch.ones(1, 8)).sum().backward()
+    assert memory.to_come(model.parameters(), optimizer) == 2 * own
+    optimizer.step()
+    assert memory.to_come(model.parameters(), optimizer) == 0

@@ -214,6 +214,45 @@ def test_command_simulates_too(capsys):
     assert answer["simulated_beyond_bytes"] == pytest.approx(answer["gpu_bytes"]["activations"], rel=0.03)
 
 
+def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
+    import hfpatch.planner.simulated as simulated
+
+    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 6 * GiB)
+    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k", "--host-ram", "256GiB", "--simulate",
+                 "--checkpointing", "least"]  # fmt: skip
+    assert cli.main(arguments) == 3
+    out = capsys.readouterr().out
+    assert "fits" in out.splitlines()[0] and "contradicts the plan" in out and "6.0 GiB of activations" in out
+    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 60 * GiB)
+    assert cli.main(arguments) == 3
+    assert "does NOT fit" in capsys.readouterr().out
+
+
+def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
+    from hfpatch.simulate.rivals import build
+
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit", "--json",
+                 "--checkpointing", "stock-checkpointing"]  # fmt: skip
+    assert cli.main(arguments) == 2 and "--simulate" in capsys.readouterr().err
+    assert cli.main([*arguments, "--simulate"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["gpu_bytes"]["parameters"] == 2 * sum(p.numel() for p in build(values).parameters())
+    assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
+    assert answer["step_seconds"] > 0
+
+
+def test_frontier_and_least():
+    run = RUN | {"placement": "gpu8bit", "seq_len": 65536}
+    found, least = plan("llama-3.1-8b", **run), plan("llama-3.1-8b", **run, checkpointing="least")
+    points = found.frontier
+    assert points[0]["gpu_peak_bytes"] == least.gpu_peak_bytes < found.gpu_peak_bytes
+    assert points[-1]["step_seconds"] <= 1.005 * found.step_seconds < least.step_seconds
+    assert "frontier" in str(found) and "least" in least.why
+
+
 def test_starts_at_once():
     started = time.process_time()
     code = "import resource; from hfpatch.commands.main import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \

@@ -83,6 +83,31 @@ def test_reference_figures_of_liger(implementation, expected, host):
         assert on_host / GiB == pytest.approx(host - 28, rel=0.2)
 
 
+# What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the host, attention forward
+# once or twice; checkpointing stops before down_proj, and TRL's head projects again in backward.
+@pytest.mark.parametrize("implementation, forwards", [
+    ("trl-selective", 1), pytest.param("trl-offload", 2, marks=pytest.mark.long),
+    pytest.param("liger-selective", 1, marks=pytest.mark.long),
+])  # fmt: skip
+def test_todays_rivals(implementation, forwards):
+    pytest.importorskip("trl")
+    code = (
+        "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
+        "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
+        f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
+        "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], sum(s.flops['matmul'].values())]))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    host, calls, matmul = eval(done.stdout.splitlines()[-1])
+    assert host == 4 * GiB // 4 and calls == 4 * forwards
+    sizes = dict(q=4096, k=1024, v=1024, o=4096, gate=14336, up=14336, down=14336)
+    layers = {name: 4 * 4096 * size for name, size in sizes.items()}
+    least = 6 * (sum(layers.values()) + 4096 * 128256)
+    head = 2 * 4096 * 128256 if implementation.startswith("trl") else 0
+    again = 2 * (sum(layers.values()) - layers["down"])
+    assert matmul / 32768 == pytest.approx(least + head + again, rel=1e-3)
+
+
 def followed(run, fake=True, **kwargs):
     if not fake:
         with Follower(rounding=1, **kwargs) as follower:
@@ -198,6 +223,25 @@ def test_attention_backward_scratch_and_causal_flops():
     assert kernels_cost.attention(op, args, {}) == ("backward", 5 * 4 * 1024 * 1024 * 64)
     full = (*args[:-1], False)
     assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
+
+
+def test_grouped_products_count_every_row_once():
+    op = torch.ops.aten._grouped_mm
+    count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)), {}, None)  # noqa: E731
+    assert count((96, 16), (4, 16, 8)) == 2 * 96 * 16 * 8  # rows by experts' weights
+    assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8  # a weight's gradient: sums over each expert's rows
+    assert count((4, 16, 8), (8, 96)) == 2 * 96 * 16 * 8
+
+
+def test_a_window_counts_its_band():
+    q, k = torch.empty(1, 64, 4, 8), torch.empty(1, 64, 2, 8)
+    op = torch.ops.aten._flash_attention_forward.default
+    causal = (q, k, k, None, None, 64, 64, 0.0, True, False)
+    whole = kernels_cost.attention(op, causal, {})
+    assert whole == ("forward", 4 * 4 * 8 * 64 * 64 // 2)
+    assert kernels_cost.attention(op, causal, {"window_size_left": -1, "window_size_right": -1}) == whole
+    band = kernels_cost.attention(op, causal, {"window_size_left": 15, "window_size_right": 0})
+    assert band == ("forward", 4 * 4 * 8 * (64 * 16 - 16 * 16 // 2))
 
 
 def test_flops_of_stock_llama():

@@ -1,0 +1,169 @@
+"""How long a step takes: FLOPs and bytes over the rates of a GPU row. The policy, the plan and the callback ask this one
+model. Standard library only.
+
+Rates and their sources stand in hardware.py; the counts of bytes here are read off the code that moves them.
+"""
+
+from dataclasses import dataclass
+
+from hfpatch.memory.formula import (
+    STOCK,
+    STOCK_CHECKPOINTING,
+    Flops,
+    ModelShape,
+    Policy,
+    StepMemory,
+    heads_per_group,
+    kept_columns,
+    loss_chunk_rows,
+)
+from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
+
+# Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
+STOCK_FACTOR = 2
+# A float32 sum over tiles: read and written, the tile's bfloat16 part read; zeroed and rounded once in the end.
+SUM_BYTES = 10
+# Rows of keys that one block of a flash attention backward works through, and the share of its time that a launch waits
+# for its last block: list scheduling wastes at most one block a launch (Graham, 1969), half of one is assumed.
+BLOCK_ROWS, TAIL_SHARE = 128, 0.5
+
+
+# Python's own time for a tile of a layer, forward and backward: 7.6 and 32 ms for 16 tiles, timed on a CPU over operations
+# that compute nothing. The device waits for it where its own work on the tile is shorter.
+HOST_SECONDS_PER_TILE = (7.6e-3 + 32e-3) / 16
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """What no placement keeps: resident bytes where the optimizer and an engine's traffic are left out."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    link: int = 0
+    host_optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on one GPU. elementwise: norms, rotation, activations, residuals; sums: float32 sums of weight
+    gradients over tiles; loss: passes over logits; tails: of attention launches, a group of heads each; copy_wait: of
+    host copies, what computing does not hide; python_wait: for the host to issue the work; optimizer: gradient norm, clip
+    and step."""
+
+    matmul: float
+    attention: float
+    tails: float
+    elementwise: float
+    sums: float
+    loss: float
+    copy_wait: float
+    python_wait: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
+    """Elements that one token of a layer moves beside its matmuls: (forward, backward, run again)."""
+    D, heads = shape.hidden_size, shape.q_size + shape.kv_size
+    sparse = shape.is_sparse(layer)
+    gathered = shape.experts_per_token * D if sparse else 0
+    inner = shape.experts_per_token * shape.expert_size + shape.shared_size if sparse else shape.intermediate_size
+    turned = 2 * heads + (2 * heads if shape.qk_norm else 0)
+    # A norm reads and writes, a residual reads two and writes one; an activation reads gate and up and writes one.
+    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + 6 * gathered
+    backward = 4 * shape.norms * D + 4 * D + turned + 5 * inner + 8 * gathered
+    return forward, backward, forward - 3 * D
+
+
+def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[float, float]:
+    """Bytes an element, forward and backward, of all layers."""
+    n = shape.num_layers
+    tiled = n - min(policy.plain, n) if isinstance(policy, Policy) else n if policy == STOCK_CHECKPOINTING else 0
+    fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
+    back += shape.over(lambda i: layer_passes(shape, i)[2], 0, tiled)
+    if several:
+        # q, k, v into whole buffers, their gradients out of them; dx, dout and y tile by tile.
+        whole = shape.q_size + shape.kv_size + shape.v_size
+        fore += tiled * 2 * (whole + shape.hidden_size)
+        back += tiled * 2 * (2 * whole + 2 * shape.hidden_size + shape.out_size)
+    factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
+    return factor * rows * fore, factor * rows * back
+
+
+def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2) -> tuple:
+    """Bytes of checkpoints over the host link in one step: (to the host, back). x comes back once a pass over the tiles."""
+    if not isinstance(policy, Policy) or not memory.host:
+        return 0, 0
+    rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
+    inputs = -(-n // policy.every) * rows * shape.hidden_size
+    kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
+    outputs = memory.host - inputs - kept
+    single = max(1, policy.tile // batch) >= tokens
+    passes = 1 if single else 2 if "qkv" in policy.keep else 3
+    return memory.host, passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+
+
+def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
+    """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
+    all queries that see it."""
+    groups = shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+    seen = sum(k * min(w or tokens, tokens) for w, k in shape.window_counts.items())
+    block = 5 * BLOCK_ROWS * seen * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    return TAIL_SHARE * groups * block * gpu.processors / gpu.attention_backward
+
+
+def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
+    """Gradient norm, clip and step: every gradient is read for the norm, read and written by the clip, read by the step; the
+    rest read and written."""
+    if stays.host_optimizer:
+        return stays.host_optimizer / HOST_BYTES_PER_SECOND
+    own = memory.gradients if stays.gradients is None else stays.gradients
+    return (4 * own + 2 * (stays.parameters + stays.optimizer)) / gpu.bandwidth
+
+
+def step_time(
+    gpu: Gpu, flops: Flops, memory: StepMemory, policy, shape: ModelShape, resident=None, *,
+    batch: int, tokens: int, itemsize: int = 2,
+) -> tuple[StepTime, int]:  # fmt: skip
+    """The step's seconds and its bytes over the link. resident: a placement's bytes (planner/placements.py)."""
+    stays = resident or Nothing()
+    rows = batch * tokens
+    tiled = isinstance(policy, Policy)
+    several = tiled and max(1, policy.tile // batch) < tokens
+    fore, back = (itemsize * n / gpu.bandwidth for n in _elementwise(shape, policy, rows, several))
+
+    sums, count = 0.0, 1
+    n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
+    if several:
+        count = -(-tokens // max(1, policy.tile // batch))
+        weights = shape.over(shape.layer_parameters_of, 0, n)
+        sums = SUM_BYTES * weights * (count + 1) / gpu.bandwidth
+    chunks = loss_chunk_rows(shape, rows, itemsize)[1]
+    logits = 3 * rows * shape.vocab_size * (itemsize if tiled or policy == "off" else 4)
+    wide = 8 * shape.embedding_parameters * chunks if chunks > 1 and (tiled or policy == "off") else 0
+    loss = (logits + wide) / gpu.bandwidth
+
+    matmul = flops.matmul / gpu.matmul_flops
+    ahead = flops.attention_forward / gpu.attention_forward
+    behind = flops.attention_backward / gpu.attention_backward
+    tails = _tails(gpu, shape, batch, tokens)
+
+    # A third of what the mathematics needs is forward; each direction of the link hides behind its own pass. An engine
+    # that keeps weights on the host sends them down in both passes and gradients up in the second.
+    needed = (flops.model - flops.model_attention) / gpu.matmul_flops
+    forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
+    backward = matmul + ahead + behind + fore + back + sums + loss + tails - forward
+    to_host, to_gpu = link_bytes(memory, policy, shape, batch=batch, tokens=tokens, itemsize=itemsize)
+    third = stays.link / 3
+    wait = max(0.0, max(to_host, third) / gpu.link_rate - forward)
+    wait += max(0.0, max(third, to_gpu + third) / gpu.link_rate - backward)
+
+    python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
+
+    optimizer = optimizer_seconds(gpu, memory, stays)
+    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer)
+    return time, to_host + to_gpu + stays.link

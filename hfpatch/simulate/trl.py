@@ -1,0 +1,41 @@
+"""What TRL's SFTTrainer does with a model today, as a comparison: its fused head, its selective checkpointing, and
+transformers' offload of what checkpointing keeps. All of it is their own code; host memory is only told apart."""
+
+from torch import nn
+
+IMPLEMENTATIONS = ("trl-offload", "trl-selective", "liger-selective")
+
+
+def apply(model: nn.Module, implementation: str) -> nn.Module:
+    """Turns a stock model into one of IMPLEMENTATIONS, in place: checkpoints in host memory with TRL's fused head, the same
+    with its selective checkpointing, or Liger's kernels and head with that. ImportError where trl is not installed."""
+    try:
+        from trl.models import enable_selective_activation_checkpointing
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise ImportError("hfpatch: the comparison needs trl, which is absent; pip install trl.") from error
+    if implementation == "liger-selective":
+        from hfpatch.simulate import liger
+
+        liger.apply(model)
+    else:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        forward = model.forward
+        model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
+    if implementation != "trl-offload":
+        enable_selective_activation_checkpointing(model)
+    _enable_offload(model)
+    return model
+
+
+def _enable_offload(model: nn.Module) -> None:
+    """transformers' checkpointing with offload=True; what its hooks keep is host memory to the follower."""
+    import transformers.modeling_utils as theirs
+
+    from hfpatch.simulate.liger import offloading
+
+    theirs.save_on_cpu = lambda **kwargs: offloading()  # a machine without an accelerator pins nothing
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if not getattr(enable, "_is_sac_wrapped", False):
+        enable = model.activation_checkpointing_enable
+    enable({"use_reentrant": False}, offload=True)
