@@ -201,7 +201,7 @@ def test_plain_torch_module_refused():
 def test_model_without_decoder_layers_refused():
     from transformers import ResNetConfig, ResNetModel
 
-    refused(ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), "ResNetModel", "llama")
+    refused(ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), "ResNetModel", "list of layers")
 
 
 def test_compiled_model_refused():

@@ -53,8 +53,14 @@ def no_square(monkeypatch):
         return attend(q, k, v, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    refuse = lambda *a, **k: pytest.fail("transformers' mask was asked for")  # noqa: E731
-    monkeypatch.setattr(hf, "create_causal_mask", refuse)
+    create = hf.create_causal_mask
+
+    def described(*args, **kwargs):
+        mask = create(*args, **kwargs)
+        assert not isinstance(mask, torch.Tensor), f"a mask of {tuple(mask.shape)}"
+        return mask
+
+    monkeypatch.setattr(hf, "create_causal_mask", described)
 
 
 @pytest.mark.parametrize("mask", [None, "ones"])

@@ -21,6 +21,7 @@ from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
 NAME = "hfpatch"
+CAUSAL_NAME = "hfpatch_causal"  # in a compiled graph: no mask function goes with it, so no mask is built
 
 
 class Stopped(BaseException):
@@ -30,6 +31,7 @@ class Stopped(BaseException):
 class _Here(threading.local):
     role = None  # Noting or Answering
     batch: Batch | None = None  # what the mask function describes
+    causal = False  # whether a causal model's own forward runs around this one
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 
 
@@ -167,6 +169,8 @@ def attention(
         module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux,
         dropout if module.training else 0.0,
     )  # fmt: skip
+    if here.role is None and here.batch is not None and here.batch.weights:
+        return _eager(asked)
     return (_whole(asked) if here.role is None else here.role(asked)), None
 
 
@@ -215,6 +219,14 @@ def _plain(asked: Asked) -> Tensor:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2).contiguous()
+    return _eager(asked)[0]
+
+
+def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
+    """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions have it."""
+    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
+    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
+    causal = getattr(asked.module, "is_causal", True) and q.shape[2] == k.shape[2]
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * asked.scale
@@ -229,8 +241,17 @@ def _plain(asked: Asked) -> Tensor:
         scores = torch.cat([scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     p = torch.nn.functional.dropout(p[..., : k.shape[2]], asked.dropout)
-    return (p @ v).transpose(1, 2).contiguous()
+    return (p @ v).transpose(1, 2).contiguous(), p
+
+
+def causal_attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
+    """Every row one causal sequence, in torch's own attention: ([B, T, H, E], None)."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)

@@ -69,11 +69,6 @@ def keeps_signature(cls: type, part: type) -> None:
     def forward(self, *args, **kwargs):
         return self._hfpatch_forward(args, kwargs)
 
-    cls.forward = forward
-
-
-@cache
-def positional(base: type) -> tuple[str, ...]:
-    """The names of the arguments that a class's forward takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)[1:]
+    names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)
+    cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]

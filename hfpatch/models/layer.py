@@ -241,7 +241,7 @@ class TiledLayer:
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
         cache = _cache_of(args, kwargs)
-        if batch is not None and cache is None and x.dim() == 3 and not kwargs.get("output_attentions"):
+        if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
             if self.why_not_tiled(x, mask) is None:
                 arguments = Arguments(args, kwargs, *x.shape[:2])

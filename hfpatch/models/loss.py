@@ -12,10 +12,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch.checkpoint.device import ToHost
 from hfpatch.models.asking import here
-from hfpatch.models.classes import keeps_signature, positional, swap
+from hfpatch.models.classes import keeps_signature, swap
 from hfpatch.models.parts import FusedHead, FusedRMSNorm
 
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
@@ -147,6 +148,9 @@ class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
     "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None."""
 
+    _hfpatch_head_name = _hfpatch_norm_path = None  # an instance that apply() has not seen is transformers' own
+    _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         keeps_signature(cls, FusedCausalLM)
@@ -165,22 +169,30 @@ class FusedCausalLM:
         return self._modules[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
-        return super().forward(**kwargs)
+        if torch.compiler.is_compiling():
+            return super().forward(**kwargs)
+        before, here.causal = here.causal, True
+        try:
+            return super().forward(**kwargs)
+        finally:
+            here.causal = before
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(positional(self._hfpatch_base), args)
+        kwargs |= zip(self._hfpatch_positional, args)
+        if self._hfpatch_head_name is None:
+            return super().forward(**kwargs)
         labels, head = kwargs.get("labels"), self._hfpatch_head()
         fuse(head, nn.Linear, FusedHead)  # resize_token_embeddings and PEFT make new ones
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
+        if torch.compiler.is_compiling():
+            return self._compiled(kwargs) if _plain_head(self) else self._hfpatch_stock(kwargs)
         return_dict = kwargs.pop("return_dict", None)
         kwargs.pop("skip_logits", None)
         shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
         target = labels if shifted is None else shifted
         first = 1 if shifted is None else 0
-        count = None
-        if not torch.compiler.is_compiling():
-            count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
+        count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
         idle = here.idle_BT
         if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
             counted = target[..., first:] != ignore
@@ -200,6 +212,27 @@ class FusedCausalLM:
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
 
+    def _compiled(self, kwargs):
+        """The same for a graph: no stand-in, for models whose head's output is the logits."""
+        labels, shifted = kwargs.pop("labels"), kwargs.pop("shift_labels", None)
+        options = {n: kwargs.pop(n) for n in ("num_items_in_batch", "ignore_index") if n in kwargs}
+        return_dict = kwargs.pop("return_dict", None)
+        for name in ("skip_logits", "logits_to_keep"):
+            kwargs.pop(name, None)
+        out = self.get_submodule(self._hfpatch_norm_path.rpartition(".")[0])(**kwargs, return_dict=True)
+        hidden = out.last_hidden_state
+        loss = self._hfpatch_head()(
+            hidden, labels=(labels if shifted is None else shifted).to(hidden.device), shift=shifted is None,
+            ignore_index=options.get("ignore_index", -100), num_items=options.get("num_items_in_batch"),
+        )  # fmt: skip
+        made = CausalLMOutputWithPast(
+            loss=as_stock(loss), past_key_values=out.past_key_values, hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )  # fmt: skip
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return made if return_dict else made.to_tuple()
+
     def _hfpatch_loss(
         self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
     ):
@@ -207,7 +240,7 @@ class FusedCausalLM:
             self._tell("transformers' forward used the logits before its loss")
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         target, shift, count = vars(self)["_hfpatch_target"]
-        valid = None if count is None else int(count.get())
+        valid = int(count.get())
         loss = logits.cross_entropy(
             target.to(logits.hidden.device), shift=shift, ignore_index=ignore_index, num_items=num_items_in_batch,
             num_valid=valid if target.device.type == "cuda" else None, inplace_hidden=self._hidden_is_ours(kwargs),
@@ -255,6 +288,14 @@ class FusedCausalLM:
         if setting != "auto":
             return bool(setting)
         return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
+
+
+def _plain_head(model) -> bool:
+    """Whether logits are what the head gives, and the loss is theirs alone, as far as names tell."""
+    config = model.config.get_text_config()
+    scaled = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
+    plain = not any(getattr(config, name, None) for name in scaled)
+    return plain and model._hfpatch_norm_path is not None and len(model._modules) == 2
 
 
 def as_stock(loss: Tensor) -> Tensor:

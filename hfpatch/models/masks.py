@@ -29,6 +29,7 @@ class Batch:
         self.B, self.T, self.device = B, T, device
         self._said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
+        self.weights = False  # whether attention is to give its probabilities too
         self._rows: dict = {}
 
     def rows(self, chunk: int | None = None) -> Rows:

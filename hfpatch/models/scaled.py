@@ -68,11 +68,14 @@ def _rope_tables(config) -> list[dict]:
     return tables + [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
 
 
+_NO_KIND = ("training", "gradient_checkpointing", "layer_idx")
+
+
 def kind_of(layer: nn.Module) -> tuple:
     """What tells one kind of layer from another: the classes in it, and the settings that their forwards branch on."""
 
     def settings(module):
-        plain = ((n, v) for n, v in vars(module).items() if not n.startswith("_") and n != "training")
+        plain = ((n, v) for n, v in vars(module).items() if not n.startswith("_") and n not in _NO_KIND)
         return tuple(sorted((n, v if isinstance(v, (bool, str)) else v is None) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 

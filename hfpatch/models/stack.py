@@ -6,8 +6,8 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 import torch
 from torch import Tensor
 
-from hfpatch.models.asking import here, our_attention
-from hfpatch.models.classes import keeps_signature, positional
+from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
+from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
@@ -23,6 +23,8 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atte
 class OurAttention:
     """Mixed over the class of the module that holds the decoder layers. `_hfpatch_configs`: the configs that its modules read."""
 
+    _hfpatch_configs, _hfpatch_session = (), None
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         keeps_signature(cls, OurAttention)
@@ -31,12 +33,31 @@ class OurAttention:
         return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(positional(self._hfpatch_base), args)
+        kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
             # Tiled layers are autograd functions that run nested graphs: the stack runs outside the compiled graph.
-            eager = self.training and torch.is_grad_enabled() and self._hfpatch_session is not None
-            return _outside(self, kwargs) if eager else self._hfpatch_stock(kwargs)
+            packed = kwargs.get("attention_mask") is not None and kwargs.get("position_ids") is not None
+            eager = self.training and torch.is_grad_enabled() and (packed or self._hfpatch_session is not None)
+            return _outside(self, kwargs) if eager else self._hfpatch_compiled(kwargs)
+        if here.causal:
+            kwargs.setdefault("return_dict", True)  # whatever the config says: the model around it reads names
         return self._hfpatch_run(kwargs)
+
+    def _hfpatch_compiled(self, kwargs):
+        """In a graph transformers always builds a [T, T] mask: not where every row is one causal sequence."""
+        plain = all(
+            kwargs.get(n) is None for n in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")
+        )
+        config = self.config
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
+        if not plain or kwargs["use_cache"] or not _full_attention(config) or config._attn_implementation != "sdpa":
+            return self._hfpatch_stock(kwargs)
+        config._attn_implementation_internal = CAUSAL_NAME
+        try:
+            return self._hfpatch_stock(kwargs)
+        finally:
+            config._attn_implementation_internal = "sdpa"
 
     def _hfpatch_run(self, kwargs):
         if weights_move(self):
@@ -86,10 +107,20 @@ class OurAttention:
             refuse_packed_shards(config, batch.rows().documents, positions)
             return None
         asked = kwargs.get("output_attentions")
-        attentions = getattr(config, "output_attentions", False) if asked is None else asked
-        if attentions or mask is not None and rows_mask is None or config._attn_implementation not in _KNOWN:
+        batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
+        if batch.weights and config._attn_implementation != "eager":
+            return None  # transformers' other functions have no weights to give
+        if mask is not None and rows_mask is None or config._attn_implementation not in _KNOWN:
             return None
         return batch if getattr(config, "is_causal", True) else None
+
+
+def _full_attention(config) -> bool:
+    """Whether no layer has a window, chunks or weights to give, as far as the config says."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    names = ("sliding_window", "attention_chunk_size", "output_attentions", "attention_dropout")
+    plain = not any(getattr(config, name, None) for name in names) and getattr(config, "is_causal", True)
+    return plain and set(kinds) == {"full_attention"}
 
 
 _outside = torch._dynamo.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))

@@ -5,13 +5,13 @@ import dataclasses
 from unittest import mock
 
 import torch
-from tests.models import tiny_llama, tokens
 
 import hfpatch
 from hfpatch.checkpoint import disk
 from hfpatch.checkpoint import layer as layer_module
 from hfpatch.checkpoint.device import ToHost, arrived, standing_in
 from hfpatch.checkpoint.session import Session
+from tests.checkpoint.deep import tiny_llama, tokens
 
 
 class Stop(Exception):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hfpatch
-from tests.models import tiny_llama, tokens
+from tests.checkpoint.deep import tiny_llama, tokens
 
 PARTS = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
 LAYERS = {"model.layers.0": "cpu", "model.layers.1": "cpu", "model.layers.2": "disk"}

@@ -12,7 +12,7 @@ import torch
 
 import hfpatch
 from hfpatch.checkpoint import disk
-from tests.models import gradients, pair, stock_loss, tiny_llama, tokens
+from tests.checkpoint.deep import gradients, pair, stock_loss, tiny_llama, tokens
 
 CODE = str(Path(hfpatch.__file__).parent / "checkpoint")
 # tile, save_attention, every: several tiles or one, attention saved or run again, segments

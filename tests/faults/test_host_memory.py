@@ -13,9 +13,9 @@ from hfpatch.checkpoint import device as device_module
 from hfpatch.checkpoint import disk
 from hfpatch.checkpoint.device import Device, ToHost, arrived, host_empty, standing_in
 from hfpatch.checkpoint.offload import HostPool, Transfers
+from tests.checkpoint.deep import gradients, tokens
 from tests.faults.checker import CheckedDevice
 from tests.faults.test_exceptions import assert_same, patched, step
-from tests.models import gradients, tokens
 
 CPU = torch.device("cpu")
 
@@ -190,7 +190,7 @@ import sys, os, shutil, torch
 from hfpatch.checkpoint.device import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
-from tests.models import tokens
+from tests.checkpoint.deep import tokens
 standing_in(CPU, Pinning()).__enter__()
 for tier in ("host", "disk"):
     model = patched(tier, "tiles", {str(tmp_path / "tier")!r})

@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call
 
 import hfpatch
-from tests.models import largest_difference, pair, stock_loss, tokens
+from tests.checkpoint.deep import largest_difference, pair, stock_loss, tokens
 
 BUDGET = 4096 * 2.0**-52
 WAYS = [hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096, every=2)]
