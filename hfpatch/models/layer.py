@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from hfpatch import ops
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import collected_now, collecting
 from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
-from hfpatch.models.parts import FusedAttention, FusedRMSNorm
+from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -158,7 +157,7 @@ class Ask:
         if hasattr(attn, "q_norm"):
             q, k = attn.q_norm(q), attn.k_norm(k)
         cos, sin = self.arguments.kwargs["position_embeddings"]
-        rotate = ops.rope if isinstance(attn, FusedAttention) else rope_of(attn)
+        rotate = rotation(attn._hfpatch_base) if isinstance(attn, FusedAttention) else rope_of(attn)
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
         mask = self.arguments.kwargs.get("attention_mask")
         pattern = Pattern() if mask is None else mask.pattern()

@@ -186,15 +186,21 @@ class _Names(dict):
 
 
 @cache
-def rotating(base: type):
-    """The forward of an attention class with `apply_rotary_pos_emb` replaced in it alone."""
-    forward = base.forward
-    theirs = forward.__globals__["apply_rotary_pos_emb"]
+def rotation(base: type):
+    """What stands for `apply_rotary_pos_emb` in an attention class: the fused op where all of a head is rotated."""
+    theirs = base.forward.__globals__["apply_rotary_pos_emb"]
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
 
+    return rotate
+
+
+@cache
+def rotating(base: type):
+    """The forward of an attention class with `apply_rotary_pos_emb` replaced in it alone."""
+    forward, rotate = base.forward, rotation(base)
     names = _Names(
         forward.__globals__, {"apply_rotary_pos_emb": rotate, "__builtins__": forward.__globals__["__builtins__"]}
     )

@@ -35,15 +35,24 @@ def scaled_config(config, n_layers: int):
         name: getattr(small, name, None) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")
     }
     for name, size in SIZES.items():
-        value = vars(small).get(name)
+        try:
+            value = getattr(small, name, None)
+        except RuntimeError:  # a size that differs from layer to layer
+            value = vars(small).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             setattr(small, name, size)
+    if isinstance(getattr(small, "qk_rope_head_dim", None), int) and isinstance(getattr(small, "head_dim", None), int):
+        small.head_dim = SIZES["qk_rope_head_dim"]  # what is rotated is all that this name says there
+    for name, value in list(vars(small).items()):
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
+            setattr(small, name, 0.0)  # a random function agrees with nothing
     heads = real["num_attention_heads"]
     if isinstance(real["num_key_value_heads"], int):
         grouped = isinstance(heads, int) and real["num_key_value_heads"] not in (1, heads)
         small.num_key_value_heads = 2 if grouped else 1 if real["num_key_value_heads"] == 1 else 4
     for name, value in list(vars(small).items()):
-        if isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
+        by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
+        if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
             setattr(small, name, type(value)(value[:n_layers]))
     small.num_hidden_layers = n_layers
     if getattr(small, "num_kv_shared_layers", None):
@@ -57,18 +66,20 @@ def scaled_config(config, n_layers: int):
         for name in ("short_factor", "long_factor"):
             if name in rope:  # one a rotated pair
                 rope[name] = rope[name][: SIZES["head_dim"] // 2]
-        if "mrope_section" in rope:
+        if "mrope_section" in rope or "_vl" in small.model_type:
             rope["mrope_section"] = [2, 3, 3]
     small._attn_implementation_internal = "eager"
+    if hasattr(small, "_experts_implementation_internal"):
+        small._experts_implementation_internal = "eager"  # grouped matmuls know no float64
     return small
 
 
 def _rope_tables(config) -> list[dict]:
-    tables = [t for n in ("rope_parameters", "rope_scaling") if isinstance(t := vars(config).get(n), dict)]
+    tables = [t for n in ("rope_parameters", "rope_scaling") if isinstance(t := getattr(config, n, None), dict)]
     return tables + [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
 
 
-_NO_KIND = ("training", "gradient_checkpointing", "layer_idx")
+_NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
 
 
 def kind_of(layer: nn.Module) -> tuple:
@@ -76,7 +87,12 @@ def kind_of(layer: nn.Module) -> tuple:
 
     def settings(module):
         plain = ((n, v) for n, v in vars(module).items() if not n.startswith("_") and n not in _NO_KIND)
-        return tuple(sorted((n, v if isinstance(v, (bool, str)) else v is None) for n, v in plain
+
+        def told(n, v):
+            switch = n.startswith(("use", "is", "has", "no")) or "rope" in n  # 0 and 1 that stand for False and True
+            return v if isinstance(v, (bool, str)) or switch and v in (0, 1) else v is None
+
+        return tuple(sorted((n, told(n, v)) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 
     # Adapters, quantised projections and torch's own modules make no other kind of layer.

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import gradients, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint import disk
-from tests.checkpoint.deep import gradients, pair, stock_loss, tiny_llama, tokens
+from tests.checkpoint.deep import pair, tiny_llama, tokens
 
 CODE = str(Path(hfpatch.__file__).parent / "checkpoint")
 # tile, save_attention, every: several tiles or one, attention saved or run again, segments

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
+from tiny import gradients
 
 import hfpatch
 from hfpatch.checkpoint import device as device_module
 from hfpatch.checkpoint import disk
 from hfpatch.checkpoint.device import Device, ToHost, arrived, host_empty, standing_in
 from hfpatch.checkpoint.offload import HostPool, Transfers
-from tests.checkpoint.deep import gradients, tokens
+from tests.checkpoint.deep import tokens
 from tests.faults.checker import CheckedDevice
 from tests.faults.test_exceptions import assert_same, patched, step
 

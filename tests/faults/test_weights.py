@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tiny import largest_difference, stock_loss
 from torch.func import functional_call
 
 import hfpatch
-from tests.checkpoint.deep import largest_difference, pair, stock_loss, tokens
+from tests.checkpoint.deep import pair, tokens
 
 BUDGET = 4096 * 2.0**-52
 WAYS = [hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096, every=2)]
@@ -99,6 +100,6 @@ def test_segments_on_another_family():
         )
     )  # fmt: skip
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=2))
-    ids = tokens(vocab=64)
+    ids = tokens() % 64
     model.train()(input_ids=ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None

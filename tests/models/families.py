@@ -1,0 +1,42 @@
+"""Small models of many families, from transformers' own config classes."""
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hfpatch.models.finding import find_decoder
+from hfpatch.models.scaled import kind_of, scaled_config
+
+# What a default config lacks to show what the family does.
+CHANGES = {
+    "mistral": {"sliding_window": 4096},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 9},
+    "granite": {"residual_multiplier": 0.22, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "cohere": {"logit_scale": 0.0625},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+}
+TILED = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
+    "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
+    "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
+)  # fmt: skip
+
+
+def small_model(name: str, dtype=torch.float64):
+    """A causal language model in training mode, one layer of each kind at least, weights of ordinary size."""
+    config = CONFIG_MAPPING[name](**CHANGES.get(name, {}))
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    kinds = [kind_of(layer) for layer in find_decoder(real).layers]
+    n_layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    small = scaled_config(config, n_layers)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p)) if p.dim() < 2 else p.copy_(
+                torch.randn_like(p) * min(p.shape[-2:]) ** -0.5
+            )
+    return model.to(dtype).train()
