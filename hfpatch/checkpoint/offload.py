@@ -162,7 +162,7 @@ class Slot:
 class Ticket:
     """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the ticket's end) the memory."""
 
-    slot, copying = None, False  # also where Ctrl-C ends __init__
+    slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
 
     def __init__(self, device: Device, side, tensors: list[Tensor], slot: Lease | None):
         self.device, self.side, self.tensors = device, side, tensors
@@ -189,6 +189,8 @@ class Ticket:
     def done(self) -> None:
         """The last use of the tensors is launched, or nobody wants them."""
         device = self.device
+        if device is None:
+            return
         if self.copying:
             if self.user is None:  # nobody waited; where the copies were cut short there is no event either
                 device.wait(self.ready or device.mark(self.side), self.owner)

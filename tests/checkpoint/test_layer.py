@@ -458,7 +458,7 @@ def test_padded_batches(side):
 
 def test_host_memory_does_not_grow_and_is_released():
     model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=True, tile=14))
     ids = tokens()
     held = []
     for _ in range(4):

@@ -188,6 +188,7 @@ def test_leaving_makes_no_noise(tmp_path):
     """A graph, a step that was cut short with its frames, threads and pinned blocks are alive when Python ends."""
     program = f"""
 import sys, os, shutil, torch
+sys.path.insert(0, "tests")
 from hfpatch.checkpoint.device import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
