@@ -1,7 +1,7 @@
 """Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
 
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 
 def record_outputs_like(made: type, base: type) -> None:
@@ -52,3 +52,12 @@ def collecting(lists: dict):
         yield
     finally:
         collector.reset(token)
+
+
+def real_tensors():
+    """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        return nullcontext()
+    return _disable_current_modes()

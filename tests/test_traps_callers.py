@@ -401,7 +401,7 @@ def test_sft_trainer(order, tmp_path):
             hfpatch.apply(trainer.model, checkpointing=tiny.TILED)
         trainer.train()
         kinds = {type(m).__module__ for m in model.model.layers}
-        assert kinds == ({"hfpatch.models.llama"} if name != "stock" else {type(model.model.layers[0]).__module__})
+        assert kinds == ({"hfpatch.models.layer"} if name != "stock" else {type(model.model.layers[0]).__module__})
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     with warnings.catch_warnings():

@@ -330,19 +330,12 @@ def attended(tokens: int, window: int) -> float:
     return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
 
 
-# Whether the layer leaves out the products that nobody reads (shape.dead_after, dead_before) when it runs again.
-SKIPS_DEAD = False
-
-
 def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -> int:
-    """Weights that one token meets once more in a layer's backward."""
-    after = shape.o_weights + shape.mlp_weights(layer)
-    before = shape.qkv_weights if single else 2 * shape.qkv_weights
-    if SKIPS_DEAD:
-        after -= shape.dead_after(layer)
-        before -= 0 if single else shape.dead_before
+    """Weights that one token meets once more in a layer's backward; products that nobody reads are left out there."""
+    after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
+    before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
     if "qkv" in policy.keep:
-        before -= shape.qkv_weights if not single else shape.dead_before if SKIPS_DEAD else 0
+        before -= shape.qkv_weights if not single else shape.dead_before
     if "mid" in policy.keep:
         after -= shape.o_weights
     if "gate_up" in policy.keep:

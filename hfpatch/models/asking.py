@@ -31,6 +31,7 @@ class Stopped(BaseException):
 class _Here(threading.local):
     role = None  # Noting or Answering
     batch: Batch | None = None  # what the mask function describes
+    declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 
@@ -194,6 +195,9 @@ class _Attention(torch.autograd.Function):
 
 def _whole(asked: Asked) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     if asked.why_not_tiled() is None:
         pattern = asked.pattern()
         unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)

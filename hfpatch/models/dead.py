@@ -51,10 +51,10 @@ def can_go_without(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_values(layer: nn.Module, names, value: float = 0.0):
+def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "cpu"):
     """Within, the named Linears of the layer answer with an expanded `value`. Those that are no plain Linear by now compute."""
     idle = []
-    if names and not torch.is_autocast_enabled(next(layer.parameters()).device.type):
+    if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
         idle = [m for m in map(layer.get_submodule, names) if can_go_without(m)]
     for module in idle:
         module.__dict__["forward"] = _Valueless_forward(module, value)

@@ -16,6 +16,7 @@ from hfpatch.compat import collected_now, collecting
 from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
+from hfpatch.models.masks import Batch
 from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
@@ -95,7 +96,7 @@ class Ask:
 
         dead: the values of Answers.dead_pre are not computed. RuntimeError where the layer does not reach its attention.
         """
-        with without_values(self.layer, self.answers.dead_pre if dead else ()):
+        with without_values(self.layer, self.answers.dead_pre if dead else (), device=x_BtD.device.type):
             if self.answers.block:
                 return self._block_pre(x_BtD, a, b)
             note = Noting(len(self.answers.attention))
@@ -122,7 +123,8 @@ class Ask:
         Behind it what was recorded on the way, each as [B, t, ...].
         """
         found = {key: [] for key in self.records}
-        with without_values(self.layer, self.answers.dead_post if dead else ()), collecting(found):
+        idle = self.answers.dead_post if dead else ()
+        with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
             else:
@@ -240,6 +242,10 @@ class TiledLayer:
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
         cache = _cache_of(args, kwargs)
+        if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
+            # Called by hand: without a mask these take every row for one causal sequence.
+            known = {c._attn_implementation for c in self._hfpatch_configs}
+            batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
             if self.why_not_tiled(x, mask) is None:

@@ -6,11 +6,13 @@ returns a `Mask`, which the model hands to attention untouched.
 """
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hfpatch.compat import real_tensors
 from hfpatch.models.documents import Rows, find_rows
 from hfpatch.ops.attention import Pattern
 
@@ -118,7 +120,8 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     has_tensor = "'tensor'" in repr(key)
     with _asking:
         try:
-            kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
+            with nullcontext() if has_tensor else real_tensors():
+                kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
         except (RuntimeError, IndexError, TypeError, ValueError):
             kind = None
         if has_tensor and (kind is None or kind[0] != "chunk"):

@@ -62,10 +62,10 @@ class OurAttention:
     def _hfpatch_run(self, kwargs):
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
-            return self._hfpatch_stock(kwargs)
+            return self._hfpatch_declined(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
-            return self._hfpatch_stock(kwargs)
+            return self._hfpatch_declined(kwargs)
         if self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False):
             # transformers' own checkpointing runs layers again when this forward, and our attention with it, has gone.
             rows = batch.rows()
@@ -77,6 +77,13 @@ class OurAttention:
             kwargs["attention_mask"] = torch.ones(batch.B, batch.T, dtype=torch.bool, device=batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
+
+    def _hfpatch_declined(self, kwargs):
+        before, here.declined = here.declined, True
+        try:
+            return self._hfpatch_stock(kwargs)
+        finally:
+            here.declined = before
 
     def _hfpatch_batch(self, kwargs) -> Batch | None:
         """What the layers are to know of this batch; None where they run as transformers has them."""

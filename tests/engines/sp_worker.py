@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.models.documents import find_documents
+from hfpatch.models.documents import find_rows
 from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -56,7 +56,7 @@ def main(folder: str) -> None:
 
     # Packed documents: this rank's shard restarts, or starts where a document does.
     config, half = resumed.model.config, torch.arange(common.TOKENS // 2)[None]
-    documents = find_documents(1, 12, torch.device("cpu"), None, half % 7)
+    documents = find_rows(1, 12, torch.device("cpu"), None, half % 7).documents
     refused = [says(config, documents, half % 7), says(config, None, half + 12 * rank), says(config, None, half)]
     common.report(
         folder, losses=common.losses(whole), resumed=common.losses(resumed), tokens=sorted(seen), refused=refused,
