@@ -154,7 +154,7 @@ class LayerCall:
             a, b = self.bounds[index]
             for buffer, part in zip(whole, parts):
                 buffer[:, a:b] = part
-            del parts, x_t
+            del parts, part, x_t
         return whole
 
     def _attend(self, parts: list[Tensor]):
@@ -195,7 +195,7 @@ class LayerCall:
             del lses
             whole = None
             for index, (a, b) in enumerate(self.bounds):
-                tiles, _ = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)
+                tiles = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)[0]
                 if len(self.bounds) == 1:
                     whole = tiles
                     break
@@ -364,6 +364,7 @@ class LayerCall:
                 lses[g] = None
                 for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
                     whole[:, :, part].copy_(grad)
+                    del grad
                 dsinks[-1] += grads[3:]
                 del grads
                 g += 1
@@ -424,7 +425,7 @@ class LayerCall:
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            del x_t, out_t, leaves
+            del x_t, out_t, leaves, leaf
         if not need_x:
             dx = None
         weights.round()

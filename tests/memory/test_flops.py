@@ -2,7 +2,6 @@
 
 import pytest
 
-from hfpatch.memory import formula
 from hfpatch.memory.formula import attended, step_flops
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.shape import ModelShape, Policy
@@ -53,7 +52,7 @@ def products(config) -> dict:
     ("google/gemma-2-9b", "", "q k v"), ("CohereLabs/c4ai-command-r-v01", "down o", "q k v"),
     ("allenai/OLMo-2-1124-7B", "", "v"), ("microsoft/phi-4", "down", "q k v"),
 ])  # fmt: skip
-def test_what_runs_again(model, after, before, monkeypatch):
+def test_what_runs_again(model, after, before):
     config = preset_config(model)
     shape, weights = ModelShape.from_config(config), products(config)
     runs = {"one": "q k v o gate up down", "several": "q k v q k v o gate up down"}
@@ -64,16 +63,12 @@ def test_what_runs_again(model, after, before, monkeypatch):
         return (step_flops(shape, Policy(tile=tile), **sizes).matmul - least) / (2 * 16384 * shape.num_layers)
 
     count = lambda names: sum(weights[n] for n in names.split())  # noqa: E731
-    monkeypatch.setattr(formula, "SKIPS_DEAD", False)
-    assert (again(16384), again(4096)) == pytest.approx((count(runs["one"]), count(runs["several"])))
-    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
     left = count(runs["one"]) - count(after), count(runs["several"]) - count(after) - count(before)
     assert (again(16384), again(4096)) == pytest.approx(left)
 
 
-def test_llama_8b_runs_a_quarter_again(monkeypatch):
+def test_llama_8b_runs_a_quarter_again():
     """6 x the weights of matmuls x tokens is 1."""
-    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
     shape = shape_of("llama-3.1-8b")
     for tokens in (8192, 131072):
         sizes = {"batch": 1, "tokens": tokens}
@@ -83,8 +78,7 @@ def test_llama_8b_runs_a_quarter_again(monkeypatch):
 # Whatever is kept, nothing is counted as less than the mathematics; all kept, nothing runs again.
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "Qwen/Qwen3-8B", "CohereLabs/c4ai-command-r-v01"])
 @pytest.mark.parametrize("tile", [1024, 8192])
-def test_what_is_kept_is_not_run_again(model, tile, monkeypatch):
-    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+def test_what_is_kept_is_not_run_again(model, tile):
     shape = shape_of(model)
     sizes = {"batch": 1, "tokens": 8192}
     least = step_flops(shape, "off", **sizes)

@@ -71,7 +71,7 @@ def test_llama_8b_at_128k_keeps_its_promise():
     assert step_memory(shape, Policy("host", tile=4096), batch=1, tokens=32768).beyond <= 2.5 * GiB
     million = step_memory(shape, Policy("host"), batch=1, tokens=1 << 20).beyond
     assert million <= 56 * 1024 * (1 << 20)
-    assert step_flops(shape, Policy("host"), **sizes).total == pytest.approx(2.35e16, rel=0.01)
+    assert step_flops(shape, Policy("host"), **sizes).total == pytest.approx(2.30e16, rel=0.01)
 
 
 def test_heads_per_group_is_that_of_the_kernels():

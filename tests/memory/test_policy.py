@@ -5,7 +5,6 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from hfpatch.memory import formula
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, step_memory
 from hfpatch.memory.hardware import GPUS
@@ -133,8 +132,7 @@ def every_policy(shape, tokens):
 # From what hardly holds one layer to what holds all of them; a host that is large, small, and slow to reach.
 @pytest.mark.parametrize("tokens, link", [(4096, 32e9), (20000, 32e9), (20000, 1e9)])
 @pytest.mark.parametrize("host", [0, 1, 64])
-def test_no_policy_that_fits_is_faster(tokens, link, host, monkeypatch):
-    monkeypatch.setattr(formula, "SKIPS_DEAD", True)
+def test_no_policy_that_fits_is_faster(tokens, link, host):
     gpu = dataclasses.replace(GPUS["a100-80gb"], link=link)
     search = Search(Checkpointing(), SMALL, batch=1, tokens=tokens, gpu=gpu, executed=EVERYTHING)
     options = [search.price(policy) for policy in every_policy(SMALL, tokens)]
