@@ -15,6 +15,7 @@ from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.loss import FusedCausalLM, fuse, head_name, is_fused_head, not_its_own_loss, runs_its_own_way
+from hfpatch.models.probe import OTHER_MIXER, ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
@@ -31,7 +32,7 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
 )  # fmt: skip
 
 
@@ -83,10 +84,12 @@ def _settings(checkpointing) -> Checkpointing | None:
         return checkpointing
     if checkpointing in ("auto", True):
         return Checkpointing()
+    if checkpointing == "least":
+        return Checkpointing(aim="least")
     if checkpointing in ("off", False, None):
         return None
     raise ValueError(
-        f'hfpatch: checkpointing must be "auto", "off" or a hfpatch.Checkpointing, {checkpointing!r} came; '
+        f'hfpatch: checkpointing must be "auto", "least", "off" or a hfpatch.Checkpointing, {checkpointing!r} came; '
         'for example apply(model, checkpointing=hfpatch.Checkpointing(offload="host")).'
     )
 
@@ -114,11 +117,13 @@ def apply(
     rms_norm: fused RMSNorm, and residual add with the norm after it.
     mlp: fused activation times up.
     loss: head and cross-entropy by chunks of tokens, logits never whole.
-    checkpointing: "auto" chooses from free memory at the first step; "off" leaves transformers' own checkpointing as
+    checkpointing: "auto" is the fastest that fits the memory free at the first step; "least" takes the least device
+        memory; "off" leaves transformers' own checkpointing as
         it is; a hfpatch.Checkpointing says what to keep and where.
     eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
     train_logits: the same in training; "auto": outputs.logits is None.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
+        Without it each layer is asked at its first call, and trusted.
 
     Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
     without decoder layers, and on settings out of range.
@@ -275,12 +280,14 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     for layer, answer in zip(layers, answers):
         swap(layer, TiledLayer)
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
+        layer._hfpatch_asks = ask_layer
         # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
         layer._z3_leaf = True
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
-    whole = Counter(answer.reason for answer in answers if answer.reason)
+    whole = Counter(answer.reason for answer in answers if answer is not None and answer.reason)
+    stack._hfpatch_mixers = OTHER_MIXER in whole
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))

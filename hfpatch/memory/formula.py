@@ -276,7 +276,7 @@ def _tiled(z: _Sizes, policy: Policy):
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
         segment = (k - 1) * (z.u + z.out + z.lse)
         here = z.head_gradient + z.body - shape.over(shape.layer_parameters_of, 0, k) * s
-        moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, True)
+        moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, not off)
     first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
     again = z.out + z.lse if k > 1 else 0

@@ -21,6 +21,7 @@ from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
+ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
 
 
@@ -187,7 +188,8 @@ def _run_directly(function, *args, **kwargs):
 class TiledLayer:
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
-    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers.
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers, None where it is to be
+    asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
     """
 
     @property
@@ -248,6 +250,12 @@ class TiledLayer:
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
+            if self._hfpatch_answers is None:
+                n = min(x.shape[1], ASKED_TOKENS)
+                few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
+                self._hfpatch_answers = self._hfpatch_asks(
+                    self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
+                )
             if self.why_not_tiled(x, mask) is None:
                 arguments = Arguments(args, kwargs, *x.shape[:2])
                 lists = collected_now()

@@ -23,7 +23,7 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atte
 class OurAttention:
     """Mixed over the class of the module that holds the decoder layers. `_hfpatch_configs`: the configs that its modules read."""
 
-    _hfpatch_configs, _hfpatch_session = (), None
+    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers = (), None, False
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -109,6 +109,11 @@ class OurAttention:
                     "pass use_cache=False, which isolates the documents."
                 )
             return None
+        if self._hfpatch_mixers and packed():
+            raise ValueError(
+                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
+                "layers mix tokens by something else than attention and would let documents see each other; do not pack."
+            )
         batch = Batch(B, T, given.device, rows_mask, positions, kwargs.get("cu_seq_lens_q"), here.idle_BT)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents, positions)

@@ -163,7 +163,7 @@ def test_free_memory_buys_speed():
     search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384, executed=EVERYTHING)
     found = [search.best(Budget(room * GiB, 200 * GiB)) for room in rooms]
     seconds = [o.seconds for o in found]
-    assert all(a > b for a, b in pairwise(seconds)) and seconds[-1] < 0.93 * seconds[0]
+    assert all(b <= SAME * a for a, b in pairwise(seconds)) and seconds[-1] < 0.97 * seconds[0]
     assert chosen(16384, gpu_free=40 * GiB, host_free=200 * GiB).tile == 16384
 
 
