@@ -32,7 +32,8 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_asks", "_hfpatch_mixers",
+    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
 )  # fmt: skip
 
 
