@@ -1,12 +1,13 @@
 """Tokenizes rows once and keeps the result under a name made from their content: flat files, read by memory map."""
 
-import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,18 +194,27 @@ def _stats(folder: Path) -> dict | None:
 
 
 def _move(scratch: Path, folder: Path) -> None:
-    """Gives the finished folder its name, unless another process was first; a cut one goes away."""
-    while True:
-        try:
-            return os.rename(scratch, folder)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+    """Gives the finished folder its name, unless another process was first; a cut one goes away.
+
+    One at a time, so that nobody takes a whole folder away for the cut one that it has just replaced.
+    """
+    with _alone_in(folder.parent):
         if _stats(folder) is not None:
-            return None
-        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-        try:
-            os.rename(folder, aside)  # in one move: nobody finds half of it gone
-        except FileNotFoundError:  # another process did the same
-            pass
-        shutil.rmtree(aside, ignore_errors=True)
+            return
+        if folder.exists():
+            aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+            os.rename(folder, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        os.rename(scratch, folder)
+
+
+@contextmanager
+def _alone_in(folder: Path):
+    """Waits for whoever holds this folder's lock; where a file system has none, goes on without."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
