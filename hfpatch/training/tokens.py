@@ -1,18 +1,18 @@
 """Tokenizes rows once and keeps the result under a name made from their content: flat files, read by memory map."""
 
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from hfpatch.memory.locks import try_lock
 from hfpatch.training import chat, sources
 
 _FORMAT = 2  # part of the name: raise it when what is written changes
@@ -213,8 +213,7 @@ def _alone_in(folder: Path):
     """Waits for whoever holds this folder's lock; where a file system has none, goes on without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        try_lock(handle, wait=True)
         yield
     finally:
         os.close(handle)
