@@ -1,0 +1,112 @@
+"""Traps that gave other numbers without a word: masks, positions, hooks, the user's own loss, labels that are all ignored."""
+
+import pytest
+import tiny
+import torch
+
+import hfpatch
+
+WAYS = {"tiled": tiny.TILED, "off": "off"}
+
+
+def batch(**more) -> dict:
+    given = tiny.labelled(1)
+    return {**given, **more}
+
+
+def positions(kind: str) -> torch.Tensor:
+    counted = torch.arange(tiny.TOKENS)[None]
+    return {
+        "jump": counted + 100 * (counted >= 9),
+        "repeat": counted - (counted >= 9).long(),
+        "doubled": counted // 2,
+        "fraction": counted / 2,
+    }[kind]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["jump", "repeat", "doubled", "fraction"])
+def test_positions_that_do_not_restart_start_no_document(kind, way):
+    """PoSE, skip-wise and interpolated positions beside a mask: one document, as transformers has it."""
+    stock = tiny.llama()
+    given = batch(position_ids=positions(kind), attention_mask=torch.ones(1, tiny.TOKENS, dtype=torch.long))
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=WAYS[way]), stock, given)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("counted", [False, True])
+def test_prompt_padding_completion(counted, way):
+    """What preference trainers build: the completion still sees the prompt before the padding between them."""
+    stock = tiny.llama()
+    mask = torch.ones(1, tiny.TOKENS, dtype=torch.long)
+    mask[:, 7:12] = 0
+    given = batch(attention_mask=mask)
+    given["labels"][mask == 0] = -100
+    if counted:
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    tiny.assert_as_good(tiny.patched(stock, checkpointing=WAYS[way]), stock, given)
+
+
+def test_padding_with_labels_counts_as_in_stock():
+    """Labels that nobody masked: what padded positions predict is in transformers' loss, so it is in ours."""
+    stock = tiny.llama()
+    mask = torch.ones(1, tiny.TOKENS, dtype=torch.long)
+    mask[:, -6:] = 0
+    given = batch(attention_mask=mask)
+    tiny.assert_as_good(tiny.patched(stock), stock, given)
+
+
+# transformers passes hidden states by keyword, of which such hooks know nothing: torch says so with any model.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_a_backward_hook_on_attention_fires():
+    stock, fired = tiny.llama(), []
+    ours = tiny.patched(stock)
+    ours.model.layers[1].self_attn.register_full_backward_hook(lambda *_: fired.append(1))
+    tiny.assert_as_good(ours, stock, batch())
+    assert fired == [1]
+
+
+def test_the_users_own_loss_runs():
+    ours = tiny.patched(tiny.llama())
+    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
+    with pytest.warns(UserWarning, match="loss function of its own"):
+        out = ours(**batch())
+    assert torch.equal(out.loss, out.logits.float().square().mean())
+
+
+def test_no_label_at_all_is_as_in_stock():
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    given = batch()
+    given["labels"] = torch.full_like(given["labels"], -100)
+    for more in ({}, {"num_items_in_batch": 3}):
+        got, wanted = tiny.step(ours, {**given, **more}), tiny.step(stock, {**given, **more})
+        assert got["loss"].isnan() == wanted["loss"].isnan() and bool(got["loss"].isnan()) == (not more)
+        assert all((got[n] == 0).all() for n in got if n != "loss")
+
+
+def test_evaluation_with_labels_keeps_the_cache():
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock, eval_logits=False)
+    with torch.no_grad():
+        got, wanted = (m(**batch()).past_key_values for m in (ours, stock))
+    assert got.get_seq_length() == wanted.get_seq_length() == tiny.TOKENS
+
+
+def test_training_logits_when_asked_for():
+    stock = tiny.llama()
+    assert tiny.patched(stock)(**batch()).logits is None
+    ours = tiny.patched(stock, train_logits=True)
+    assert torch.allclose(ours(**batch()).logits, stock(**batch()).logits, atol=1e-5)
+
+
+def test_nothing_says_our_attention_outside_of_a_forward(tmp_path):
+    """What TRL and transformers read of the config is the user's choice, also after an exception, and config.json says neither."""
+    ours = tiny.patched(tiny.llama())
+    ours.model.layers[1].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ours(**batch())
+    assert ours.config._attn_implementation == "sdpa"
+    ours.save_pretrained(tmp_path)
+    assert "hfpatch" not in (tmp_path / "config.json").read_text()
+    assert hfpatch.undo(ours) is None
