@@ -110,3 +110,29 @@ def test_nothing_says_our_attention_outside_of_a_forward(tmp_path):
     ours.save_pretrained(tmp_path)
     assert "hfpatch" not in (tmp_path / "config.json").read_text()
     assert hfpatch.undo(ours) is None
+
+
+def test_a_forward_that_a_trainer_kept_runs_after_undo():
+    """TRL sets model.forward to a closure over the bound method that it found."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    kept = ours.forward
+    ours.forward = lambda *args, **kwargs: kept(*args, **kwargs)
+    hfpatch.undo(ours)
+    tiny.assert_as_good(ours, stock, batch())
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert ("loss", "the model's forward is replaced on the instance") in report.skipped
+    tiny.assert_as_good(ours, stock, batch())
+
+
+def test_an_attention_wrapped_later_runs_whole():
+    from peft import AdaptionPromptConfig, get_peft_model
+
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    torch.manual_seed(0)
+    settings = AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    ours, stock = get_peft_model(ours, settings), get_peft_model(stock, settings)
+    ours.load_state_dict(stock.state_dict())
+    got, wanted = (tiny.step(m, batch()) for m in (ours, stock))
+    assert got.keys() == wanted.keys() and torch.allclose(got["loss"], wanted["loss"], atol=1e-5)

@@ -67,7 +67,9 @@ def keeps_signature(cls: type, part: type) -> None:
 
     @wraps(base.forward)
     def forward(self, *args, **kwargs):
-        return self._hfpatch_forward(args, kwargs)
+        # A trainer may keep this bound method beyond undo().
+        ours = hasattr(type(self), "_hfpatch_forward")
+        return self._hfpatch_forward(args, kwargs) if ours else base.forward(self, *args, **kwargs)
 
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)

@@ -212,6 +212,9 @@ class TiledLayer:
             return answers.reason
         attentions = [self.get_submodule(name) for name in answers.attention]
         for attn in attentions:
+            kind = getattr(attn, "_hfpatch_base", type(attn))
+            if kind.__module__.partition(".")[0] != self._hfpatch_base.__module__.partition(".")[0]:
+                return f"a {kind.__module__}.{kind.__name__} around its attention"
             if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
                 return "attention dropout"
         for name in {n for path in answers.attention for n in _ancestors(path)}:
