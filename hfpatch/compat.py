@@ -1,6 +1,5 @@
 """Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
 
-import inspect
 from contextlib import contextmanager, nullcontext
 
 
@@ -16,13 +15,6 @@ def record_outputs_like(made: type, base: type) -> None:
     found = getattr(base, "_can_record_outputs", None)
     if found is not None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), found)
-
-
-def cache_takes_extras() -> bool:
-    """Up to 5.3 a cache's update takes its keywords in a dict; later versions take none."""
-    from transformers.cache_utils import Cache
-
-    return "cache_kwargs" in inspect.signature(Cache.update).parameters
 
 
 def _collector():

@@ -171,7 +171,7 @@ def attention(
         dropout if module.training else 0.0,
     )  # fmt: skip
     if here.role is None and here.batch is not None and here.batch.weights:
-        return _eager(asked)
+        return _eager(asked, *_mask_and_causal(asked))
     return (_whole(asked) if here.role is None else here.role(asked)), None
 
 
@@ -209,8 +209,7 @@ def _whole(asked: Asked) -> Tensor:
 def _plain(asked: Asked) -> Tensor:
     """With a whole mask, or dropout, as transformers' own functions do it."""
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
-    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
-    causal = getattr(asked.module, "is_causal", True) and q.shape[2] == k.shape[2]
+    mask, causal = _mask_and_causal(asked)
     if asked.softcap is None and asked.sinks_H is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             q,
@@ -223,14 +222,19 @@ def _plain(asked: Asked) -> Tensor:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2).contiguous()
-    return _eager(asked)[0]
+    return _eager(asked, mask, causal)[0]
 
 
-def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
+def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
+    """The whole mask, where one says more than causality, and whether the call is causal without one."""
+    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
+    same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
+    return mask, getattr(asked.module, "is_causal", True) and same
+
+
+def _eager(asked: Asked, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions have it."""
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
-    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
-    causal = getattr(asked.module, "is_causal", True) and q.shape[2] == k.shape[2]
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * asked.scale

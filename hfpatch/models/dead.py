@@ -6,6 +6,7 @@ ordinary backward, so every gradient stays as it is, to the bit. Which ones thes
 """
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +30,9 @@ class _Valueless(torch.autograd.Function):
         return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None
 
 
-class _Valueless_forward:
+def _valueless_forward(module: nn.Linear, value: float, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its values are not wanted."""
-
-    def __init__(self, module: nn.Linear, value: float):
-        self.module, self.value = module, value
-
-    def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
-        return _Valueless.apply(input, module.weight, module.bias, self.value)
+    return _Valueless.apply(input, module.weight, module.bias, value)
 
 
 def can_go_without(module: nn.Module) -> bool:
@@ -57,7 +52,7 @@ def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "c
     if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
         idle = [m for m in map(layer.get_submodule, names) if can_go_without(m)]
     for module in idle:
-        module.__dict__["forward"] = _Valueless_forward(module, value)
+        module.__dict__["forward"] = partial(_valueless_forward, module, value)
     try:
         yield
     finally:

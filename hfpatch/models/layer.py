@@ -111,12 +111,8 @@ class Ask:
                     f"hfpatch: expected {type(self.layer).__name__} to call attention {note.n_calls} times, "
                     f"{len(note.calls)} came; use apply(model, checkpointing='off')."
                 )
-        self.asked = [_Call(c.scale, self._pattern(c), c.sinks_H) for c in note.calls]
+        self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
         return [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
-
-    def _pattern(self, asked: Asked) -> Pattern:
-        with our_attention((), self.batch):
-            return asked.pattern()
 
     def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.

@@ -306,6 +306,3 @@ def as_stock(loss: Tensor) -> Tensor:
 def _asks_for_hidden_states(model, kwargs) -> bool:
     asked = kwargs.get("output_hidden_states")
     return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
-
-
-__all__ = ["FusedCausalLM", "fuse", "head_name", "is_fused_head", "not_its_own_loss", "runs_its_own_way"]

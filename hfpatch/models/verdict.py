@@ -75,7 +75,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple) -> dict[tuple, An
         except _Different as error:
             if len(answers) == 1:
                 return {kind: Answers(reason=str(error)) for kind in answers}
-            for kind, answer in answers.items():
+            for kind in answers:
                 others = {k: a if k == kind else Answers(reason="not now") for k, a in answers.items()}
                 if time.perf_counter() - began > SECONDS:
                     answers[kind] = Answers(reason=f"the verdict took more than {SECONDS:.0f} s")
@@ -84,8 +84,6 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple) -> dict[tuple, An
                     expected.compare(others)
                 except _Different as error:
                     answers[kind] = Answers(reason=str(error))
-                else:
-                    answers[kind] = answer
             expected.compare(answers)
         return answers
 
