@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.memory.formula import Policy
-from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
@@ -33,23 +33,6 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     """Where the tiles of at most `tile` tokens, over all rows of the batch, start and end."""
     step = max(1, tile // batch)
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
-@dataclass
-class Heads:
-    """One call of attention: how its heads are grouped, and what it was asked (scale, pattern, sinks)."""
-
-    asked: object
-    groups: list[tuple[slice, slice]]  # of query heads and of KV heads
-    backend: str
-
-    def part(self, hs: slice) -> dict:
-        """attention_forward's and attention_backward's keywords for a group."""
-        sinks = self.asked.sinks_H
-        return {
-            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
-            "sinks_H": None if sinks is None else sinks[hs],
-        }  # fmt: skip
 
 
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
@@ -68,14 +51,13 @@ class LayerCall:
     private: tuple
     shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
     bounds: list[tuple[int, int]] = field(default_factory=list)
-    heads: list[Heads] = field(default_factory=list)
+    attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded
     shape: tuple = ()
     dtype: torch.dtype | None = None
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
-    states: list = field(default_factory=list)
     rng: dict = field(default_factory=dict)
     queue: FetchQueue | None = None  # of its device and tier; None where nothing is kept
     earlier: "LayerCall | None" = (
@@ -133,8 +115,8 @@ class LayerCall:
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
         """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
         joined, outs = [], list(outs_BtGE)
-        for heads in self.heads:
-            mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]
+        for n in self.attention.counts():
+            mine, outs = outs[:n], outs[n:]
             out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
             out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
             joined.append(out.detach().requires_grad_(True) if grad else out)
@@ -157,20 +139,6 @@ class LayerCall:
             del parts, part, x_t
         return whole
 
-    def _attend(self, parts: list[Tensor]):
-        """Attention forward, group by group: lists of out, lse and state. parts: q, k, v of every call."""
-        self.heads, results = [], []
-        for asked, q, k, v in zip(self.ask.asked, parts[::3], parts[1::3], parts[2::3]):
-            B, T, H, _ = q.shape
-            K = k.shape[2]
-            group = heads_per_group(B, T, H, K)
-            groups = [(slice(i * (H // K), (i + group) * (H // K)), slice(i, i + group)) for i in range(0, K, group)]
-            heads = Heads(asked, groups, pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]]))
-            self.heads.append(heads)
-            for hs, ks in groups:
-                results.append(attention_forward(q[:, :, hs], k[:, :, ks], v[:, :, ks], **heads.part(hs)))
-        return [list(r) for r in zip(*results)]
-
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> list[Tensor]:
         """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
@@ -186,9 +154,8 @@ class LayerCall:
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
-            outs, lses, states = self._attend(parts)
+            outs, lses = self.attention.forward(self.ask.asked, parts)
             del parts
-            self.states = states
             if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
                 save = self.transfers.save if keep == "tier" else self._kept
                 self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
@@ -341,35 +308,6 @@ class LayerCall:
             return None
         return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
 
-    def _attention_backward(self, parts, douts, outs, lses, into) -> list:
-        """Phase C: dq, dk, dv of every call into the tensors `into`, which may be `parts`. outs: a function giving a group's out.
-
-        Returns the gradients of each call's sinks (None where it has none).
-        """
-        g, dsinks = 0, []
-        for n, (heads, dout) in enumerate(zip(self.heads, douts)):
-            q, k, v = parts[3 * n : 3 * n + 3]
-            dsinks.append([])
-            for hs, ks in heads.groups:
-                grads = attention_backward(
-                    dout[:, :, hs],
-                    q[:, :, hs],
-                    k[:, :, ks],
-                    v[:, :, ks],
-                    outs(g),
-                    lses[g],
-                    self.states[g],
-                    **heads.part(hs),
-                )
-                lses[g] = None
-                for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
-                    whole[:, :, part].copy_(grad)
-                    del grad
-                dsinks[-1] += grads[3:]
-                del grads
-                g += 1
-        return [torch.cat(d) if d else None for d in dsinks]
-
     def _pre_backward(self, parts, grads, dsinks) -> None:
         """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
         sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
@@ -386,14 +324,14 @@ class LayerCall:
             lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
-                    outs, lses, self.states = self._attend(values)
+                    outs, lses = self.attention.forward(self.ask.asked, values)
             tiles, leaves = self._post(x, outs, 0, grad=True)
             _walk(tiles, [dy, *self.dextras])
             del tiles
             with torch.no_grad():
                 douts = [leaf.grad for leaf in leaves]
                 fresh = [torch.empty_like(p) for p in values]
-                dsinks = self._attention_backward(values, douts, outs.__getitem__, list(lses), fresh)
+                dsinks = self.attention.backward(values, douts, outs.__getitem__, list(lses), fresh)
             del douts, leaves, outs
             self._pre_backward(parts, fresh, dsinks)
             dx = x.grad
@@ -407,7 +345,7 @@ class LayerCall:
             # The attention outputs were not saved: B first, then attention again.
             with torch.no_grad():
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
-                outs, lses, self.states = self._attend(parts)
+                outs, lses = self.attention.forward(self.ask.asked, parts)
 
         # A
         dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -435,7 +373,7 @@ class LayerCall:
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
             if lses is None:
                 lses = list(lse_ticket.wait())
-            dsinks = self._attention_backward(parts, douts, self._whole_outs(outs), lses, parts)
+            dsinks = self.attention.backward(parts, douts, self._whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
 

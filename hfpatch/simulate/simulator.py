@@ -150,9 +150,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        layer = sys.modules.get("hfpatch.checkpoint.layer")
-        if layer is not None and cuda:
-            stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
+        heads = sys.modules.get("hfpatch.checkpoint.heads")
+        if heads is not None and cuda:
+            stack.enter_context(mock.patch.object(heads, "pick", lambda q, k: "flash"))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             held = (value for module in model.modules() for value in vars(module).values())
