@@ -166,6 +166,7 @@ class LayerCall:
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+            self.ask.store(parts)
             outs, lses = self._attend(parts)
             del parts
             if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):

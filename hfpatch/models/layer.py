@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
@@ -135,6 +135,7 @@ class Ask:
     asked: list[_Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
+    cache: Cache | None = None  # an empty one, which takes the keys and values of all tokens at once
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
 
@@ -181,6 +182,13 @@ class Ask:
             self.mixers = [mixer for mixer, _ in mixed]
             parts += [x for _, x in mixed]
         return parts
+
+    def store(self, parts: list[Tensor]) -> None:
+        """Keys and values of the whole rows, as `pre` gave them, into the cache, where there is one."""
+        if self.cache is not None:
+            for name, k, v in zip(self.answers.attention, parts[1::3], parts[2::3]):
+                index = self.layer.get_submodule(name).layer_idx
+                self.cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
 
     def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
@@ -304,6 +312,14 @@ class TiledLayer:
             hidden_states = hidden_states.detach().requires_grad_(True)
         return super().__call__(hidden_states, *args, **kwargs)
 
+    def _takes_whole(self, cache: Cache) -> bool:
+        """Whether all keys and values may go into this cache at once, which holds none of this layer yet."""
+        answers = self._hfpatch_answers
+        indices = [getattr(self.get_submodule(name), "layer_idx", None) for name in answers.attention]
+        if answers.mixers or type(cache) is not DynamicCache or len({*indices} - {None}) != len(answers.attention):
+            return False
+        return not any(cache.get_seq_length(index) for index in indices)
+
     @property
     def _under_zero3(self) -> bool:
         return any(hasattr(p, "ds_id") for p in self.parameters())
@@ -317,7 +333,7 @@ class TiledLayer:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {c._attn_implementation for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
-        if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
+        if batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
             if self._hfpatch_answers is None:
                 n = min(x.shape[1], ASKED_TOKENS)
@@ -325,11 +341,13 @@ class TiledLayer:
                 self._hfpatch_answers = self._hfpatch_asks(
                     self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
-            if self.why_not_tiled(x, mask) is None:
-                arguments = Arguments(args, kwargs, *x.shape[:2])
+            if self.why_not_tiled(x, mask) is None and (cache is None or self._takes_whole(cache)):
+                arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
                 lists = collected_now()
                 records = tuple(key for key in lists if key in _RECORDED_INSIDE)
-                ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records)
+                ask = Ask(
+                    self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records, cache=cache
+                )
                 y, *extras = tiled_layer(session, ask, x)
                 ask.hand_on(extras, lists)
                 return y if ask.beside is None else (y, *ask.beside)
@@ -352,8 +370,7 @@ class TiledLayer:
             if cache.get_seq_length():
                 return whole(x)
             # Models make an empty cache in training too; running a layer again would write its keys twice.
-            args = [None if isinstance(a, Cache) else a for a in args]
-            kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
+            args, kwargs = _without_cache(args, kwargs)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
 
@@ -376,6 +393,12 @@ def _has_hooks(module: nn.Module) -> bool:
     forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
     others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+
+
+def _without_cache(args, kwargs) -> tuple[list, dict]:
+    return [None if isinstance(a, Cache) else a for a in args], {
+        n: None if isinstance(a, Cache) else a for n, a in kwargs.items()
+    }
 
 
 def _cache_of(args, kwargs):
