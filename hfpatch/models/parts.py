@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
+from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -191,6 +192,8 @@ def rotation(base: type):
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
+        if plain and is_dead(q) and is_dead(k):
+            return DeadRotation.apply(q, k, cos, sin)
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
 
     return rotate
