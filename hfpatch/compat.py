@@ -1,6 +1,8 @@
-"""Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
+"""Every private name of torch and transformers that the patch needs, each with what happens where the name is gone."""
 
 from contextlib import contextmanager, nullcontext
+
+import torch
 
 
 def record_outputs_like(made: type, base: type) -> None:
@@ -44,6 +46,30 @@ def collecting(lists: dict):
         yield
     finally:
         collector.reset(token)
+
+
+@contextmanager
+def shapes_of_out_dtype():
+    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
+
+    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
+    """
+    try:
+        from torch._decomp import meta_table
+        from torch._subclasses.fake_impls import op_implementations_dict as fakes
+    except ImportError:
+        yield
+        return
+    op = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if op is None or op in meta_table or op in fakes:
+        yield
+        return
+    # What stands in the first table is not decomposed; the second says what it gives.
+    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
+    try:
+        yield
+    finally:
+        del meta_table[op], fakes[op]
 
 
 def real_tensors():

@@ -15,7 +15,7 @@ from hfpatch.models.answers import OTHER_MIXER
 from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.layer import TiledLayer
-from hfpatch.models.loss import FusedCausalLM, fuse, head_name, is_fused_head, not_its_own_loss, runs_its_own_way
+from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
 from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
@@ -236,21 +236,12 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         )
         report.skipped.append(("loss", why))
         return
-    reason = not_its_own_loss(model)
-    if reason:
-        report.notes.append(f"the loss runs as {reason}.")
     swap(model, FusedCausalLM)
     model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
     model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
-    head = model._hfpatch_head()
-    fuse(head, nn.Linear, parts.FusedHead)
-    if not is_fused_head(head):
-        why = ""
-        if type(head) is nn.Linear and runs_its_own_way(head):
-            why = " with a forward of another library (tensor parallelism)"
-        report.notes.append(
-            f"lm_head is a {type(head).__module__}.{type(head).__name__}{why}: the loss runs through whole logits."
-        )
+    reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
+    if reason:
+        report.notes.append(f"{reason}: the loss runs through whole logits.")
     report.swaps.append(("loss", type(model).__name__, 1))
 
 

@@ -139,7 +139,8 @@ class LayerCall:
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
         whole = None
         for index, x_t in tiles:
-            parts = self._pre(x_t, index)
+            # Detached: a view taken without a graph says that it wants a gradient, and has none.
+            parts = self._pre(x_t.detach(), index)
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
@@ -175,7 +176,7 @@ class LayerCall:
             del lses
             whole = None
             for index, (a, b) in enumerate(self.bounds):
-                tiles = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)[0]
+                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False)[0]
                 if len(self.bounds) == 1:
                     whole = tiles
                     break

@@ -9,7 +9,6 @@ import types
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfpatch import ops
@@ -236,7 +235,7 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- ends ---------------------------------------------------------------------------------------------------------------
+# --- embedding ---------------------------------------------------------------------------------------------------------------
 
 
 class FusedEmbedding:
@@ -247,12 +246,3 @@ class FusedEmbedding:
         if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
             return embedding(input, self.weight, self.padding_idx)
         return super().forward(input)
-
-
-class FusedHead:
-    """The head. Called with labels it returns the loss: the engines' hooks around the call gather its weight."""
-
-    def forward(self, input: Tensor, labels: Tensor | None = None, **options):
-        if labels is None:
-            return F.linear(input, self.weight, self.bias)
-        return ops.linear_cross_entropy(input, self.weight, labels, bias=self.bias, **options)
