@@ -6,7 +6,6 @@ loss: it stays the Linear that it is, and the engines' hooks around the call gat
 stand-in gets real logits.
 """
 
-import functools
 import math
 import warnings
 
@@ -94,6 +93,19 @@ class Logits:
             lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
         )
         return function(*args, **kwargs)
+
+
+class _Head:
+    """Stands where a model looks for its head: a call gives Logits, all else (its weight's dtype, say) is the head's own."""
+
+    def __init__(self, owner: nn.Module):
+        self._owner = owner
+
+    def __call__(self, hidden: Tensor) -> Logits:
+        return Logits(self._owner, hidden)
+
+    def __getattr__(self, name):
+        return getattr(self._owner._hfpatch_head(), name)
 
 
 # --- heads --------------------------------------------------------------------------------------------------------------
@@ -217,7 +229,7 @@ class FusedCausalLM:
             here.idle_BT = ~nn.functional.pad(counted, (0, first))
         own = vars(self)
         own["_hfpatch_target"] = (target, shifted is None, count)
-        own[self._hfpatch_head_name] = functools.partial(Logits, self)  # found before the module of that name
+        own[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
         try:
             out = self._hfpatch_stock({**kwargs, "return_dict": True})
         finally:

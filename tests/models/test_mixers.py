@@ -14,10 +14,10 @@ from hfpatch.models.answers import OTHER_MIXER, Answers
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
-HYBRIDS = {  # the mixer of its first layer, a projection behind it
+HYBRIDS = {  # the mixer of its first layer, a module behind it
     "lfm2": ("conv", "feed_forward.w1"),
     "falcon_h1": ("mamba", "feed_forward.gate_proj"),
-    "qwen3_next": ("linear_attn", "mlp.shared_expert.gate_proj"),
+    "qwen3_next": ("linear_attn", "mlp"),
     "qwen3_5_text": ("linear_attn", "mlp.gate_proj"),
     "granitemoehybrid": ("mamba", "shared_mlp.input_linear"),
     "nemotron_h": ("mixer", None),  # a layer is a mixer, an attention, an MLP or experts, and no two of them
