@@ -58,7 +58,7 @@ class Arguments:
     def __init__(self, args, kwargs, B: int, T: int):
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
-        self.kwargs, self.T = kwargs, T
+        self.kwargs, self.B, self.T = kwargs, B, T
         self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
         self._gradients = None  # of those that want one, while backward runs
         self.cut = self.leaves  # of the last tile
@@ -68,7 +68,7 @@ class Arguments:
         self.cut = self.leaves
         if (a, b) != (0, self.T):
             self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
-        if self._gradients is not None:
+        if self._gradients:
             self.cut = list(self.cut)
             for i, whole in zip(self._wanted, self._gradients):
                 axis = self.axes[i]
@@ -106,7 +106,7 @@ class Arguments:
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
-        return Mixer(module, whole, spec, new[0], axes, bounds), leaves[new[0]]
+        return Mixer(module, whole, spec, new[0], axes, self.B, bounds), leaves[new[0]]
 
 
 def _take(into: Tensor, stand_in: Tensor) -> None:
@@ -333,13 +333,13 @@ class TiledLayer:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {c._attn_implementation for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
-        if batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights:
+        ready = self._hfpatch_answers is not None or x.dim() == 3 and x.shape[1] >= ASKED_TOKENS
+        if ready and batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
             if self._hfpatch_answers is None:
-                n = min(x.shape[1], ASKED_TOKENS)
-                few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
+                few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
                 self._hfpatch_answers = self._hfpatch_asks(
-                    self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
+                    self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
             if self.why_not_tiled(x, mask) is None and (cache is None or self._takes_whole(cache)):
                 arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])

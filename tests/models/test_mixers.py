@@ -127,3 +127,16 @@ def test_what_a_mixer_saves_can_be_run_again(falcon):
         ours = copy.deepcopy(falcon)
         hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED)
         assert_close(step(ours, batch())[2], wanted)
+
+
+def test_a_batch_too_short_to_ask_by_is_not_what_a_layer_is_known_by(falcon):
+    """Without a verdict: a few tokens do not show what mixes; the next batch does."""
+    ours = copy.deepcopy(falcon)
+    hfpatch.apply(ours, checkpointing=TILE, verdict=False, **UNFUSED)
+    short = {key: value[:, :4] for key, value in batch().items() if key != "labels"}
+    assert_close(
+        step(ours, short | {"labels": short["input_ids"]})[2], step(falcon, short | {"labels": short["input_ids"]})[2]
+    )
+    assert ours.model.layers[0]._hfpatch_answers is None
+    assert_close(step(ours, batch())[2], step(falcon, batch())[2])
+    assert ours.model.layers[0]._hfpatch_answers.mixers == ("mamba",)
