@@ -160,12 +160,26 @@ class _Probe:
             post, pre = self._post(), self._pre()
             inside = tuple(f"{name}." for name in self.mixers)  # run whole, elsewhere
             names = [n for n, m in self.layer.named_modules() if can_go_without(m) and not n.startswith(inside)]
-            dead_post = tuple(n for n in names if self._dead(n, self._post, post))
-            dead_pre = tuple(n for n in names if self._dead(n, self._pre, pre))
+            run_post = self._called(names, lambda: self._post(block=block))
+            run_pre = self._called(names, lambda: self._pre(block=block))
+            dead_post = tuple(n for n in run_post if self._dead(n, self._post, post))
+            dead_pre = tuple(n for n in run_pre if self._dead(n, self._pre, pre))
             together = {"dead_post": dead_post, "dead_pre": dead_pre}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
         return Answers(attention=self.attention, mixers=self.mixers, block=block, **together)
+
+    def _called(self, names: list[str], run) -> list[str]:
+        """Those of these modules that run() calls: to leave out the others costs time a tile, and saves nothing."""
+        called: set[str] = set()
+        handles = [
+            self.layer.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            for name in names
+        ]
+        run()
+        for handle in handles:
+            handle.remove()
+        return [name for name in names if name in called]
 
     def _dead(self, name: str, run, expected) -> bool:
         """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
