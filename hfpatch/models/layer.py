@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
-from hfpatch.compat import collected_now, collecting
+from hfpatch.compat import (
+    attention_of,
+    collected_now,
+    collecting,
+    engine_hook,
+    forward_hooks,
+    other_hooks,
+    pytree,
+    under_zero3,
+)
 from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
@@ -53,16 +61,16 @@ class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
 
     def __init__(self, args, kwargs, B: int, T: int):
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
         self.kwargs, self.T = kwargs, T
 
     def tile(self, a: int, b: int):
         """(args, kwargs) of tokens a to b."""
         if (a, b) == (0, self.T):
-            return pytree.tree_unflatten(self.leaves, self.spec)
+            return pytree().tree_unflatten(self.leaves, self.spec)
         leaves = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree().tree_unflatten(leaves, self.spec)
 
 
 # --- asking -------------------------------------------------------------------------------------------------------------
@@ -120,7 +128,7 @@ class Ask:
         Behind it what was recorded on the way, each as [B, t, ...].
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else ()
+        idle = self.answers.dead_post if dead else self.answers.unread
         with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
@@ -236,7 +244,7 @@ class TiledLayer:
 
     @property
     def _under_zero3(self) -> bool:
-        return any(hasattr(p, "ds_id") for p in self.parameters())
+        return under_zero3(self)
 
     def forward(self, hidden_states, *args, **kwargs):
         x, session, batch = hidden_states, self._hfpatch_session, here.batch
@@ -245,7 +253,7 @@ class TiledLayer:
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {c._attn_implementation for c in self._hfpatch_configs}
+            known = {attention_of(c) for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
@@ -290,9 +298,8 @@ def _ancestors(path: str) -> list[str]:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
-    forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+    forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
+    return any(forward) or bool(other_hooks(module)) or engine_hook(module) is not None
 
 
 def _cache_of(args, kwargs):

@@ -125,7 +125,8 @@ class _Probe:
             names = [n for n, m in self.layer.named_modules() if can_go_without(m)]
             dead_post = tuple(n for n in names if self._dead(n, self._post, post))
             dead_pre = tuple(n for n in names if self._dead(n, self._pre, pre))
-            together = {"dead_post": dead_post, "dead_pre": dead_pre}
+            unread = tuple(n for n in dead_post if self._unread(n))
+            together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
         return Answers(attention=self.attention, block=block, **together)
@@ -140,6 +141,13 @@ class _Probe:
             except RuntimeError:  # written to in place, for one
                 return False
         return True
+
+    def _unread(self, name: str) -> bool:
+        """Whether the output of `post` does not depend on this module's value."""
+        with torch.no_grad():
+            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            with without_values(self.layer, (name,), float("nan")):
+                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:
         try:

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfpatch.compat import buffers_of, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
 from hfpatch.simulate.shadow import Shadows
 
@@ -194,7 +194,7 @@ class _FakeWeights:
         self.saved = []
         memo = {}
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_of(module), buffers_of(module)):
                 for name, tensor in table.items():
                     if tensor is None:
                         continue
@@ -276,7 +276,7 @@ def simulate(
     ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
     was_training = model.training
     model.train()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
     with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):
