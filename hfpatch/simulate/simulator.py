@@ -140,6 +140,11 @@ def _host_buffers(follower: Follower):
         yield
 
 
+def _on_cuda(supported):
+    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here too."""
+    return lambda head_dim, dtype, device, *pattern: supported(head_dim, dtype, torch.device("cuda"), *pattern)
+
+
 @contextlib.contextmanager
 def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
@@ -153,6 +158,10 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         layer = sys.modules.get("hfpatch.checkpoint.layer")
         if layer is not None and cuda:
             stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
+        for name in ("ops.attention", "models.layer", "models.asking"):
+            user = sys.modules.get(f"hfpatch.{name}")
+            if user is not None and cuda:
+                stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             held = (value for module in model.modules() for value in vars(module).values())
