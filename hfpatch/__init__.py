@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
     from hfpatch import ops as ops
+    from hfpatch.checkpoint.device import arrived as arrived
     from hfpatch.memory.policy import Checkpointing as Checkpointing
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
+    "arrived": "hfpatch.checkpoint.device",
     "undo": "hfpatch.patch",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
@@ -33,7 +35,19 @@ _PUBLIC = {
 # The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what came later.
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
-__all__ = ["Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "ops", "plan", "profile", "undo"]
+__all__ = [
+    "Callback",
+    "Checkpointing",
+    "Plan",
+    "Report",
+    "__version__",
+    "apply",
+    "arrived",
+    "ops",
+    "plan",
+    "profile",
+    "undo",
+]
 
 
 def _refuse_old(packages) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from torch import nn
 
 from hfpatch.checkpoint.session import Session
+from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, names_attention
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
@@ -64,11 +65,11 @@ def _unpin(module: nn.Module) -> None:
 
     transformers 4.57 leaves the first after output_hidden_states=True, accelerate's mixed precision the second.
     """
-    forward, inner = vars(module).get("forward"), vars(module).get("_original_forward")
+    forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
     if getattr(forward, "__func__", None) is type(module).forward:
         del module.forward
     elif getattr(inner, "__func__", None) is type(module).forward and is_mixed(module):
-        del module.forward, module._original_forward
+        drop_wrapped_forward(module)
 
 
 def _base_config(model: nn.Module):
@@ -278,8 +279,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         swap(layer, TiledLayer)
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         layer._hfpatch_asks = ask_layer
-        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
-        layer._z3_leaf = True
+        gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
@@ -288,7 +288,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
-    if shape is not None and not whole:
+    if shape is not None and not whole and not shape.whole_because:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
@@ -299,10 +299,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
 
 def _configs(decoder: Decoder) -> tuple:
     """The configs that the stack and what is in it read, each once."""
-    found = {
-        id(c): c for m in decoder.stack.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")
-    }
-    return tuple(found.values())
+    configs = (getattr(m, "config", None) for m in decoder.stack.modules())
+    return tuple({id(c): c for c in configs if names_attention(c)}.values())
 
 
 def _shape(config) -> ModelShape | None:
@@ -344,8 +342,7 @@ def undo(model: nn.Module) -> None:
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)
-            if "_z3_leaf" in vars(module):
-                del module._z3_leaf
+            gather_as_one(module, False)
         for mark in _MARKS:
             vars(module).pop(mark, None)
     for session in sessions:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.heads import Attention
-from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
+from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
+from hfpatch.compat import keeps_graph, version
 from hfpatch.memory.formula import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
@@ -318,7 +319,7 @@ class LayerCall:
         self.out_buffers = None
         if before is None and not queue.under_way:
             queue.drop_ring()
-        return dx, [*darguments, *weights.sums]
+        return dx, [*darguments, *weights.handed_over()]
 
     def _lse_ticket(self):
         if not self.lses:
@@ -462,7 +463,7 @@ class _TiledLayer(torch.autograd.Function):
         call.dextras = dextras
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
         return None, dx, *grads
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hfpatch.compat import same_storage
+
 
 class _Held:
     """One layer's input on its way through the tier. before: that of the layer which gave it, whose backward comes next."""
@@ -70,5 +72,5 @@ def offloaded_checkpoint(session, run, x_BTD: Tensor):
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at one place; a simulated tensor has no address."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    """Whether both start at one place."""
+    return same_storage(a, b) and a.storage_offset() == b.storage_offset()

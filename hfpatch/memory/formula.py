@@ -177,28 +177,41 @@ def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
     return Moment("loss", z.embedding, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.embedding)
 
 
-def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
-    """(bytes of the MLP's inner columns, of what it holds beside them, of its largest weight gradient), for t rows.
-
-    A mixture of experts gathers a row for each expert that a token goes to, and keeps three such rows: gathered, given
-    by the experts, weighted.
-    """
-    shape, s = z.shape, z.s
-    D, joined = shape.hidden_size, 2 if shape.joined else 1
+def _inner(z: _Sizes, layer: int, t: int) -> int:
+    """Bytes of an MLP's inner columns for t rows, of all experts that a token goes to."""
+    shape = z.shape
     if not shape.is_sparse(layer):
-        return t * shape.intermediate_size * s, 0, joined * D * shape.intermediate_size * s
-    rows = t * shape.experts_per_token
-    inner = rows * shape.expert_size * s + t * shape.shared_size * s
-    # Experts with biases have a gate of clamps and sums of their own (gpt-oss): five more columns of theirs are alive.
-    beside = 3 * rows * D * s + (5 * inner if shape.expert_bias else 0)
-    return inner, beside, 2 * shape.experts * D * shape.expert_size * s
+        return t * shape.intermediate_size * z.s
+    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.s
+
+
+def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
+    """(bytes, of new weight gradients beside them) at three moments of the experts' backward over t rows: their output's
+    gradient is there; the activation's is; that of what was gathered is.
+
+    A row is gathered for each expert that a token goes to, given by it, weighted, and each has a gradient. Experts with
+    biases have a gate of clamps and sums of their own (gpt-oss): three more columns of theirs are alive.
+    """
+    shape, inner = z.shape, _inner(z, layer, t)
+    gathered = t * shape.experts_per_token * shape.hidden_size * z.s
+    more = 3 if shape.expert_bias else 0
+    down = shape.experts * shape.hidden_size * shape.expert_size * z.s
+    return (
+        (5 * gathered + (4 + more) * inner, 0),
+        (gathered + (6 + more) * inner, down),
+        (2 * gathered + 2 * inner, 3 * down),
+    )
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
-    inner, beside, _ = _mlp_tile(z, layer, z.rows)
-    norms = (2 + z.shape.norms) * z.u + 4 * z.shape.norms * z.rows
-    acts = 3 if z.shape.fused_mlp else 4
+    inner, shape = _inner(z, layer, z.rows), z.shape
+    norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
+    acts = 3 if shape.fused_mlp else 4
+    beside = 0
+    if shape.is_sparse(layer):
+        acts = 7 if shape.expert_bias else 4
+        beside = 2 * z.rows * shape.experts_per_token * shape.hidden_size * z.s
     return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
 
 
@@ -242,18 +255,30 @@ def _tiled(z: _Sizes, policy: Policy):
     lse = z.lse if save and off else 0
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
-        inner, beside, mlp_dw = _mlp_tile(z, index, t)
-        acts = 0 if shape.fused_mlp else 1
-        beside += acts * inner
+        inner, sparse = _inner(z, index, t), shape.is_sparse(index)
+        beside = 0 if shape.fused_mlp else inner
+        mlp_dw = (2 if shape.joined else 1) * D * shape.intermediate_size * s
         ring_here = 0 if x_resident else ring
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         if single:
-            mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside
             held = fetched + recomputed + qkv + join + lse + z.always + extra
-            return [Moment(f"{name}: tile", gradients, checkpoints, mlp + held, workspace=ring_here)]
+            if sparse:  # the attention outputs of the layer to come are on their way already
+                mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]
+            else:
+                mlps = [
+                    (max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside, 0)
+                ]
+            return [
+                Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
+                for mlp, dw in mlps
+            ]
         mlp = shape.mlp_parameters_of(index)
         wide = 4 * (mlp + shape.o_weights + D)
-        tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
+        if sparse:
+            *early, (late, dw) = _experts_tile(z, index, t)
+            tile = max(*map(sum, early), late + 2 * dw // 3) + 3 * tile_D + join
+        else:
+            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
         a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
         c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
@@ -289,7 +314,7 @@ def _tiled(z: _Sizes, policy: Policy):
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
-    working = lambda i: 2 * _mlp_tile(z, i, z.rows)[0] + z.u + z.always  # noqa: E731
+    working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
     done = shape.over(shape.layer_parameters_of, n + 1) * z.s
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch.compat import name_attention
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
@@ -132,9 +133,9 @@ def our_attention(configs, batch: Batch | None):
     before, here.batch = here.batch, batch
     with _lock:
         for config in configs:
-            entry = _entered.setdefault(id(config), [0, config._attn_implementation_internal])
+            before_it = name_attention(config, NAME)
+            entry = _entered.setdefault(id(config), [0, before_it])
             entry[0] += 1
-            config._attn_implementation_internal = NAME
     try:
         yield
     finally:
@@ -144,7 +145,7 @@ def our_attention(configs, batch: Batch | None):
                 entry = _entered[id(config)]
                 entry[0] -= 1
                 if not entry[0]:
-                    config._attn_implementation_internal = _entered.pop(id(config))[1]
+                    name_attention(config, _entered.pop(id(config))[1])
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------

@@ -9,12 +9,20 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
-from hfpatch.compat import collected_now, collecting
+from hfpatch.compat import (
+    attention_of,
+    collected_now,
+    collecting,
+    engine_hook,
+    forward_hooks,
+    other_hooks,
+    pytree,
+    under_zero3,
+)
 from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
@@ -56,7 +64,7 @@ class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
 
     def __init__(self, args, kwargs, B: int, T: int):
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
         self.kwargs, self.T = kwargs, T
         self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -75,7 +83,7 @@ class Arguments:
                 part = whole if axis is None else whole.narrow(axis, a, b - a)
                 self.cut[i] = self.cut[i].detach().requires_grad_()
                 self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
-        return pytree.tree_unflatten(self.cut, self.spec)
+        return pytree().tree_unflatten(self.cut, self.spec)
 
     def wanted(self) -> list[Tensor]:
         """The arguments that want a gradient."""
@@ -95,7 +103,7 @@ class Arguments:
 
         ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree().tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
         wanted = {id(self.cut[i]) for i in self._wanted}
@@ -188,7 +196,7 @@ class Ask:
         Behind it what was recorded on the way, each as [B, t, ...].
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else ()
+        idle = self.answers.dead_post if dead else self.answers.unread
         with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
@@ -306,7 +314,7 @@ class TiledLayer:
 
     @property
     def _under_zero3(self) -> bool:
-        return any(hasattr(p, "ds_id") for p in self.parameters())
+        return under_zero3(self)
 
     def forward(self, hidden_states, *args, **kwargs):
         x, session, batch = hidden_states, self._hfpatch_session, here.batch
@@ -315,7 +323,7 @@ class TiledLayer:
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {c._attn_implementation for c in self._hfpatch_configs}
+            known = {attention_of(c) for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
@@ -373,9 +381,8 @@ def _ancestors(path: str) -> list[str]:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
-    forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+    forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
+    return any(forward) or bool(other_hooks(module)) or engine_hook(module) is not None
 
 
 def _cache_of(args, kwargs):

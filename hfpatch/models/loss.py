@@ -12,12 +12,12 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
+from hfpatch.compat import forward_hooks, modules_of, own_loss, parameters_of, pytree, set_own_loss
 from hfpatch.models.asking import here
 from hfpatch.models.classes import keeps_signature, swap
 from hfpatch.models.parts import FusedRMSNorm
@@ -90,9 +90,7 @@ class Logits:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        args, kwargs = torch.utils._pytree.tree_map(
-            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
-        )
+        args, kwargs = pytree().tree_map(lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -125,8 +123,8 @@ def why_not_fused(head: nn.Module) -> str | None:
     if "forward" in vars(inner):
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
-    weight = inner._parameters.get("weight")
-    if is_traceable_wrapper_subclass(weight) and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
+    weight = parameters_of(inner).get("weight")
+    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
         return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
     return None
 
@@ -146,12 +144,12 @@ def through(head: nn.Module, function, hidden: Tensor, *args, **options):
 def head_name(model: nn.Module) -> str | None:
     """The attribute under which a model calls its head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((n for n, m in model._modules.items() if m is head and m is not None), None)
+    return next((n for n, m in modules_of(model).items() if m is head and m is not None), None)
 
 
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
-    own = vars(model).get("_loss_function")
+    own = own_loss(model)
     if own is not None:
         return None if own is ForCausalLMLoss else "the model has a loss function of its own"
     kind = getattr(model, "loss_type", None)
@@ -182,10 +180,10 @@ class FusedCausalLM:
 
     @loss_function.setter
     def loss_function(self, value):
-        vars(self)["_loss_function"] = value
+        set_own_loss(self, value)
 
     def _hfpatch_head(self) -> nn.Module:
-        return self._modules[self._hfpatch_head_name]
+        return modules_of(self)[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
@@ -274,7 +272,7 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and not any(m._forward_hooks for m in around)
+        return isinstance(around[-1], FusedRMSNorm) and not any(forward_hooks(m) for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)
@@ -311,7 +309,7 @@ def _plain_head(model) -> bool:
     config = model.config.get_text_config()
     scaled = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
     plain = not any(getattr(config, name, None) for name in scaled)
-    return plain and model._hfpatch_norm_path is not None and len(model._modules) == 2
+    return plain and model._hfpatch_norm_path is not None and len(modules_of(model)) == 2
 
 
 def as_stock(loss: Tensor) -> Tensor:

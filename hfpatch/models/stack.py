@@ -6,6 +6,7 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 import torch
 from torch import Tensor
 
+from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -55,13 +56,13 @@ class OurAttention:
         config = self.config
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        if not plain or kwargs["use_cache"] or not _full_attention(config) or config._attn_implementation != "sdpa":
+        if not plain or kwargs["use_cache"] or not _full_attention(config) or attention_of(config) != "sdpa":
             return self._hfpatch_stock(kwargs)
-        config._attn_implementation_internal = CAUSAL_NAME
+        name_attention(config, CAUSAL_NAME)
         try:
             return self._hfpatch_stock(kwargs)
         finally:
-            config._attn_implementation_internal = "sdpa"
+            name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
         if weights_move(self):
@@ -122,7 +123,7 @@ class OurAttention:
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
         known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
-        if mask is not None and rows_mask is None or config._attn_implementation not in known:
+        if mask is not None and rows_mask is None or attention_of(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 
@@ -144,4 +145,4 @@ def _full_attention(config) -> bool:
     return plain and set(kinds) == {"full_attention"}
 
 
-_outside = torch._dynamo.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))
+_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))
