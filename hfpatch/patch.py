@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import nn
 
+from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
@@ -274,7 +275,7 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     if replaced:
         report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
         return
-    shape = _shape(stack.config)
+    shape = as_trained(_shape(stack.config), layers[0])
     session = Session(settings, shape, len(layers))
     stack._hfpatch_session = session
     names = Counter(type(layer).__name__ for layer in layers)
