@@ -15,6 +15,7 @@ from hfpatch.models import parts
 from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.layer import TiledLayer
+from hfpatch.models.lora import widened
 from hfpatch.models.loss import FusedCausalLM, fuse, head_name, is_fused_head, not_its_own_loss, runs_its_own_way
 from hfpatch.models.probe import OTHER_MIXER, ask_layer
 from hfpatch.models.stack import OurAttention
@@ -293,6 +294,12 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
+    wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
+    if wide:
+        report.notes.append(
+            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
+            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
+        )
     if shape is not None and not whole:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
     dropout = getattr(stack.config, "attention_dropout", 0.0)

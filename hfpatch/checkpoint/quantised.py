@@ -67,3 +67,8 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
     targets = {part for name in trained for part in name.split(".lora_")[0].split(".")} & known
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
     return replace(shape, adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets))))
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether this is a Linear of few bits that is known."""
+    return _quantised(module)[0] is not None

@@ -69,7 +69,7 @@ def attention(func, args, kwargs):
 
 
 def matmul_flops(func, args, kwargs, out) -> int:
-    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any of their out= and dtype forms; 0 for other operations."""
+    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
     if packet in (aten.mm, aten.bmm, aten._int_mm):
         a, b = args[0], args[1]
