@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Flops, Moment, Policy, StepMemory
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
@@ -22,7 +23,8 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     total, with the gradients that the plan counts then, or the most at any moment; and on the host."""
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
-    model = prepare(build(config), "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
+    adapters = Adapters(**plan.adapters) if plan.adapters else None
+    model = prepare(build(config, adapters=adapters), "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     result = simulate(model, plan.batch, plan.seq_len, policy=policy)
     if at_peak:
         beyond = result.peak_bytes - result.categories["parameters"] - plan.gpu_bytes["gradients"]
@@ -43,6 +45,7 @@ class Counted:
     layer_parameters: int
     embedding_parameters: int
     num_layers: int
+    adapters: None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Counted":

@@ -6,22 +6,25 @@ TRL and Liger change transformers process-wide: one of them a process.
 import torch
 
 from hfpatch.simulate import trl
+from hfpatch.simulate.adapters import adapted
 
 IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
                    "hfpatch-off")  # fmt: skip
 
 
-def build(config: dict, dtype=torch.bfloat16):
-    """A causal language model of a config.json's values on the meta device: shapes without memory."""
+def build(config: dict, dtype=torch.bfloat16, adapters=None):
+    """A causal language model of a config.json's values on the meta device: shapes without memory. adapters: a
+    memory.adapters.Adapters, LoRA over it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
         except ValueError:  # families whose attention sdpa cannot do (sinks): their own
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+    return adapted(model, adapters) if adapters else model
 
 
 def prepare(model, implementation: str):
