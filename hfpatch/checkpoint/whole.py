@@ -34,9 +34,8 @@ class _Held:
         return x
 
 
-def offloaded_checkpoint(session, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the session's policy says. `run` is called again in backward."""
-    policy = session.policy(None, x_BTD)
+def offloaded_checkpoint(session, policy, run, x_BTD: Tensor):
+    """run(x) checkpointed, x [B, T, D] kept where the policy says. `run` is called again in backward."""
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
     transfers = session.queues[x_BTD.device, policy.offload].transfers

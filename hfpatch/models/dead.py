@@ -45,16 +45,24 @@ def can_go_without(module: nn.Module) -> bool:
     )
 
 
+def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
+    """What `without_values` takes: the named Linears of the layer and the forward that answers with an expanded `value`.
+
+    Those that are no plain Linear here and now are left out, and compute.
+    """
+    if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
+        return []
+    modules = (m for m in map(layer.get_submodule, dict.fromkeys(names)) if can_go_without(m))
+    return [(vars(m), partial(_valueless_forward, m, value)) for m in modules]
+
+
 @contextmanager
-def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "cpu"):
-    """Within, the named Linears of the layer answer with an expanded `value`. Those that are no plain Linear by now compute."""
-    idle = []
-    if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
-        idle = [m for m in map(layer.get_submodule, names) if can_go_without(m)]
-    for module in idle:
-        module.__dict__["forward"] = partial(_valueless_forward, module, value)
+def without_values(idle: list):
+    """Within, the idle Linears compute nothing."""
+    for attributes, forward in idle:
+        attributes["forward"] = forward
     try:
         yield
     finally:
-        for module in idle:
-            del module.__dict__["forward"]
+        for attributes, _ in idle:
+            attributes.pop("forward", None)

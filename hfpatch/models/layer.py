@@ -15,9 +15,10 @@ from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import collected_now, collecting
 from hfpatch.models.answers import Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
-from hfpatch.models.dead import without_values
+from hfpatch.models.dead import can_go_without, idle, without_values
+from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch
-from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
+from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -86,6 +87,7 @@ class Ask:
     returns_tuple: bool = False
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
+    found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -97,7 +99,7 @@ class Ask:
 
         dead: the values of Answers.dead_pre are not computed. RuntimeError where the layer does not reach its attention.
         """
-        with without_values(self.layer, self.answers.dead_pre if dead else (), device=x_BtD.device.type):
+        with without_values(self._idle(self.answers.dead_pre, x_BtD.device.type) if dead else ()):
             if self.answers.block:
                 return self._block_pre(x_BtD, a, b)
             note = Noting(len(self.answers.attention))
@@ -114,14 +116,43 @@ class Ask:
         self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
         return [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
 
-    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
+    def _idle(self, names: tuple[str, ...], device: str) -> list:
+        """Looked up once a call: a layer has many tiles."""
+        if names not in self.found_idle:
+            self.found_idle[names] = idle(self.layer, names, device)
+        return self.found_idle[names]
+
+    def keepable(self, names, device: str) -> tuple[str, ...]:
+        """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
+        if torch.is_autocast_enabled(device):
+            return tuple(n for n in names if n == "qkv")
+        sources = self._sources()
+        able = lambda n: n in sources and all(can_go_without(self.layer.get_submodule(m)) for m in sources[n])  # noqa: E731
+        return tuple(n for n in names if n == "qkv" or able(n))
+
+    def _sources(self) -> dict[str, tuple[str, ...]]:
+        """The modules whose values nobody reads where a kept value is known."""
+        sources = {"mid": ("self_attn.o_proj",)} if self.answers.block else {}
+        mlp = getattr(self.layer, "mlp", None)
+        if isinstance(mlp, (FusedMLP, FusedJointMLP)):
+            sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
+        return sources
+
+    def post(
+        self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False, noted=None, known=None
+    ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
 
-        Behind it what was recorded on the way, each as [B, t, ...].
+        Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
+        `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else ()
-        with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
+        names = self.answers.dead_post if dead else ()
+        if known:
+            sources = self._sources()
+            names = (*names, *(module for name in known for module in sources[name]))
+        nobody_reads = self._idle(names, x_BtD.device.type) if names else ()
+        with without_values(nobody_reads), collecting(found), keeping(noted, known):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
             else:
@@ -166,11 +197,13 @@ class Ask:
     def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
         layer = self.layer
         h, norm = layer.self_attn.o_proj(out_BtHE.flatten(2)), layer.post_attention_layernorm
-        if isinstance(norm, FusedRMSNorm):
+        total = known_sum("mid", x_BtD, h)
+        if total is None and isinstance(norm, FusedRMSNorm):
             normed, total = norm(h, residual=x_BtD)
         else:
-            total = x_BtD + h
+            total = x_BtD + h if total is None else total
             normed = norm(total)
+        note("mid", total)
         return total + layer.mlp(normed)
 
 
@@ -184,8 +217,8 @@ def _run_directly(function, *args, **kwargs):
 class TiledLayer:
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
-    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers, None where it is to be
-    asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is; `_hfpatch_answers`:
+    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
     """
 
     @property
@@ -256,11 +289,14 @@ class TiledLayer:
                     self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
             if self.why_not_tiled(x, mask) is None:
+                policy = session.policy(self, x)
+                if torch.is_grad_enabled() and session.is_plain(self, policy):
+                    return super().forward(x, *args, **kwargs)
                 arguments = Arguments(args, kwargs, *x.shape[:2])
                 lists = collected_now()
                 records = tuple(key for key in lists if key in _RECORDED_INSIDE)
                 ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records)
-                y, *extras = tiled_layer(session, ask, x)
+                y, *extras = tiled_layer(session, policy, ask, x)
                 ask.hand_on(extras, lists)
                 return (y,) if ask.returns_tuple else y
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
@@ -273,13 +309,16 @@ class TiledLayer:
             kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
+        policy = session.policy(None, x)
+        if session.is_plain(self, policy):
+            return super().forward(x, *args, **kwargs)
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
             with our_attention(self._hfpatch_configs if batch is not None else (), batch):
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
-        return offloaded_checkpoint(session, run, x)
+        return offloaded_checkpoint(session, policy, run, x)
 
 
 def _ancestors(path: str) -> list[str]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from hfpatch.models.answers import Answers, looks_like_a_block
 from hfpatch.models.asking import Asked, asking, our_attention
-from hfpatch.models.dead import can_go_without, without_values
+from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.layer import Arguments, Ask
 from hfpatch.models.masks import Batch
 
@@ -134,7 +134,7 @@ class _Probe:
         """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
         for value in (float("nan"), 3.0):
             try:
-                with without_values(self.layer, (name,), value):
+                with without_values(idle(self.layer, (name,), value=value)):
                     if not _equal(run(), expected):
                         return False
             except RuntimeError:  # written to in place, for one

@@ -22,7 +22,8 @@ SHORT = [
     ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"), ("host", "tiles again", "raise in q"),
     ("host", "one", "whole step"), ("disk", "one", "whole partial"), ("host", "one", "whole retain"),
     ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
-    ("host", "tiles", "handed over"),
+    ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"), ("host", "keep one", "lengths"),
+    ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"), ("host", "keep", "raise in mlp"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 
@@ -47,7 +48,7 @@ REMOVALS = {
     "Transfers.save: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
-    "LayerCall._tile_requests.<locals>.request: "
+    "Kept._requests.<locals>.request: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
