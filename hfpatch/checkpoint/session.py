@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.layer import LayerCall
@@ -30,6 +31,12 @@ def _rounded(tokens: int) -> int:
 def metered(device: torch.device) -> bool:
     """Whether the device's free memory is known, and no other than what checkpoints may be kept in."""
     return device.type == "cuda"
+
+
+def arrival_counts() -> bool:
+    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a plain layer and a tiled one
+    it is not the same, and ranks choose by their own memory and lengths."""
+    return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def say(line: str) -> None:
@@ -143,6 +150,8 @@ class Session:
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
         plain = 0 if settings.plain == "auto" else settings.plain
+        if arrival_counts():
+            settings = dataclasses.replace(settings, plain=plain)
         if self.shape is None:
             # Sizes that no closed form describes: everything that is worth keeping goes to the host.
             tier = "disk" if settings.directory else "host" if settings.offload == "auto" else settings.offload

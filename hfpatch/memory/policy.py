@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
 
-from hfpatch.memory.formula import GiB, ModelShape, Policy, step_flops, step_memory
+from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_flops, step_memory
 from hfpatch.memory.hardware import GPUS, Gpu
 from hfpatch.memory.seconds import step_time
 from hfpatch.memory.shape import KEEPABLE
@@ -174,15 +174,20 @@ class Search:
     def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None):
         self.settings, self.shape, self.gpu = settings, shape, gpu or GPUS[NOMINAL]
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-        self.price = cache(self.price)
+        self.price, self.memory = cache(self.price), cache(self.memory)
+
+    def memory(self, policy: Policy) -> tuple[StepMemory, Option]:
+        """The step's memory, also as an option without its seconds."""
+        memory = step_memory(self.shape, policy, **self.sizes)
+        host = memory.host if policy.offload == "host" else 0
+        return memory, Option(policy, max(m.beyond for m in memory.moments), host, math.nan)
 
     def price(self, policy: Policy) -> Option:
         """What the closed forms say of a policy."""
-        memory = step_memory(self.shape, policy, **self.sizes)
+        memory, option = self.memory(policy)
         flops = step_flops(self.shape, policy, batch=self.sizes["batch"], tokens=self.sizes["tokens"])
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
-        host = memory.host if policy.offload == "host" else 0
-        return Option(policy, max(m.beyond for m in memory.moments), host, time.total - time.optimizer)
+        return replace(option, seconds=time.total - time.optimizer)
 
     # -- what settings allow -----------------------------------------------------------------------------------------
     def places(self) -> tuple:
@@ -196,7 +201,7 @@ class Search:
         if every != "auto":
             spans = (every,)
         else:
-            spans = range(2, self.shape.num_layers + 1) if several and save is not True else () if several else (1,)
+            spans = _intervals(self.shape.num_layers) if several and save is not True else () if several else (1,)
         saves = (True, False) if save == "auto" else (save,)
         return [(k, s) for k in spans for s in saves if not (s and k > 1 and save == "auto")]
 
@@ -256,19 +261,18 @@ class Search:
         return [option for option in found if option]
 
     def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
-        """The policy with as many plain layers as fit: each makes the step shorter.
-
-        Their bytes fall while a plain layer takes the place of a tiled one that keeps more, then rise.
-        """
-        plains = self.plains()
-        price = lambda plain: self.price(replace(base, plain=plain))  # noqa: E731
-        low, high = plains[0], plains[-1]
-        if not budget.admits_device(price(low)):
-            low = _first(lambda i: i == high or price(i).device <= price(i + 1).device, low, high)
-            if not budget.admits_device(price(low)):
-                return None
-        most = _first(lambda i: i == high or not budget.admits_device(price(i + 1)), low, high)
-        return price(most) if budget.admits_host(price(most)) else None
+        """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
+        after which no tiled layer needs its working set."""
+        low, high = self.plains()[0], self.plains()[-1]
+        option = lambda plain: self.memory(replace(base, plain=plain))[1]  # noqa: E731
+        admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
+        if admitted(high):
+            most = high
+        elif admitted(low):
+            most = _first(lambda i: not admitted(i + 1), low, high - 1)
+        else:
+            return None
+        return self.price(option(most).policy) if budget.admits_host(option(most)) else None
 
     def least(self, budget: Budget) -> Option:
         """The fewest bytes on the device that the host admits, nothing kept for speed; seconds decide between equal ones."""
@@ -288,6 +292,14 @@ class Search:
         least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
         # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
         return min([least, *every], key=budget.lack) if budget.lack(least) else least
+
+
+def _intervals(num_layers: int) -> list[int]:
+    """Layers a checkpoint to try: all up to 8, then a quarter more each time; between those the sums hardly differ."""
+    found = [k for k in range(2, num_layers + 1) if k <= 8]
+    while found and found[-1] < num_layers:
+        found.append(min(num_layers, found[-1] * 5 // 4))
+    return found
 
 
 def _first(holds, low: int, high: int) -> int:

@@ -1,6 +1,7 @@
 """What a step may take: lengths in any order within the memory that the longest alone needs, and what steps teach."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -186,6 +187,18 @@ def test_states_are_to_come_until_an_optimizer_has_stepped(told):
     assert room_of(model).bytes() == 2 * GiB - 2 * own  # the gradients are there
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     assert room_of(model).bytes() == 2 * GiB
+
+
+def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
+    """Its buckets take gradients as they come: a rank with more memory must not run another order of them."""
+    model = tiny_llama()
+    hfpatch.apply(model)
+    told["free"] = 2 * GiB
+    monkeypatch.setitem(sys.modules, "deepspeed", sys)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    step(model)
+    assert policy_of(model).plain == 0 and policy_of(model).keep == ("qkv", "mid", "gate_up")
 
 
 def test_lengths_that_are_close_have_one_policy(told):

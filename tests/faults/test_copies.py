@@ -41,6 +41,7 @@ def test_the_short_rows_name_everything():
 
 STEP, DISK, PACKED = ("host", "tiles", "step"), ("disk", "tiles", "step"), ("gpu", "one", "packed")
 PARTIAL, LENGTHS, HANDED = ("host", "tiles", "partial"), ("host", "one", "lengths"), ("host", "tiles", "handed over")
+KEEP = ("host", "keep", "step")
 # The synchronisation -> a scenario that races without it. Found to be redundant, and dropped, as ordered through the compute
 # stream: the wait of a fetch for the copy to the host (settle is before it), that of a save for the last fetch from its block
 # (a ticket's end is before it), and the host's waits before blocks are let go (each waits as it is unpinned).
@@ -91,6 +92,18 @@ def forget_sources(patch):
     patch.setattr(Transfers, "save", without)
 
 
+def let_go_of_tiles_at_once(patch):
+    settle = Transfers.settle
+
+    def without(self, under_way=0):
+        if under_way:
+            self.unsettled.clear()
+        else:
+            settle(self)
+
+    patch.setattr(Transfers, "settle", without)
+
+
 def forget_the_end_of_tickets(patch):
     patch.delattr(Ticket, "__del__")
 
@@ -117,7 +130,8 @@ def reuse_bounces_at_once(patch):
 
 
 @pytest.mark.parametrize("removal, row", [
-    (forget_sources, LENGTHS), (forget_the_end_of_tickets, PARTIAL), (forget_the_last_use_of_slots, STEP),
+    (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP), (forget_the_end_of_tickets, PARTIAL),
+    (forget_the_last_use_of_slots, STEP),
     (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),
 ])  # fmt: skip
 def test_each_owner_is_needed(removal, row, tmp_path, monkeypatch):
