@@ -1,5 +1,6 @@
-"""Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
+"""Every private name of other libraries that the patch needs: one function each, with what happens where the name is gone."""
 
+import sys
 from contextlib import contextmanager, nullcontext
 
 
@@ -53,3 +54,33 @@ def real_tensors():
     except ImportError:
         return nullcontext()
     return _disable_current_modes()
+
+
+def _variable(function, name: str):
+    """What a closure holds under a name, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def ulysses(attention):
+    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's Ulysses put in place; None for
+    any other."""
+    found = _variable(attention, "uattn")
+    if found is None or not hasattr(found, "process_group"):
+        return None
+    return found.process_group, bool(getattr(found, "disable_in_eval", False))
+
+
+def context_parallel():
+    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
+    for name in ("_context_parallel._attention", "_attention"):
+        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
+        if hasattr(module, "_replaced_functions"):
+            sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
+            if sdpa not in module._replaced_functions:
+                return None
+            mesh = _variable(sdpa, "device_mesh")
+            return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
+    return None

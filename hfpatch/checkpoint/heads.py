@@ -39,6 +39,14 @@ class Attention:
         """How many groups, hence outputs, each call has."""
         return [len(heads.groups) for heads in self.heads]
 
+    def join(self, outs: list[Tensor]) -> list[Tensor]:
+        """Each call's out [B, t, H, E] from those of its groups."""
+        joined, outs = [], list(outs)
+        for n in self.counts():
+            mine, outs = outs[:n], outs[n:]
+            joined.append(mine[0] if n == 1 else torch.cat(mine, 2))
+        return joined
+
     def forward(self, asked: list, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """out [B, T, G, E] and lse of every group. asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each."""
         self.heads, results = [], []

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.exchange import attention_of
 from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
 from hfpatch.checkpoint.privacy import holders, is_private
@@ -114,12 +115,10 @@ class LayerCall:
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
         """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
-        joined, outs = [], list(outs_BtGE)
-        for n in self.attention.counts():
-            mine, outs = outs[:n], outs[n:]
-            out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
-            out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
-            joined.append(out.detach().requires_grad_(True) if grad else out)
+        # DTensor weights (tensor parallelism) take no strided tile of a batch.
+        joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
+        if grad:
+            joined = [out.detach().requires_grad_(True) for out in joined]
         with self._random("post", index):
             return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad), joined
 
@@ -456,8 +455,11 @@ def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
     layer = ask.layer
     places = noted(layer)
     tensors = [place.now() for place in places if place.trained]
-    policy = session.policy(layer, x)
-    call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
+    sequence = ask.batch.sequence
+    policy = session.policy(layer, x, sequence)
+    call = LayerCall(
+        layer, session, policy, ask, x.device, places, (), session.shards, attention=attention_of(sequence)
+    )
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
             return call.forward(x, keep=None)

@@ -15,6 +15,7 @@ from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy
 from hfpatch.memory.policy import Checkpointing, auto_tile, choose
+from hfpatch.memory.sequence import rounds_of
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 
 
@@ -30,6 +31,7 @@ class Session:
         self.policies: dict[tuple, Policy] = {}
         self.queues: dict[tuple, FetchQueue] = {}  # by (device, tier): each with transfers of its own
         self.shards: Shards | None = None
+        self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
@@ -42,16 +44,18 @@ class Session:
         return Session, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
-    def policy(self, layer: nn.Module | None, x_BTD: Tensor) -> Policy:
+    def policy(self, layer: nn.Module | None, x_BTD: Tensor, sequence=None) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 
-        Raises ValueError where the host cannot hold what was asked for.
+        sequence: the ranks that share its rows (checkpoint.exchange.Sequence), which all choose alike. Raises ValueError where
+        the host cannot hold what was asked for.
         """
+        self.sequence = sequence
         for queue in self.queues.values():
             queue.begin()
         B, T, _ = x_BTD.shape
         whole = layer is None or self.shape is None
-        key = (B, T, x_BTD.dtype, x_BTD.device, whole)
+        key = (B, T, x_BTD.dtype, x_BTD.device, whole, sequence)
         policy = self.policies.get(key)
         if policy is None:
             policy = self._resolve(B, T, x_BTD, whole, layer is not None and is_sharded(layer))
@@ -92,10 +96,11 @@ class Session:
             settings = dataclasses.replace(
                 settings, every=1, save_attention=False
             )  # each layer keeps its input, no more
+        gpu_free, host_free = memory.gpu_free(x.device) if x.device.type == "cuda" else None, self._host_free()
+        if self.sequence is not None and not whole:
+            gpu_free, host_free = self.sequence.least(gpu_free, host_free)
         return choose(
-            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
-            gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
-            host_free=self._host_free(),
+            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=gpu_free, host_free=host_free,
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )  # fmt: skip
 
@@ -107,8 +112,12 @@ class Session:
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
         s = self.shape
-        heads = heads_per_group(B, T, s.num_heads, s.num_kv_heads) * (s.num_heads // s.num_kv_heads)
-        scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        heads = s.num_heads // self._groups(B, T)
+        if self.sequence is None:
+            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        else:
+            ranks = self.sequence.size
+            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
         activations = 6 * B * T * s.hidden_size * 2
         if scratch + activations > free:
             raise ValueError(
@@ -116,6 +125,13 @@ class Session:
                 f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
                 "call torch.use_deterministic_algorithms(False) or shorten the sequence."
             )
+
+    def _groups(self, B: int, T: int) -> int:
+        """In how many parts a layer's heads go through the kernels."""
+        s = self.shape
+        if self.sequence is None:
+            return s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+        return rounds_of(B, T * self.sequence.size, s.num_heads, s.num_kv_heads, self.sequence.size).count
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Copies for this policy; blocks of another length are given back first."""
@@ -143,7 +159,7 @@ class Session:
             kept = B * self.shards.bounds(tile_bounds(B, T, policy.tile))[-1][1]
         sizes = {kept * s.hidden_size * itemsize: n}
         if policy.save_attention and policy.every == 1:
-            groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+            groups = self._groups(B, T)
             for nbytes in (rows * s.q_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
                 sizes[nbytes] = sizes.get(nbytes, 0) + n * groups
         return sizes

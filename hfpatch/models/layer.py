@@ -14,24 +14,17 @@ from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import collected_now, collecting
 from hfpatch.models.answers import Answers, rope_of
-from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
+from hfpatch.models.asking import Answering, Asked, Call, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
 from hfpatch.models.masks import Batch
+from hfpatch.models.parallel import sequence_now
 from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
+_NO_MASK = "_attach_context_parallel_hooks."
 ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of attention was asked for."""
-
-    scale: float
-    pattern: Pattern
-    sinks_H: Tensor | None
 
 
 # --- the arguments of a layer, cut along tokens -------------------------------------------------------------------------
@@ -82,7 +75,7 @@ class Ask:
     configs: tuple
     batch: object
     forward: object = None  # the layer's own, where it is not a TiledLayer yet
-    asked: list[_Call] = field(default_factory=list)
+    asked: list[Call] = field(default_factory=list)
     returns_tuple: bool = False
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
@@ -111,7 +104,7 @@ class Ask:
                     f"hfpatch: expected {type(self.layer).__name__} to call attention {note.n_calls} times, "
                     f"{len(note.calls)} came; use apply(model, checkpointing='off')."
                 )
-        self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
+        self.asked = [c.call() for c in note.calls]
         return [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
 
     def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
@@ -160,7 +153,7 @@ class Ask:
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
         mask = self.arguments.kwargs.get("attention_mask")
         pattern = Pattern() if mask is None else mask.pattern()
-        self.asked = [_Call(attn.scaling, pattern, None)]
+        self.asked = [Call(attn.scaling, pattern, None)]
         return [q.transpose(1, 2), k.transpose(1, 2), v]
 
     def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
@@ -246,7 +239,10 @@ class TiledLayer:
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {c._attn_implementation for c in self._hfpatch_configs}
-            batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
+            alone = known <= {"sdpa", "flash_attention_2"} and not any(
+                sequence_now(c, self.training) for c in self._hfpatch_configs
+            )
+            batch = Batch(*x.shape[:2], x.device) if alone else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
             if self._hfpatch_answers is None:
@@ -289,10 +285,12 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
+    """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
+    accelerate's hooks under context parallelism, which take away a mask."""
     forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+    before = (h for h in module._forward_pre_hooks.values() if not getattr(h, "__qualname__", "").startswith(_NO_MASK))
+    others = module._backward_hooks or module._backward_pre_hooks
+    return any(forward) or any(before) or bool(others) or hasattr(module, "_hf_hook")
 
 
 def _cache_of(args, kwargs):
