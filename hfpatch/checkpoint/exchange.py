@@ -3,8 +3,8 @@
 Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context parallelism deals them) and
 all heads of those tokens. Attention wants whole rows of few heads: rank p owns query heads [pH/P, (p+1)H/P) and their KV heads. In
 rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next round
-is under way while this one computes. What the layer keeps stays local, lse apart, which the kernel wants whole and which never
-travels. Where KV heads are fewer than ranks, those that share one each compute a part of its dk and dv: summed in float32.
+is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which the kernel wants
+whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of its dk and dv: summed in float32.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
 """
@@ -114,9 +114,9 @@ class _Call:
 class ExchangedAttention(Attention):
     """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this rank's tokens."""
 
-    def __init__(self, sequence: Sequence):
+    def __init__(self, sequence: Sequence, ahead: bool = True):
         super().__init__()
-        self.sequence, self.calls = sequence, []
+        self.sequence, self.ahead, self.calls = sequence, ahead, []
 
     # -- one way and the other ---------------------------------------------------------------------------------------
     def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
@@ -139,14 +139,11 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _ahead(self, n_rounds: int, send):
-        """send(r) of every round, waited for in turn, the next one under way."""
-        coming = send(0)
+        """send(r) of every round, waited for in turn; the next one under way where there is memory for it."""
+        coming = None
         for r in range(n_rounds):
-            now, coming = coming, None
-            got = [c.wait() for c in now]
-            if r + 1 < n_rounds:
-                coming = send(r + 1)
-            del now
+            got = [c.wait() for c in coming or send(r)]
+            coming = send(r + 1) if self.ahead and r + 1 < n_rounds else None
             yield r, got
             del got
 
@@ -257,6 +254,7 @@ def _added(sums, grads, alone: bool):
     return wide if sums is None else [s.add_(g) for s, g in zip(sums, wide)]
 
 
-def attention_of(sequence: Sequence | None) -> Attention:
+def attention_of(sequence: Sequence | None, policy) -> Attention:
     """Attention of a layer's call: over rows that this process has whole, or over those of `sequence`."""
-    return Attention() if sequence is None else ExchangedAttention(sequence)
+    # A policy that streams attention outputs is short of memory.
+    return Attention() if sequence is None else ExchangedAttention(sequence, ahead=not policy.stream_attention)

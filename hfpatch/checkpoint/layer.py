@@ -458,7 +458,7 @@ def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
     sequence = ask.batch.sequence
     policy = session.policy(layer, x, sequence)
     call = LayerCall(
-        layer, session, policy, ask, x.device, places, (), session.shards, attention=attention_of(sequence)
+        layer, session, policy, ask, x.device, places, (), session.shards, attention=attention_of(sequence, policy)
     )
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():

@@ -97,10 +97,12 @@ class Session:
                 settings, every=1, save_attention=False
             )  # each layer keeps its input, no more
         gpu_free, host_free = memory.gpu_free(x.device) if x.device.type == "cuda" else None, self._host_free()
+        shape = self.shape
         if self.sequence is not None and not whole:
             gpu_free, host_free = self.sequence.least(gpu_free, host_free)
+            shape = dataclasses.replace(shape, ranks=self.sequence.size)
         return choose(
-            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=gpu_free, host_free=host_free,
+            settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=gpu_free, host_free=host_free,
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )  # fmt: skip
 

@@ -25,7 +25,8 @@ class ModelShape:
     attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
-    activation: as the config names it. Raises ValueError for sizes that no model has.
+    activation: as the config names it. ranks: that share each row (memory/sequence.py); lengths beside such a shape are of one
+    rank's tokens. Raises ValueError for sizes that no model has.
     """
 
     hidden_size: int
@@ -63,6 +64,7 @@ class ModelShape:
     softcap: float = 0.0
     final_softcap: float = 0.0
     activation: str = "silu"
+    ranks: int = 1
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):

@@ -48,11 +48,11 @@ def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
     return [json.loads(path.read_text()) for path in reports]
 
 
-def torchrun(worker: str, *args, folder: Path) -> list[dict]:
+def torchrun(worker: str, *args, folder: Path, ranks: int = 2) -> list[dict]:
     reports = launch(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, worker, *args, folder, folder=folder
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, worker, *args, folder, folder=folder
     )
-    assert len(reports) == 2
+    assert len(reports) == ranks
     return reports
 
 
