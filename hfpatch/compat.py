@@ -84,3 +84,27 @@ def context_parallel():
             mesh = _variable(sdpa, "device_mesh")
             return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
     return None
+
+
+def deepspeed_config() -> dict:
+    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not at all."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if state is None or not getattr(state, "_shared_state", None):
+        return {}
+    plugin = getattr(state(), "deepspeed_plugin", None)
+    return getattr(plugin, "deepspeed_config", None) or {}
+
+
+def skips_by_itself(kind: type) -> None:
+    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`, others as ever."""
+    from transformers import trainer
+
+    before = getattr(trainer, "skip_first_batches", None)
+    if before is None or hasattr(before, "_hfpatch"):
+        return
+
+    def skip_first_batches(loader, num_batches=0):
+        return loader.skipping(num_batches) if isinstance(loader, kind) else before(loader, num_batches)
+
+    skip_first_batches._hfpatch = True
+    trainer.skip_first_batches = skip_first_batches

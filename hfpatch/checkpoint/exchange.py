@@ -1,10 +1,11 @@
 """Sequence parallelism: attention over rows whose tokens lie on several ranks, by exchanging tokens for heads.
 
 Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context parallelism deals them) and
-all heads of those tokens. Attention wants whole rows of few heads: rank p owns query heads [pH/P, (p+1)H/P) and their KV heads. In
-rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next round
-is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which the kernel wants
-whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of its dk and dv: summed in float32.
+all heads of those tokens. Attention wants whole rows of few heads: rank p owns query heads [pH/P, (p+1)H/P) and their KV heads.
+In rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next
+round is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which
+the kernel wants whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of
+its dk and dv: summed in float32.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
 """

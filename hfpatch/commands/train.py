@@ -66,7 +66,8 @@ def train(argv) -> int:
         data = prepare.load_datasets(data_args, source, tokenizer, config, seed=data_seed, say=say)
     for line in data.summaries:
         say(f"hfpatch: {line}")
-    collator = Collator(pad_id=prepare.pad_id(config, tokenizer), multiple=data_args.pad_multiple)
+    pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
+    collator = Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares)
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))

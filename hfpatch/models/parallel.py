@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import Sequence
-from hfpatch.compat import context_parallel, ulysses
+from hfpatch.compat import context_parallel, deepspeed_config, ulysses
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.models.asking import here
 
@@ -36,9 +36,27 @@ def sequence_now(config, training: bool) -> Sequence | None:
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)) or (None, False)
         found = None if group is None or (training_only and not training) else (group, False)
+        if found is not None and training:
+            summed_gradients(deepspeed_config(), torch.distributed.get_world_size(group))
     if found is None or torch.distributed.get_world_size(found[0]) == 1:
         return None
     return sequence_of(*found)
+
+
+def summed_gradients(config: dict, size: int) -> None:
+    """ValueError for a DeepSpeed config under which gradients are summed over a sequence's ranks, not averaged.
+
+    The loss that transformers makes of the ranks' losses has gradients `size` times too large, which ZeRO-3's reduce-scatter
+    divides away; Adam hides that, clipping does not.
+    """
+    zero = config.get("zero_optimization", {})
+    stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
+    if stage != 3 or not scatters:
+        came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
+        raise ValueError(
+            f"hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, {came} came, where gradients are {size} "
+            'times too large; set "stage": 3 and "reduce_scatter": true.'
+        )
 
 
 def sequence_of(group, zigzag: bool = False) -> Sequence:

@@ -18,6 +18,7 @@ from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
 from hfpatch.memory.seconds import step_time
+from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
@@ -76,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is asked, resolved: everything but the placement."""
+    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
 
     name: str
     shape: ModelShape
@@ -86,6 +87,10 @@ class _Run:
     batch: int
     seq_len: int
     checkpointing: Checkpointing | str
+
+    @property
+    def ranks(self) -> int:
+        return getattr(self.shape, "ranks", 1)
 
 
 def _settings(run: _Run, placement: str) -> Checkpointing:
@@ -165,7 +170,8 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
+        placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
@@ -223,7 +229,7 @@ def _lack(plan: Plan) -> int:
 
 
 def longest(run: _Run, names, *, step: int = 1024) -> int:
-    """The longest sequence, in multiples of `step` tokens, that fits; 0 where none does."""
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
 
     def fits(blocks):
         return _best(replace(run, seq_len=blocks * step), names).fits
@@ -236,7 +242,7 @@ def longest(run: _Run, names, *, step: int = 1024) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    return low * step * run.ranks
 
 
 def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
@@ -285,19 +291,33 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
             offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")
     length = longest(run, names)
     if length:
-        offer(f"--seq-len {length}", replace(run, seq_len=length), names,
-              f"{1 - length / run.seq_len:.0%} of the context")  # fmt: skip
+        offer(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
+              f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
+def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
+    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
+    if gpus % sp_size:
+        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
+    if not isinstance(shape, ModelShape):
+        raise ValueError("hfpatch: --sp-size wants a model type with closed forms, another came; leave it out.")
+    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
+    return replace(shape, ranks=sp_size)
+
+
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             shape=None) -> _Run:  # fmt: skip
+             sp_size=1, shape=None) -> _Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
     was counted, whose config no closed form describes."""
     name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
-    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
+    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+    if sp_size > 1:
+        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if isinstance(gpu, Gpu):
         row = gpu
     elif gpu == "this":
@@ -318,17 +338,18 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
-    checkpointing="auto", max_seq_len: bool = False,
+    checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model` at [batch, seq_len] tokens a GPU fits, and how long a step takes.
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
-    alone. max_seq_len: also search the longest sequence. Raises ValueError for what is unknown or unsupported.
+    alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the
+    longest sequence. Raises ValueError for what is unknown or unsupported.
     """
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
-                   checkpointing=checkpointing)  # fmt: skip
+                   checkpointing=checkpointing, sp_size=sp_size)  # fmt: skip
     names = candidates(placement, gpus)
     found = _best(run, names)
     if not found.fits:

@@ -1,6 +1,7 @@
 """The flags of `hfpatch train`, on top of transformers' TrainingArguments, and how they are read."""
 
 import importlib.util
+import math
 import os
 import typing
 from dataclasses import dataclass, field, fields, replace
@@ -45,6 +46,7 @@ class ModelArguments:
         None, "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, gpu8bit-fused, zero3-offload."
     )
     engine: str | None = _flag(None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload.")
+    sp_size: int = _flag(1, "With --engine zero3 or fsdp2: GPUs that share each sequence.")
     nvme_path: str | None = _flag(None, "With --engine zero3_nvme_offload: a folder on a local disk.")
     dtype: str = _flag("auto", "Type of the weights; auto is the checkpoint's, float32 for --preset.",
                        choices=["auto", "float32", "bfloat16"])  # fmt: skip
@@ -154,7 +156,9 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
-    _use_engine(values, explicit)
+    config = _use_engine(values, explicit)
+    if model.sp_size > 1:
+        data = _share_rows(model, data, values, config)
     try:
         return model, data, _make(TrainArguments, values)
     except ValueError as error:  # TrainingArguments' own checks
@@ -199,8 +203,24 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
     return placement.fitting(load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, **sizes)
 
 
-def _use_engine(values: dict, explicit: set[str]) -> None:
-    """--engine (or --deepspeed FILE) becomes what TrainingArguments take, checked against the flags; ValueError."""
+def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config) -> DataArguments:
+    """--sp_size becomes what TrainingArguments take; rows are padded to go evenly over the ranks. Raises ValueError."""
+    from hfpatch.training.sequence import parallelism
+
+    engine, engine_values = (config.engine, config.values) if config else (None, {})
+    values["parallelism_config"] = parallelism(
+        engine, engine_values, size=model.sp_size, attention=model.attn_implementation
+    )
+    values["eval_positions"] = 0  # a rank sees a part of each row
+    chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size  # FSDP2's ranks have two chunks each
+    return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
+
+
+def _use_engine(values: dict, explicit: set[str]):
+    """--engine (or --deepspeed FILE) becomes what TrainingArguments take, checked against the flags; ValueError.
+
+    Returns the engine's config (configs.EngineConfig), None where none is asked for.
+    """
     name = values["engine"]
     if isinstance(values["fsdp_config"], str) and values["fsdp_config"].endswith(".json"):
         configs.load(values["fsdp_config"])
@@ -211,13 +231,14 @@ def _use_engine(values: dict, explicit: set[str]) -> None:
     if not name:
         if values["nvme_path"]:
             raise ValueError("hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; add it.")
-        return
+        return None
     config = configs.load(name, nvme_path=values["nvme_path"])
     package = {"deepspeed": "deepspeed", "fsdp": "torch"}[config.engine]
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"hfpatch: --engine {name} needs the package {package}, it is missing; pip install {package}.")
     values.update(configs.training_arguments(config, flags={key: values[key] for key in explicit if key in values}))
     single_process_environment()
+    return config
 
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:

@@ -1,0 +1,54 @@
+"""Sequence parallelism in closed form: who computes which heads, and what a rank holds."""
+
+import dataclasses
+
+import pytest
+
+from hfpatch.memory.formula import GiB, ModelShape, Policy, step_flops, step_memory
+from hfpatch.memory.presets import preset_config
+from hfpatch.memory.sequence import rounds_of
+from hfpatch.planner.plan import plan
+
+RANKS = 8
+STREAMED = Policy("host", stream_attention=True)
+
+
+def shape(layers=32, ranks=RANKS):
+    config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers}
+    return dataclasses.replace(ModelShape.from_config(config), ranks=ranks)
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads, ranks", [(32, 8, 8), (32, 8, 16), (8, 1, 4), (16, 16, 2), (12, 6, 2)])
+@pytest.mark.parametrize("tokens", [512, 16384, 1 << 20])
+def test_every_head_is_computed_once_with_its_own_keys(n_heads, n_kv_heads, ranks, tokens):
+    rounds, seen = rounds_of(1, tokens, n_heads, n_kv_heads, ranks), []
+    for rank in range(ranks):
+        first = rank * n_kv_heads // ranks  # KV head of this rank's first query head
+        known = None
+        for r in range(rounds.count):
+            heads = range(rank * rounds.own + r * rounds.width, rank * rounds.own + (r + 1) * rounds.width)
+            keys = range(first + rounds.keys(r).start, first + rounds.keys(r).stop)
+            assert {h * n_kv_heads // n_heads for h in heads} == set(keys)
+            assert rounds.new_keys(r) is (known != keys)
+            known = keys if not rounds.last_keys(r) else None
+            seen += heads
+        assert known is None
+    assert seen == list(range(n_heads))
+    assert rounds.width * -(-tokens // 128) >= 512 or rounds.count == 1
+
+
+@pytest.mark.parametrize(
+    "policy, tokens", [(STREAMED, 1 << 20), (Policy("host"), 1 << 20), (Policy("host", tile=8192), 1 << 16)]
+)
+def test_agrees_with_the_simulator(policy, tokens):
+    from hfpatch.planner.simulated import build, prepare
+    from hfpatch.simulate.simulator import simulate
+
+    config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 3}
+    found = simulate(prepare(build(config), "hfpatch"), 1, tokens // RANKS, policy=policy, ranks=RANKS)
+    planned = step_memory(shape(3), policy, batch=1, tokens=tokens // RANKS)
+    print([(m.name, m.beyond / GiB) for m in planned.moments], found.beyond_bytes / GiB, found.most_beyond_bytes / GiB)
+    assert planned.peak == pytest.approx(found.peak_bytes, rel=0.03)
+    assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.03)
+    flops = step_flops(shape(3), policy, batch=1, tokens=tokens // RANKS)
+    assert flops.total == pytest.approx(found.flops["total"], rel=1e-3)
