@@ -1,13 +1,16 @@
 """Ranks that share each sequence, without an engine: gradients summed over the ranks against those of one process, in float64.
 
 Two contracts: DeepSpeed's Ulysses (chunk p of a row) and torch's context_parallel (chunks p and 2P-1-p). Each case is a tiny model
-and a batch; it reports the worst error of the gradients relative to the largest value.
+and a batch; it reports the worst error of the gradients relative to the largest value. Rounds are of one head
+unless a case says otherwise: so few tokens would all fit in one.
 """
 
+import dataclasses
 import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -28,6 +31,8 @@ import tiny
 
 import hfpatch
 from hfpatch.checkpoint.exchange import ExchangedAttention, Sequence
+from hfpatch.checkpoint.session import Session
+from hfpatch.memory import sequence
 from hfpatch.models.parallel import sequence_of, sharded
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -137,16 +142,21 @@ def reference(stock, given: dict) -> dict:
 
 
 def case(
-    ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2), **settings
-) -> float:
+    ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
+    verdict=True, streamed=False, blocks=1, **settings,
+) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64, num_hidden_layers=3, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
     )
     ours = wrap(tiny.with_exact_norms(base))
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}))
+    checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings})
+    hfpatch.apply(ours, checkpointing=checkpointing, verdict=verdict)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
-    return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
+    resolve = Session._resolve
+    chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed)  # noqa: E731
+    with mock.patch.object(Session, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
+        return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
 def family(ranks: Ranks, name: str) -> float:
@@ -154,10 +164,12 @@ def family(ranks: Ranks, name: str) -> float:
     given = batch("packed" if name in ("mistral", "gpt_oss") else "plain", 2)
     given = {n: x % 60 + (n == "input_ids") if n in ("input_ids",) else x.clamp(max=60) for n, x in given.items()}
     model = families.small_model(name)
+    model.config.output_router_logits = False  # a rank balances the experts of its own tokens, as in stock
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, offload="host"))
     wanted = {n: x.clone() for n, x in reference(model, given).items()}
     model.zero_grad(set_to_none=True)
-    return worst(ranks.run(model, given, "sharded"), wanted)
+    with mock.patch.object(sequence, "BLOCKS", 1):
+        return worst(ranks.run(model, given, "sharded"), wanted)
 
 
 def evaluation(ranks: Ranks) -> float:
@@ -200,11 +212,12 @@ def main(chosen: str, folder: str) -> None:
     disk = tempfile.mkdtemp()
     cases = {
         "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"}, "batch 2, padded": {"B": 2, "kind": "padded"},
-        "one KV head": {"heads": (8, 1)}, "as many KV heads": {"heads": (8, 8), "every": 3},
+        "one KV head": {"heads": (8, 1)}, "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
-        "one tile, disk": {"tile": 64, "offload": disk},
+        "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
+        "streamed, a round at a time": {"streamed": True, "heads": (8, 4)},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):
@@ -221,9 +234,9 @@ def main(chosen: str, folder: str) -> None:
     for name in names:
         found[name] = family(ranks, name)
     said = refusals(ranks)
-    sequence = Sequence(ranks.group)
-    backend = sequence.agreed("key", lambda: f"rank {ranks.rank}")
-    least = sequence.least(10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3)
+    both = Sequence(ranks.group)
+    backend = both.agreed("key", lambda: f"rank {ranks.rank}")
+    least = both.least(10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3)
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluation(ranks), backend=backend, least=least
     )

@@ -7,7 +7,6 @@ import pytest
 from hfpatch.memory.formula import GiB, ModelShape, Policy, step_flops, step_memory
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.sequence import rounds_of
-from hfpatch.planner.plan import plan
 
 RANKS = 8
 STREAMED = Policy("host", stream_attention=True)
