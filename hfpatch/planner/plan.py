@@ -33,7 +33,7 @@ class Plan:
 
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more.
+    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence.
     """
 
     model: str
@@ -64,6 +64,7 @@ class Plan:
     max_seq_len: int | None = None
     simulated_beyond_bytes: int | None = None
     contradicted: bool = False
+    sp_size: int = 1
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -180,6 +181,7 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+        sp_size=run.ranks,
     )  # fmt: skip
 
 
@@ -276,6 +278,13 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
             before = len(found)
             offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus), f"{gpus} GPUs")
             if len(found) > before:
+                break
+    for size in range(2, run.gpus + 1):
+        if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+            reason = why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size)
+            part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
+            if not reason and _best(part, names).fits:
+                offer(f"--sp-size {size}", part, names)
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
     for gpu in larger:

@@ -39,8 +39,9 @@ def text(plan) -> str:
     """The answer in full, a screen long."""
     verdict = "fits" if plan.fits else "does NOT fit"
     times = "" if plan.gpus == 1 else f"{plan.gpus} x "
+    shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
     lines = [
-        f"{plan.model}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}): {verdict}",
+        f"{plan.model}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}{shared}): {verdict}",
         "",
         table(
             [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
