@@ -275,6 +275,8 @@ def _tiled(z: _Sizes, policy: Policy):
         tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
         a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
+        if shape.ranks > 1 and not stream and groups > 2:
+            outs -= 2 * min(outs, z.out) // groups  # those of the rounds that are under way have gone
         c = z.u + z.out + qkv + outs + lse + z.always + extra + grads
         done = (mlp + shape.o_weights + D) * s  # this layer's gradients that are rounded by then
         return [

@@ -288,14 +288,13 @@ def simulate(
         from hfpatch.simulate.sequence import LoneRank
 
         shares = sharded(LoneRank(ranks))
+        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares:
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):
                 fake_ids = shadows.fake(ids)
                 fake_labels = shadows.fake(ids if labels is None else labels)
-                if ranks > 1:
-                    inputs = {"position_ids": torch.arange(seq_len).expand(batch, -1), **(inputs or {})}
                 more = {k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()}
                 stepper = optimizer(model.parameters()) if optimizer else None
                 for _ in range(steps):
