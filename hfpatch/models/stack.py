@@ -69,6 +69,11 @@ class OurAttention:
             return self._hfpatch_declined(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
+            if here.sequence is not None:
+                raise ValueError(
+                    "hfpatch: expected a forward that ranks can share, one came that runs as transformers has it (attention "
+                    "weights, a mask or attention function of the caller's own, heads that do not go evenly); leave that out."
+                )
             return self._hfpatch_declined(kwargs)
         checkpointed = (
             self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False)
@@ -129,6 +134,11 @@ class OurAttention:
             raise ValueError(
                 f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
                 "layers mix tokens by something else than attention and would let documents see each other; do not pack."
+            )
+        if self._hfpatch_mixers and sequence is not None:
+            raise ValueError(
+                f"hfpatch: expected whole rows, a part of each came to a {type(self).__name__}, some of whose layers mix tokens by "
+                "something else than attention; train it without sequence parallelism."
             )
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
