@@ -176,8 +176,9 @@ class ExchangedAttention(Attention):
             for r, (q_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
                 if call is None:
-                    shapes = (q_w.shape, keys[0].shape, q_w.dtype, q_w.device.type)
-                    backend = self.sequence.agreed(shapes, lambda q=q_w, k=keys[0]: pick(q, k))
+                    bucket = min(16384, 1 << (t * P - 1).bit_length())  # pick's: other lengths need no new agreement
+                    kind = (*q_w.shape[2:], keys[0].shape[2], q_w.dtype, bucket)
+                    backend = self.sequence.agreed(kind, lambda q=q_w, k=keys[0]: pick(q, k))
                     call = _Call(ask, rounds, backend)
                     self.calls.append(call)
                 out, lse, state = attention_forward(q_w, *keys, **call.part(rank, r))
@@ -255,7 +256,7 @@ def _added(sums, grads, alone: bool):
     return wide if sums is None else [s.add_(g) for s, g in zip(sums, wide)]
 
 
-def attention_of(sequence: Sequence | None, policy) -> Attention:
+def attention_for(sequence: Sequence | None, policy) -> Attention:
     """Attention of a layer's call: over rows that this process has whole, or over those of `sequence`."""
     # A policy that streams attention outputs is short of memory.
     return Attention() if sequence is None else ExchangedAttention(sequence, ahead=not policy.stream_attention)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.exchange import attention_of
+from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
 from hfpatch.checkpoint.privacy import holders, is_private
@@ -458,7 +458,7 @@ def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
     sequence = ask.batch.sequence
     policy = session.policy(layer, x, sequence)
     call = LayerCall(
-        layer, session, policy, ask, x.device, places, (), session.shards, attention=attention_of(sequence, policy)
+        layer, session, policy, ask, x.device, places, (), session.shards, attention=attention_for(sequence, policy)
     )
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():

@@ -61,7 +61,7 @@ def _simulated(args, found):
     _, shape, config = resolve(args.model)
     # Where gradients do not stay, the moment is that of the most activations.
     own = resident(found.placement, shape, found.gpus).gradients is None
-    return judged(found, simulated_beyond(config, found, at_peak=own, ranks=args.sp_size))
+    return judged(found, simulated_beyond(config, found, at_peak=own))
 
 
 def _found(args, seq_len: int, common: dict):

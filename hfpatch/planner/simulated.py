@@ -17,13 +17,13 @@ from hfpatch.simulate.simulator import simulate
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
-def simulated_beyond(config: dict, plan, *, at_peak: bool, ranks: int = 1) -> int:
+def simulated_beyond(config: dict, plan, *, at_peak: bool) -> int:
     """Bytes beyond parameters and gradients that a step of the plan's batch and policy takes: at the moment of the highest
-    total, with the gradients that the plan counts then, or the most at any moment. ranks: that share each row."""
+    total, with the gradients that the plan counts then, or the most at any moment."""
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
     model = prepare(build(config), "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
-    result = simulate(model, plan.batch, -(-plan.seq_len // ranks), policy=policy, ranks=ranks)
+    result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
     if at_peak:
         return result.peak_bytes - result.categories["parameters"] - plan.gpu_bytes["gradients"]
     # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's gradient.

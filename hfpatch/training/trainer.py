@@ -82,7 +82,7 @@ class Trainer(PositionTrainer):
         count = (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device) if labelled else None
         config = self.accelerator.parallelism_config
         ranks = 1 if config is None else config.cp_size  # that give a part each of the same rows' loss
-        share = self._get_num_items_in_batch([inputs], self.args.device) if labelled and ranks > 1 else None
+        share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
         sequence = self._sequence()
         if labelled and sequence is not None and any(isinstance(m, OurAttention) for m in self.model.modules()):
             result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
