@@ -1,10 +1,11 @@
 """What --sp_size is made of, in one process: the engine's settings, rows dealt out, batches skipped."""
 
 import pytest
+import tiny
 import torch
 
 from hfpatch.simulate.sequence import LoneRank
-from hfpatch.training import sequence
+from hfpatch.training import checks, sequence
 from hfpatch.training.dataset import Collator
 from hfpatch.training.sequence import SharedRows, parallelism, part_of
 
@@ -32,6 +33,14 @@ def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
         parallelism(engine, values, size=size, attention="sdpa")
+
+
+def test_heads_that_do_not_go_evenly_are_refused_early():
+    checks.sharing(2, tiny.config())
+    with pytest.raises(
+        ValueError, match="^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
+    ):
+        checks.sharing(3, tiny.config())
 
 
 def test_labels_are_shifted_before_rows_are_cut():
