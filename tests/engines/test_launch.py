@@ -48,10 +48,9 @@ def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
     return [json.loads(path.read_text()) for path in reports]
 
 
-def torchrun(worker: str, *args, folder: Path, ranks: int = 2) -> list[dict]:
-    reports = launch(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, worker, *args, folder, folder=folder
-    )
+def torchrun(worker: str, *args, folder: Path, ranks: int = 2, seconds: int = 300) -> list[dict]:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, worker, *args, folder]
+    reports = launch(*words, folder=folder, seconds=seconds)
     assert len(reports) == ranks
     return reports
 
