@@ -144,6 +144,7 @@ class OurAttention:
         offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
         batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)
         if replaced_attention(config):
+            refuse_packed_shards(config, batch.rows().documents)
             return None
         if sequence is not None and why_not_exchanged(config, sequence, self.training):
             refuse_packed_shards(config, batch.rows().documents)

@@ -16,7 +16,7 @@ def main(folder: str) -> None:
         trainer.save_model(str(Path(folder) / f"{name}-final"))
         found[name] = common.losses(trainer)
         # Sequence parallelism weighs micro-batches alike, so its rows have as many labels each.
-        rows, folder_rows = common.make_rows(positions=True, ignored=5), Path(folder) / f"{name}-rows"
+        rows, folder_rows = common.make_rows(positions=True, ignored=13), Path(folder) / f"{name}-rows"
         trainer = common.train(common.make_model(dtype=dtype), folder_rows, batch=1, rows=rows)
         trainer.save_model(str(Path(folder) / f"{name}-rows-final"))
         found[f"{name}-rows"] = common.losses(trainer)

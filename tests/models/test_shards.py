@@ -1,9 +1,14 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
+import sys
+
 import pytest
 import tiny
 import torch
+import torch.distributed.tensor.experimental._attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch import compat
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -28,6 +33,30 @@ def mixing(model):
 def test_what_cannot_be_shared_is_refused(make, more, said):
     with sharded(LoneRank(2)), pytest.raises(ValueError, match=f"^hfpatch: {said}"):
         make()(**given(**more))
+
+
+def test_an_attention_of_another_library_is_left_alone(monkeypatch):
+    """One whose ranks are not known: it runs, but for packed rows, whose documents its sdpa may join."""
+    called = []
+
+    def theirs(module, query, key, value, attention_mask=None, **kwargs):
+        called.append(query.shape)
+        return query.transpose(1, 2), None
+
+    theirs.__module__ = "another.library"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", theirs)
+    model = tiny.patched(tiny.llama())
+    model(**given())
+    assert called
+    with pytest.raises(ValueError, match="^hfpatch: expected one document a row where sequence parallelism runs sdpa"):
+        model(**given(position_ids=torch.arange(12)[None] % 5))
+
+
+def test_without_torchs_private_names_no_context_is_seen(monkeypatch):
+    module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
+    assert compat.context_parallel() is None
+    monkeypatch.delattr(module, "_replaced_functions")
+    assert compat.context_parallel() is None
 
 
 def test_windows_are_those_of_whole_rows():
