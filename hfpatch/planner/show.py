@@ -1,6 +1,7 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
 GiB = 1 << 30
+FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
 
@@ -68,6 +69,10 @@ def text(plan) -> str:
     if len(plan.frontier) > 1:
         points = (f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in plan.frontier)
         lines.append(f"frontier        {', '.join(points)}")
+    if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
+        lines.append(
+            'angles          apply(rope="float64"): so far out, float32 angles are off by more than bf16 rounds'
+        )
     if plan.max_seq_len is not None:
         lines.append(f"longest         {plan.max_seq_len:,} tokens fit")
     if not plan.fits:

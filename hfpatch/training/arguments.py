@@ -35,6 +35,7 @@ class ModelArguments:
     rope_scaling: dict | str | None = _flag(
         None, 'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not by adapters).'
     )
+    rope_float64: bool = _flag(False, "Rotary angles in float64, worth it above 128k tokens.")
     tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
     train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
     impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])
@@ -251,7 +252,8 @@ def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
 
 def apply_options(model: ModelArguments) -> bool | dict:
     """What `hfpatch.Callback(apply=...)` takes: False unless --impl hfpatch."""
-    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model)}
+    rope = "float64" if model.rope_float64 else True
+    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model), "rope": rope}
 
 
 def _refuse(where, message=None):

@@ -64,9 +64,10 @@ def flags(model, data, args) -> None:
             "hfpatch: --gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop it, or use "
             "--checkpointing off."
         )
-    if model.impl != "hfpatch" and (model.offload, model.checkpoint_every, model.tile) != ("auto", "auto", "auto"):
+    ours = (model.offload, model.checkpoint_every, model.tile, model.rope_float64)
+    if model.impl != "hfpatch" and ours != ("auto", "auto", "auto", False):
         raise ValueError(
-            f"hfpatch: --offload, --checkpoint_every and --tile belong to --impl hfpatch, {model.impl} came."
+            f"hfpatch: --offload, --checkpoint_every, --tile and --rope_float64 belong to --impl hfpatch, {model.impl} came."
         )
     for name in ("checkpoint_every", "tile"):
         value = getattr(model, name)

@@ -1,11 +1,14 @@
 """What --sp_size is made of, in one process: the engine's settings, rows dealt out, batches skipped."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
 
 from hfpatch.simulate.sequence import LoneRank
 from hfpatch.training import checks, sequence
+from hfpatch.training.arguments import DataArguments, ModelArguments, apply_options
 from hfpatch.training.dataset import Collator
 from hfpatch.training.sequence import SharedRows, parallelism, part_of
 
@@ -33,6 +36,14 @@ def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
         parallelism(engine, values, size=size, attention="sdpa")
+
+
+def test_float64_angles_are_asked_of_apply():
+    assert apply_options(ModelArguments(rope_float64=True))["rope"] == "float64"
+    assert apply_options(ModelArguments())["rope"] is True
+    with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
+        checks.flags(ModelArguments(preset="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True),
+                     DataArguments(data=["a"]), SimpleNamespace(max_steps=1, use_liger_kernel=False))  # fmt: skip
 
 
 def test_heads_that_do_not_go_evenly_are_refused_early():
