@@ -143,13 +143,13 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    verdict=True, streamed=False, blocks=1, **settings,
+    verdict=True, streamed=False, blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64, num_hidden_layers=3, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
     )
     ours = wrap(tiny.with_exact_norms(base))
-    checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings})
+    checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
     hfpatch.apply(ours, checkpointing=checkpointing, verdict=verdict)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
@@ -217,7 +217,7 @@ def main(chosen: str, folder: str) -> None:
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
-        "streamed, a round at a time": {"streamed": True, "heads": (8, 4)},
+        "layers run whole": {"tiled": False, "kind": "packed"}, "streamed, a round at a time": {"streamed": True, "heads": (8, 4)},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):
