@@ -212,7 +212,7 @@ def main(chosen: str, folder: str) -> None:
     disk = tempfile.mkdtemp()
     cases = {
         "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"}, "batch 2, padded": {"B": 2, "kind": "padded"},
-        "one KV head": {"heads": (8, 1)}, "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
+        "one KV head": {"heads": (8, 1), "offload": "gpu"}, "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
