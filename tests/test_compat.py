@@ -110,6 +110,9 @@ def test_autograd_names(monkeypatch):
     assert compat.below_autograd() is None
     monkeypatch.delattr(torch, "_assert_async")
     compat.assert_async(torch.tensor(False), "not said then")
+    monkeypatch.delattr(torch, "_int_mm")
+    a = torch.randint(-127, 127, (3, 5), dtype=torch.int8)
+    assert torch.equal(compat.int8_product(a, a.t()), (a.int()[:, None] * a.int()).sum(2, dtype=torch.int32))
     monkeypatch.delattr(torch._C, "_current_autograd_node")
     with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has [^\n]*\.$"):
         compat.autograd_node()
@@ -202,7 +205,7 @@ def test_names_of_transformers(monkeypatch):
     assert compat.attention_of(Config()) is None and not compat.names_attention(Config())
     compat.run_experts_plainly(plain)
     assert not hasattr(plain, "_experts_implementation_internal")
-    assert compat.own_loss(nn.Linear(1, 1)) is None
+    assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(nn.Linear(1, 1))
     without_imports(monkeypatch, "transformers.modeling_utils._CAN_RECORD_REGISTRY",
                     "transformers.utils.output_capturing._active_collector")  # fmt: skip
     compat.record_outputs_like(Config, Config)

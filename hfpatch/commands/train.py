@@ -58,6 +58,7 @@ def train(argv) -> int:
 
     config = prepare.load_config(model_args)
     checks.length(data_args.seq_length, config)
+    checks.sharing(model_args.sp_size, config)
     source = prepare.source(data_args.data, data_args, digest=not data_args.streaming, say=say)
     with args.main_process_first(desc="tokenizing"):
         tokenizer = prepare.load_tokenizer(model_args, data_args, source)
@@ -66,7 +67,8 @@ def train(argv) -> int:
         data = prepare.load_datasets(data_args, source, tokenizer, config, seed=data_seed, say=say)
     for line in data.summaries:
         say(f"hfpatch: {line}")
-    collator = Collator(pad_id=prepare.pad_id(config, tokenizer), multiple=data_args.pad_multiple)
+    pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
+    collator = Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares)
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))

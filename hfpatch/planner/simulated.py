@@ -25,7 +25,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     policy = Policy(**plan.policy) if tiled else None
     adapters = Adapters(**plan.adapters) if plan.adapters else None
     model = prepare(build(config, adapters=adapters), "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
-    result = simulate(model, plan.batch, plan.seq_len, policy=policy)
+    result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
     if at_peak:
         beyond = result.peak_bytes - result.categories["parameters"] - plan.gpu_bytes["gradients"]
         return beyond, result.host_peak_bytes
