@@ -1,4 +1,4 @@
-"""Every private name of transformers that the patch needs: one function each, with what happens where the name is gone."""
+"""Every private name of transformers and TRL that the patch needs: one function each, with what happens where the name is gone."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -53,3 +53,20 @@ def real_tensors():
     except ImportError:
         return nullcontext()
     return _disable_current_modes()
+
+
+def trl_fused_head(forward) -> tuple | None:
+    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made; None for any other.
+
+    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in float32, the backbone's attribute,
+    the text config. They stand in its closure alone; where a later TRL calls them otherwise, its own head runs.
+    """
+    function = getattr(forward, "__func__", None)
+    if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    names = ("outputs", "temperature", "logit_scale", "final_logit_softcapping", "cast_lm_head_to_fp32", "backbone_attr",
+             "text_config")  # fmt: skip
+    if "FusedCausalLMOutput" not in function.__globals__ or not set(names) <= set(cells):
+        return None
+    return function.__globals__["FusedCausalLMOutput"], *(cells[n].cell_contents for n in names)

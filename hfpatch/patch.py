@@ -4,6 +4,7 @@ Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parame
 """
 
 from collections import Counter
+from functools import partial
 
 from torch import nn
 
@@ -11,10 +12,12 @@ from hfpatch.checkpoint.session import Session
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
-from hfpatch.models.classes import is_mixed, swap, unswap
+from hfpatch.models.classes import is_mixed, replaced_forward, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
+from hfpatch.models.head import fuse, head_name, why_not_fused
 from hfpatch.models.layer import TiledLayer
-from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
+from hfpatch.models.log_probs import TrlHead
+from hfpatch.models.loss import FusedCausalLM, not_its_own_loss
 from hfpatch.models.probe import OTHER_MIXER, ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
@@ -34,6 +37,7 @@ _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
     "_hfpatch_asks", "_hfpatch_mixers",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
 
 
@@ -158,6 +162,15 @@ def apply(
             report.skipped.append((option, "not asked for"))
     if loss:
         _fuse_loss(decoder, eval_logits, train_logits, report)
+        if decoder.causal is not None:
+            vars(decoder.causal)["_hfpatch_beside"] = partial(
+                apply,
+                **asked,
+                checkpointing=checkpointing,
+                eval_logits=eval_logits,
+                train_logits=train_logits,
+                verdict=verdict,
+            )
     else:
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
@@ -217,9 +230,7 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith("Attention") or is_mixed(module):
             continue
-        reason = parts.rope_reason(type(module))
-        if "forward" in vars(module):
-            reason = "its forward is replaced on the instance (Liger or use_kernels)"
+        reason = replaced_forward(module) or parts.rope_reason(type(module))
         if reason:
             left[type(module).__name__, reason] += 1
             continue
@@ -231,14 +242,18 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
 def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:
     model = decoder.causal
     name = None if model is None else head_name(model)
-    if model is None or "forward" in vars(model):
-        why = (
-            "no head with labels in this model" if model is None else "the model's forward is replaced on the instance"
-        )
+    trl = None if model is None else TrlHead.of(vars(model).get("forward"))
+    if model is None or trl is None and "forward" in vars(model):
+        why = "no head with labels in this model" if model is None else replaced_forward(model)
         report.skipped.append(("loss", why))
         return
+    if trl is not None:
+        del model.forward
+        report.notes.append(
+            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies without logits."
+        )
     swap(model, FusedCausalLM)
-    model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
+    model._hfpatch_trl, model._hfpatch_head_name, model._hfpatch_norm_path = trl, name, decoder.norm_path
     model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
     if reason:
@@ -251,9 +266,7 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
     if "forward" in vars(stack):
-        report.skipped.append(
-            ("checkpointing", "the decoder's forward is replaced on the instance (Liger or use_kernels)")
-        )
+        report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
@@ -261,9 +274,9 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return
-    replaced = [type(m).__name__ for m in layers if "forward" in vars(m)]
+    replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
     if replaced:
-        report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
+        report.skipped.append(("checkpointing", replaced[0]))
         return
     shape = _shape(stack.config)
     session = Session(settings, shape, len(layers))
@@ -336,6 +349,9 @@ def undo(model: nn.Module) -> None:
         _unpin(module)
         if is_mixed(module):
             unswap(module)
+        trl = vars(module).get("_hfpatch_trl")
+        if trl is not None:
+            vars(module)["forward"] = trl.theirs
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
+from hfpatch.models.classes import replaced_forward
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -51,8 +52,9 @@ def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
 
 def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     """What FusedRMSNorm has to know of this norm, or the reason why it stays as it is."""
-    if "forward" in vars(norm):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
+    replaced = replaced_forward(norm)
+    if replaced:
+        return replaced
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
     names = set(norm._parameters)
     if eps is None or not names <= {"weight"} or norm._modules or norm._buffers:
@@ -131,15 +133,18 @@ _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"ga
 
 def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
     """(part, activation) for this MLP, or the reason why it stays as it is."""
-    if "forward" in vars(mlp):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
+    replaced = replaced_forward(mlp)
+    if replaced:
+        return replaced
     part = next((part for part, names in _MLPS if names <= set(mlp._modules)), None)
     if part is None or mlp._parameters:
         return "no gated MLP"
     generator = torch.Generator().manual_seed(0)
 
     def linear(n_in, n_out):
-        made = nn.Linear(n_in, n_out, bias=False, device="cpu", dtype=torch.float32)
+        made = nn.utils.skip_init(
+            nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
+        )  # no random numbers
         with torch.no_grad():
             made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
         return made
