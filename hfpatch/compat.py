@@ -1,5 +1,6 @@
-"""Every private name of transformers and TRL that the patch needs: one function each, with what happens where the name is gone."""
+"""Every private name of transformers, PEFT and TRL that the patch needs: one function each, with what happens where it is gone."""
 
+import sys
 from contextlib import contextmanager, nullcontext
 
 
@@ -70,3 +71,22 @@ def trl_fused_head(forward) -> tuple | None:
     if "FusedCausalLMOutput" not in function.__globals__ or not set(names) <= set(cells):
         return None
     return function.__globals__["FusedCausalLMOutput"], *(cells[n].cell_contents for n in names)
+
+
+def asks_for_input_gradients(hook) -> bool:
+    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another name it stays in force."""
+    of = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    return of in ("transformers", "peft", "trl") and hook.__name__ in (
+        "make_inputs_require_grads",
+        "make_inputs_require_grad",
+    )
+
+
+def caller_reads_logits() -> bool:
+    """Whether the forward under way was called by PEFT's CPT, which computes its loss from outputs.logits itself."""
+    frame = sys._getframe(1) if "peft" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model":
+            return True
+        frame = frame.f_back
+    return False

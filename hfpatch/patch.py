@@ -126,7 +126,7 @@ def apply(
         memory; "off" leaves transformers' own checkpointing as
         it is; a hfpatch.Checkpointing says what to keep and where.
     eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
-    train_logits: the same in training; "auto": outputs.logits is None.
+    train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
         Without it each layer is asked at its first call, and trusted.
 
@@ -290,6 +290,8 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
         layer._z3_leaf = True
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
+        if isinstance(stack.embed_tokens, nn.Embedding) and not is_mixed(stack.embed_tokens):
+            swap(stack.embed_tokens, parts.FreeEmbedding)  # a family's own, that scales what it looks up
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     whole = Counter(answer.reason for answer in answers if answer is not None and answer.reason)
     stack._hfpatch_mixers = OTHER_MIXER in whole

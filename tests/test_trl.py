@@ -140,13 +140,22 @@ def heads(monkeypatch):
 
 
 PACKED = {"packing": True, "max_length": 24, "padding_free": True}
-LONG = pytest.mark.long
 CASES = [
     *((name, "apply first", {}) for name in TRAINERS),
     ("SFT", "trainer first", {"lora": True, "gradient_checkpointing": True}),
     ("SFT", "apply first", PACKED),
     ("DPO", "trainer first", {"lora": True}),
     ("GRPO", "trainer first", {"cast_lm_head_to_fp32": True, "beta": 0.1}),
+    *(
+        pytest.param(
+            name, order, {"lora": lora, "gradient_checkpointing": checkpointed, **packed}, marks=pytest.mark.long
+        )
+        for name in TRAINERS
+        for order in ("apply first", "trainer first")
+        for lora in (False, True)
+        for checkpointed in (False, True)
+        for packed in ([{}, PACKED] if name == "SFT" else [{}])
+    ),
 ]
 
 

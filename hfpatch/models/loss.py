@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
+from hfpatch.compat import caller_reads_logits
 from hfpatch.models.asking import here
 from hfpatch.models.classes import is_mixed, keeps_signature
 from hfpatch.models.head import through, why_not_fused
@@ -278,12 +279,14 @@ class FusedCausalLM:
             warnings.warn(f"hfpatch: {words}", stacklevel=5)
 
     def _wants_logits(self, labels, kwargs) -> bool:
-        """Beside a loss: as asked, else in evaluation where they are small."""
+        """Beside a loss: as asked, else in evaluation where they are small, and for a caller who is known to read them."""
         if kwargs.get("skip_logits"):
             return False
         setting = self._hfpatch_train_logits if self.training else self._hfpatch_eval_logits
         if setting != "auto":
             return bool(setting)
+        if kwargs.get("inputs_embeds") is not None and not torch.compiler.is_compiling() and caller_reads_logits():
+            return True
         return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
 
 

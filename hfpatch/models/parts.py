@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
+from hfpatch.compat import asks_for_input_gradients
 from hfpatch.models.classes import replaced_forward
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
@@ -237,10 +238,25 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- embedding ---------------------------------------------------------------------------------------------------------------
+# --- embedding ----------------------------------------------------------------------------------------------------------
 
 
-class FusedEmbedding:
+class FreeEmbedding:
+    """An embedding whose output wants no gradient where enable_input_require_grads() alone asks for one.
+
+    A reentrant checkpoint needs that, hfpatch's does not: as a leaf the output would be kept all step, and the first layer
+    would compute its gradient for nobody.
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf):
+            return out
+        hooks = self._forward_hooks.values()
+        return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out
+
+
+class FusedEmbedding(FreeEmbedding):
     """nn.Embedding with the sliced backward."""
 
     def forward(self, input: Tensor) -> Tensor:
