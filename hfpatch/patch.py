@@ -114,7 +114,8 @@ def apply(
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
     Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
-    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings.
+    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to "other
+    models": a TRL trainer made with this model patches its reference model likewise, so that equal weights give equal numbers.
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
@@ -290,8 +291,9 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
         layer._z3_leaf = True
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
-        if isinstance(stack.embed_tokens, nn.Embedding) and not is_mixed(stack.embed_tokens):
-            swap(stack.embed_tokens, parts.FreeEmbedding)  # a family's own, that scales what it looks up
+        rest = stack.embed_tokens  # a family's own, that scales what it looks up; a parametrized one stays as it is
+        if isinstance(rest, nn.Embedding) and not rest._modules and not is_mixed(rest):
+            swap(rest, parts.FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     whole = Counter(answer.reason for answer in answers if answer is not None and answer.reason)
     stack._hfpatch_mixers = OTHER_MIXER in whole
@@ -345,7 +347,10 @@ def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is."""
+    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is.
+
+    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model).
+    """
     sessions = set()
     for module in model.modules():
         _unpin(module)

@@ -250,3 +250,6 @@ def test_a_trl_that_asks_otherwise_keeps_its_head(monkeypatch):
     add_fused_lm_head(model)
     report = hfpatch.apply(model, checkpointing=tiny.TILED)
     assert ("loss", "its forward is trl.trainer.utils's") in report.skipped
+    ours = tiny.patched(tiny.llama())
+    with pytest.warns(UserWarning, match="hfpatch: TRL's own head runs"):
+        add_fused_lm_head(ours)

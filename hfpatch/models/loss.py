@@ -21,7 +21,7 @@ from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
 from hfpatch.compat import caller_reads_logits
 from hfpatch.models.asking import here
-from hfpatch.models.classes import is_mixed, keeps_signature
+from hfpatch.models.classes import is_mixed, keeps_signature, whose
 from hfpatch.models.head import through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parts import FusedRMSNorm
@@ -141,6 +141,10 @@ class FusedCausalLM:
     def __setattr__(self, name, value):
         head = TrlHead.of(value) if name == "forward" else None
         if head is None:
+            if name == "forward" and whose(value).startswith("trl."):
+                self._tell(
+                    "TRL's own head runs, as this TRL sets it otherwise than 1.16; fused_lm_head=True is not hfpatch's."
+                )
             return super().__setattr__(name, value)
         # This class's forward does what TRL's would. The trainer that is being made may hold a reference model: equal weights
         # must give equal log-probabilities, so it runs as this one does.

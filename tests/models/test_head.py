@@ -133,6 +133,28 @@ def test_enable_input_require_grads_costs_nothing(way, order):
     assert tiny.classes(ours) == tiny.classes(stock) and wants_gradient(ours, batch)
 
 
+def test_an_embedding_of_the_familys_own_is_free_too():
+    """Gemma's scales what it looks up."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    config = Gemma3TextConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    stock = frozen_embedding(Gemma3ForCausalLM(config).train())
+    ours = tiny.patched(stock)
+    for model in (ours, stock):
+        model.enable_input_require_grads()
+    assert wants_gradient(stock, tiny.labelled()) and not wants_gradient(ours, tiny.labelled())
+    got, wanted = (tiny.step(model, tiny.labelled()) for model in (ours, stock))
+    assert got.keys() == wanted.keys() and all(torch.allclose(got[n], wanted[n], rtol=1e-3, atol=1e-5) for n in got)
+
+
 @pytest.mark.parametrize("order", ["apply first", "peft first"])
 def test_cpt_finds_the_logits_that_it_reads(order):
     from peft import CPTConfig, get_peft_model
