@@ -1,6 +1,9 @@
 """TRL's trainers on a patched model: losses, rewards and weights as without hfpatch, its fused head through ops.linear_log_prob."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -253,3 +256,38 @@ def test_a_trl_that_asks_otherwise_keeps_its_head(monkeypatch):
     ours = tiny.patched(tiny.llama())
     with pytest.warns(UserWarning, match="hfpatch: TRL's own head runs"):
         add_fused_lm_head(ours)
+
+
+SHARDED = """
+import copy, os, sys
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+import tiny, torch, hfpatch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from trl.trainer.utils import add_fused_lm_head
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+stock = tiny.llama()
+ours = copy.deepcopy(stock)
+hfpatch.apply(ours, checkpointing=tiny.TILED, verdict=False)
+for model in (stock, ours):
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+for unit in (*ours.model.layers, ours.lm_head, ours):
+    fully_shard(unit)
+assert type(ours.lm_head).__name__ == "FSDPLinear" and hasattr(ours.lm_head.weight, "placements")
+for model in (stock, ours):
+    out = model(**tiny.labelled(), fused_lm_head=True)
+    (out.log_probs.sin().sum() + out.entropy.sum()).backward()
+for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
+    assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
+print("same", getattr(ours, "_hfpatch_told", None))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.long
+def test_a_head_that_fsdp_shards_by_itself():
+    """Its weight is whole within a call of the head alone, in forward and, for the logits' second time, in backward."""
+    command, here = [sys.executable, "-W", "ignore", "-c", SHARDED], Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    assert done.stdout.strip() == "same None", done.stdout + done.stderr

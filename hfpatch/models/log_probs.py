@@ -13,7 +13,6 @@ from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
 from hfpatch.compat import trl_fused_head
 from hfpatch.models.head import through, why_not_fused
-from hfpatch.ops.linear_log_prob import LinearLogProbOutput
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "log_sum_sq_probs": "sum_sq_prob", "mean_logits": "mean_logit",
            "is_top1": "is_top1"}  # fmt: skip
@@ -47,15 +46,15 @@ def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
     return why_not_fused(head, pass_forward=asked.in_float32)
 
 
-def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options) -> tuple:
-    """linear_log_prob in the dtype of TRL's products. A plain tuple: engines rebuild those."""
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options):
+    """linear_log_prob in the dtype of TRL's products."""
     device = hidden.device.type
     with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not in_float32):
         if in_float32:
             hidden = hidden.float()
         if not torch.is_autocast_enabled(device):
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        return tuple(ops.linear_log_prob(hidden, weight, labels, bias=bias, **options))
+        return ops.linear_log_prob(hidden, weight, labels, bias=bias, **options)
 
 
 def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
@@ -74,13 +73,12 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     target = target.to(hidden.device)
     mask = target[..., first:] != -100
     names = ("log_probs", *(n for n in _FIELDS if n in asked.outputs and n != "log_probs"))
-    found = through(
+    scored = through(
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature, scale=asked.scale,
         softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names), shift=shift,
         num_valid=int(count.get()) if count is not None and target.device.type == "cuda" else None,
         inplace_hidden=model._hidden_is_ours(kwargs),
     )  # fmt: skip
-    scored = LinearLogProbOutput(*found)
     fields = {n: getattr(scored, _FIELDS[n])[..., : mask.shape[-1]] for n in names}
     fields |= {n: x.float() for n, x in fields.items() if n != "is_top1"}  # as TRL's, also of a float64 model
     if "log_sum_sq_probs" in fields:

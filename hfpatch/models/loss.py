@@ -117,11 +117,11 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 
 class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
-    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None."""
+    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
+    asked for, or None; `_hfpatch_beside`: apply with this model's options."""
 
-    _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = (
-        None  # an instance that apply() has not seen is transformers' own
-    )
+    # An instance that apply() has not seen is transformers' own.
+    _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
     _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
 
     def __init_subclass__(cls, **kwargs):
