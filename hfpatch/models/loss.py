@@ -264,7 +264,9 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and not any(m._forward_hooks for m in around)
+        norm = around[-1]
+        ours = isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm)
+        return ours and not any(m._forward_hooks for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)

@@ -179,16 +179,26 @@ def test_cpt_finds_the_logits_that_it_reads(order):
     assert all(torch.allclose(got[n], wanted[n], rtol=1e-4, atol=1e-6) for n in wanted)
 
 
-def test_parts_of_another_library_stay_and_the_others_are_ours():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parts_of_another_library_stay_and_the_others_are_ours(when):
     """use_kernels gives norms and MLPs a forward on the instance: those stay, the layers around them are tiled all the same."""
     stock, ours = tiny.llama(), tiny.llama()
-    for model in (stock, ours):
+
+    def kernelize(model):
         for module in model.modules():
-            if type(module).__name__ in ("LlamaMLP", "LlamaRMSNorm"):
-                module.forward = types.MethodType(_kernel(type(module).forward), module)
+            kind = getattr(module, "_hfpatch_base", type(module))
+            if kind.__name__ in ("LlamaMLP", "LlamaRMSNorm"):
+                module.forward = types.MethodType(_kernel(kind.forward), module)
+
+    kernelize(stock)
+    if when == "before":
+        kernelize(ours)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    reasons = dict(report.skipped)
-    assert reasons["rms_norm"] == reasons["mlp"] == f"its forward is {__name__}'s"
+    if when == "before":
+        reasons = dict(report.skipped)
+        assert reasons["rms_norm"] == reasons["mlp"] == f"its forward is {__name__}'s"
+    else:
+        kernelize(ours)  # transformers does at every train() and eval()
     assert report.count("checkpointing") == 2 and report.count("rope") == 2 and report.count("loss") == 1
     tiny.assert_as_good(ours, stock, tiny.labelled())
     assert ours(**tiny.labelled()).logits is None
