@@ -439,3 +439,42 @@ def skips_by_itself(kind: type) -> None:
 
     skip_first_batches._hfpatch = True
     trainer.skip_first_batches = skip_first_batches
+
+
+# --- TRL and PEFT ---------------------------------------------------------------------------------------------------------------
+
+
+def trl_fused_head(forward) -> tuple | None:
+    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made; None for any other.
+
+    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in float32, the backbone's attribute,
+    the text config. They stand in its closure alone; where a later TRL calls them otherwise, its own head runs.
+    """
+    function = getattr(forward, "__func__", None)
+    if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    names = ("outputs", "temperature", "logit_scale", "final_logit_softcapping", "cast_lm_head_to_fp32", "backbone_attr",
+             "text_config")  # fmt: skip
+    if "FusedCausalLMOutput" not in function.__globals__ or not set(names) <= set(cells):
+        return None
+    return function.__globals__["FusedCausalLMOutput"], *(cells[n].cell_contents for n in names)
+
+
+def asks_for_input_gradients(hook) -> bool:
+    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another name it stays in force."""
+    of = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    return of in ("transformers", "peft", "trl") and hook.__name__ in (
+        "make_inputs_require_grads",
+        "make_inputs_require_grad",
+    )
+
+
+def caller_reads_logits() -> bool:
+    """Whether the forward under way was called by PEFT's CPT, which computes its loss from outputs.logits itself."""
+    frame = sys._getframe(1) if "peft" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model":
+            return True
+        frame = frame.f_back
+    return False

@@ -5,22 +5,25 @@ Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parame
 
 import weakref
 from collections import Counter
+from functools import partial
 
 from torch import nn
 
 from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session
-from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, names_attention
+from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, modules_of, names_attention
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
 from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER
-from hfpatch.models.classes import is_mixed, swap, unswap
+from hfpatch.models.classes import is_mixed, replaced_forward, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
+from hfpatch.models.head import fuse, head_name, why_not_fused
 from hfpatch.models.layer import TiledLayer
+from hfpatch.models.log_probs import TrlHead
 from hfpatch.models.lora import widened
-from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
+from hfpatch.models.loss import FusedCausalLM, not_its_own_loss
 from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
@@ -40,6 +43,7 @@ _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
     "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
 
 
@@ -116,7 +120,8 @@ def apply(
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
     Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
-    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings.
+    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to "other
+    models": a TRL trainer made with this model patches its reference model likewise, so that equal weights give equal numbers.
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
@@ -129,7 +134,7 @@ def apply(
         memory; "off" leaves transformers' own checkpointing as
         it is; a hfpatch.Checkpointing says what to keep and where.
     eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
-    train_logits: the same in training; "auto": outputs.logits is None.
+    train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
         Without it each layer is asked at its first call, and trusted.
 
@@ -167,6 +172,15 @@ def apply(
         _count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if loss:
         _fuse_loss(decoder, eval_logits, train_logits, report)
+        if decoder.causal is not None:
+            vars(decoder.causal)["_hfpatch_beside"] = partial(
+                apply,
+                **asked,
+                checkpointing=checkpointing,
+                eval_logits=eval_logits,
+                train_logits=train_logits,
+                verdict=verdict,
+            )
     else:
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
@@ -226,9 +240,7 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith("Attention") or is_mixed(module):
             continue
-        reason = parts.rope_reason(type(module))
-        if "forward" in vars(module):
-            reason = "its forward is replaced on the instance (Liger or use_kernels)"
+        reason = replaced_forward(module) or parts.rope_reason(type(module))
         if reason:
             left[type(module).__name__, reason] += 1
             continue
@@ -240,14 +252,18 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
 def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:
     model = decoder.causal
     name = None if model is None else head_name(model)
-    if model is None or "forward" in vars(model):
-        why = (
-            "no head with labels in this model" if model is None else "the model's forward is replaced on the instance"
-        )
+    trl = None if model is None else TrlHead.of(vars(model).get("forward"))
+    if model is None or trl is None and "forward" in vars(model):
+        why = "no head with labels in this model" if model is None else replaced_forward(model)
         report.skipped.append(("loss", why))
         return
+    if trl is not None:
+        del model.forward
+        report.notes.append(
+            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies without logits."
+        )
     swap(model, FusedCausalLM)
-    model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
+    model._hfpatch_trl, model._hfpatch_head_name, model._hfpatch_norm_path = trl, name, decoder.norm_path
     model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
     if reason:
@@ -260,9 +276,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
     if "forward" in vars(stack):
-        report.skipped.append(
-            ("checkpointing", "the decoder's forward is replaced on the instance (Liger or use_kernels)")
-        )
+        report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
     if not found.ours and found.alone:
         report.skipped.append(("checkpointing", found.alone))
@@ -276,9 +290,9 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     if found.alone:
         report.skipped.append(("checkpointing", found.alone))
         return
-    replaced = [type(m).__name__ for m in layers if "forward" in vars(m)]
+    replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
     if replaced:
-        report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
+        report.skipped.append(("checkpointing", replaced[0]))
         return
     shape = as_trained(_shape(stack.config), layers[0])
     session = Session(settings, shape, len(layers))
@@ -293,6 +307,9 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
+        rest = stack.embed_tokens  # a family's own, that scales what it looks up; a parametrized one stays as it is
+        if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
+            swap(rest, parts.FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
@@ -350,12 +367,18 @@ def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is."""
+    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is.
+
+    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model).
+    """
     sessions = set()
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
             unswap(module)
+        trl = vars(module).get("_hfpatch_trl")
+        if trl is not None:
+            vars(module)["forward"] = trl.theirs
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)

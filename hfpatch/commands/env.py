@@ -276,7 +276,7 @@ def _config_problems(facts):
             if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(value):
                 what = f"{path} turns on FSDP's own activation checkpointing ({key}), which goes around hfpatch's."
                 yield Problem(what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers")
-            if name in ("use_liger_kernel", "use_kernels") and _set(value):
+            if name == "use_liger_kernel" and _set(value):
                 what = f"{path} sets {key}: it would replace what hfpatch replaced."
                 yield Problem(what, f"set {key} to false; hfpatch brings its own kernels")
             if name == "fsdp_version" and str(value) == "1":

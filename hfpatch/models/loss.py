@@ -8,7 +8,9 @@ stand-in gets real logits.
 
 import functools
 import math
+import sys
 import warnings
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
-from hfpatch.compat import forward_hooks, modules_of, own_loss, parameters_of, pytree, set_own_loss
+from hfpatch.compat import caller_reads_logits, forward_hooks, modules_of, own_loss, pytree, set_own_loss
 from hfpatch.models.asking import here
-from hfpatch.models.classes import keeps_signature, swap
+from hfpatch.models.classes import is_mixed, keeps_signature, whose
+from hfpatch.models.head import through, why_not_fused
+from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parts import FusedRMSNorm
 
+_WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
 
 
@@ -94,59 +99,6 @@ class Logits:
         return function(*args, **kwargs)
 
 
-# --- heads --------------------------------------------------------------------------------------------------------------
-
-
-def _copies(head: nn.Module):
-    """The modules that PEFT's modules_to_save wrapper holds, and the one that runs; the head itself where there is none."""
-    copies = getattr(head, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return [head], head
-    active = getattr(head, "active_adapter", None)
-    active = active[0] if isinstance(active, (list, tuple)) and active else active
-    disabled = getattr(head, "disable_adapters", False) or active not in copies
-    return [head.original_module, *copies.values()], head.original_module if disabled else copies[active]
-
-
-def fuse(module: nn.Module, theirs: type, part: type) -> None:
-    """Mixes `part` over a module of class `theirs`, or over those that PEFT's modules_to_save wrapper holds."""
-    for inner in _copies(module)[0]:
-        if type(inner) is theirs and "forward" not in vars(inner) and not hasattr(inner.weight, "placements"):
-            swap(inner, part)
-
-
-def why_not_fused(head: nn.Module) -> str | None:
-    """None where a call of `head` can answer with the fused loss (also through PEFT's modules_to_save), else what it is."""
-    inner = _copies(head)[1]
-    if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
-        return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
-    if "forward" in vars(inner):
-        return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
-    # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
-    weight = parameters_of(inner).get("weight")
-    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
-        return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
-    return None
-
-
-def through(head: nn.Module, function, hidden: Tensor, *args, **options):
-    """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
-    own = vars(inner := _copies(head)[1])
-    before = {n: own[n] for n in ("forward",) if n in own}
-    own["forward"] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
-    try:
-        return head(hidden)
-    finally:
-        del own["forward"]
-        own.update(before)
-
-
-def head_name(model: nn.Module) -> str | None:
-    """The attribute under which a model calls its head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((n for n, m in modules_of(model).items() if m is head and m is not None), None)
-
-
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
     own = own_loss(model)
@@ -163,9 +115,11 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 
 class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
-    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None."""
+    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
+    asked for, or None; `_hfpatch_beside`: apply with this model's options."""
 
-    _hfpatch_head_name = _hfpatch_norm_path = None  # an instance that apply() has not seen is transformers' own
+    # An instance that apply() has not seen is transformers' own.
+    _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
     _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
 
     def __init_subclass__(cls, **kwargs):
@@ -181,6 +135,24 @@ class FusedCausalLM:
     @loss_function.setter
     def loss_function(self, value):
         set_own_loss(self, value)
+
+    def __setattr__(self, name, value):
+        head = TrlHead.of(value) if name == "forward" else None
+        if head is None:
+            if name == "forward" and whose(value).startswith("trl."):
+                self._tell(
+                    "TRL's own head runs, as this TRL sets it otherwise than 1.16; fused_lm_head=True is not hfpatch's."
+                )
+            return super().__setattr__(name, value)
+        # This class's forward does what TRL's would. The trainer that is being made may hold a reference model: equal weights
+        # must give equal log-probabilities, so it runs as this one does.
+        vars(self)["_hfpatch_trl"] = head
+        reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
+        if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
+            try:
+                self._hfpatch_beside(reference)
+            except ValueError as error:
+                warnings.warn(f"hfpatch: the reference model stays as it is ({error})", stacklevel=4)
 
     def _hfpatch_head(self) -> nn.Module:
         return modules_of(self)[self._hfpatch_head_name]
@@ -198,6 +170,8 @@ class FusedCausalLM:
         kwargs |= zip(self._hfpatch_positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
+        if self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False):
+            return self._hfpatch_log_probs(kwargs)
         labels = kwargs.get("labels")
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
@@ -209,24 +183,40 @@ class FusedCausalLM:
         target = labels if shifted is None else shifted
         first = 1 if shifted is None else 0
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
-        idle = here.idle_BT
-        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
-            counted = target[..., first:] != ignore
-            here.idle_BT = ~nn.functional.pad(counted, (0, first))
         own = vars(self)
         own["_hfpatch_target"] = (target, shifted is None, count)
         own[self._hfpatch_head_name] = functools.partial(Logits, self)  # found before the module of that name
         try:
-            out = self._hfpatch_stock({**kwargs, "return_dict": True})
+            with self._read_where_labelled(target, first, ignore, kwargs):
+                out = self._hfpatch_stock({**kwargs, "return_dict": True})
         finally:
             del own["_hfpatch_target"], own[self._hfpatch_head_name]
-            here.idle_BT = idle
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
             # Its own class without the stand-in: an output drops what is None.
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
+
+    @contextmanager
+    def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
+        """Within, layers know whose output nobody reads: tokens that are followed by no label."""
+        idle = here.idle_BT
+        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
+            here.idle_BT = ~nn.functional.pad(target[..., first:] != ignore, (0, first))
+        try:
+            yield
+        finally:
+            here.idle_BT = idle
+
+    def _hfpatch_log_probs(self, kwargs):
+        """What TRL's fused head would return, by ours where it can."""
+        head, asked = self._hfpatch_head(), self._hfpatch_trl
+        reason = why_theirs(asked, head)
+        if reason is not None:
+            self._tell(f"TRL's own fused head runs, as {reason}; leave lm_head a plain Linear to have hfpatch's.")
+            return asked.theirs(fused_lm_head=True, **kwargs)
+        return log_probs(self, head, asked, kwargs)
 
     def _compiled(self, kwargs):
         """The same for a graph: no stand-in, for models whose head's output is the logits."""
@@ -253,7 +243,7 @@ class FusedCausalLM:
         self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
     ):
         if not isinstance(logits, Logits):
-            self._tell("transformers' forward used the logits before its loss")
+            self._tell(_WHOLE.format("transformers' forward used the logits before its loss"))
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         target, shift, count = vars(self)["_hfpatch_target"]
         valid = int(count.get())
@@ -272,7 +262,9 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and not any(forward_hooks(m) for m in around)
+        norm = around[-1]
+        ours = isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm)
+        return ours and not any(forward_hooks(m) for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)
@@ -281,26 +273,24 @@ class FusedCausalLM:
         reason = not_its_own_loss(self) or why_not_fused(self._hfpatch_head())
         if reason is None:
             return True
-        self._tell(reason)
+        self._tell(_WHOLE.format(reason))
         return False
 
-    def _tell(self, reason: str) -> None:
+    def _tell(self, words: str) -> None:
         """Once: that, and why, this model's loss is not the fused one."""
-        if reason not in vars(self).setdefault("_hfpatch_told", set()):
-            self._hfpatch_told.add(reason)
-            warnings.warn(
-                f"hfpatch: the loss runs through whole logits, as {reason}; "
-                "leave lm_head a plain Linear and the loss transformers' own to have the fused loss.",
-                stacklevel=5,
-            )
+        if words not in vars(self).setdefault("_hfpatch_told", set()):
+            self._hfpatch_told.add(words)
+            warnings.warn(f"hfpatch: {words}", stacklevel=5)
 
     def _wants_logits(self, labels, kwargs) -> bool:
-        """Beside a loss: as asked, else in evaluation where they are small."""
+        """Beside a loss: as asked, else in evaluation where they are small, and for a caller who is known to read them."""
         if kwargs.get("skip_logits"):
             return False
         setting = self._hfpatch_train_logits if self.training else self._hfpatch_eval_logits
         if setting != "auto":
             return bool(setting)
+        if kwargs.get("inputs_embeds") is not None and not torch.compiler.is_compiling() and caller_reads_logits():
+            return True
         return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
 
 

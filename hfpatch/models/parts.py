@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.compat import buffers_of, modules_of, parameters_of, twin_of
+from hfpatch.compat import asks_for_input_gradients, buffers_of, forward_hooks, modules_of, parameters_of, twin_of
+from hfpatch.models.classes import replaced_forward
 from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.models.keeping import kept
 from hfpatch.ops.embedding import embedding
@@ -50,8 +51,9 @@ def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
 
 def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     """What FusedRMSNorm has to know of this norm, or the reason why it stays as it is."""
-    if "forward" in vars(norm):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
+    replaced = replaced_forward(norm)
+    if replaced:
+        return replaced
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
     names = set(parameters_of(norm))
     if eps is None or not names <= {"weight"} or modules_of(norm) or buffers_of(norm):
@@ -136,15 +138,18 @@ _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"ga
 
 def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
     """(part, activation) for this MLP, or the reason why it stays as it is."""
-    if "forward" in vars(mlp):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
+    replaced = replaced_forward(mlp)
+    if replaced:
+        return replaced
     part = next((part for part, names in _MLPS if names <= set(modules_of(mlp))), None)
     if part is None or parameters_of(mlp):
         return "no gated MLP"
     generator = torch.Generator().manual_seed(0)
 
     def linear(n_in, n_out):
-        made = nn.Linear(n_in, n_out, bias=False, device="cpu", dtype=torch.float32)
+        made = nn.utils.skip_init(
+            nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
+        )  # no random numbers
         with torch.no_grad():
             made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
         return made
@@ -239,10 +244,25 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- embedding ---------------------------------------------------------------------------------------------------------------
+# --- embedding ----------------------------------------------------------------------------------------------------------
 
 
-class FusedEmbedding:
+class FreeEmbedding:
+    """An embedding whose output wants no gradient where enable_input_require_grads() alone asks for one.
+
+    A reentrant checkpoint needs that, hfpatch's does not: as a leaf the output would be kept all step, and the first layer
+    would compute its gradient for nobody.
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf):
+            return out
+        hooks = forward_hooks(self)
+        return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out
+
+
+class FusedEmbedding(FreeEmbedding):
     """nn.Embedding with the sliced backward."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 import torch
 from torch import Tensor
 
-from hfpatch.compat import attention_of, forward_hooks, name_attention
+from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -95,19 +95,8 @@ class OurAttention:
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found already.
             kwargs["attention_mask"] = torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)
-        batch.asked_by_hook = self._hfpatch_asked_by_hook(kwargs)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
-
-    def _hfpatch_asked_by_hook(self, kwargs) -> bool:
-        """Whether enable_input_require_grads() alone asks for a gradient of what is embedded here, which nobody reads."""
-        asked = kwargs.get("output_hidden_states")
-        if kwargs.get("input_ids") is None or (
-            getattr(self.config, "output_hidden_states", False) if asked is None else asked
-        ):
-            return False
-        hooks = forward_hooks(self.get_input_embeddings())
-        return bool(hooks) and all(getattr(h, "__name__", "").startswith("make_inputs_require_grad") for h in hooks)
 
     def _hfpatch_declined(self, kwargs):
         before, here.declined = here.declined, True

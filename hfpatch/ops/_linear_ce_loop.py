@@ -387,6 +387,7 @@ def backward_pass(
     rows_KN: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias) from logits computed again; rows_KN are the factors of `cross_entropy_chunk_bwd_`."""
     order, _ = kept = kept_tokens(labels_N, opts)
@@ -400,7 +401,7 @@ def backward_pass(
         )
 
     extra = STATS_BYTES_PER_TOKEN if rows_KN.shape[0] > 4 else 0
-    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, False, extra)
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra)
 
 
 def or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:

@@ -97,20 +97,11 @@ def test_preparation_freezes_and_no_more(quantised):
     assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("asked", ["enable_input_require_grads", "by hand"])
-def test_nobody_asks_for_the_gradient_of_what_is_embedded(asked):
-    """Under enable_input_require_grads() layer 0 has no gradient to give; a hook of the user's own keeps its."""
+def test_a_hook_of_ones_own_gets_the_gradient_of_what_is_embedded():
     model = adapted(tiny.llama())
     hfpatch.apply(model, checkpointing=tiny.TILED)
     plain, seen = gradients(model), []
-    embed = model.get_input_embeddings()
-    if asked == "by hand":
-        embed.register_forward_hook(lambda m, args, out: seen.append(out.requires_grad_(True)))
-    else:
-        model.enable_input_require_grads()
-        embed.register_forward_hook(watch := (lambda m, args, out: seen.append(out)))
-        watch.__name__ = "make_inputs_require_grads"
+    model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.requires_grad_(True)))
     found = gradients(model)
     assert all(torch.equal(found[n], plain[n]) for n in plain)
-    assert (seen[0].grad is not None) == (asked == "by hand")
-    assert seen[0].requires_grad
+    assert seen[0].grad is not None
