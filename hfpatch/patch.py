@@ -41,7 +41,7 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index",
+    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
     "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
@@ -283,7 +283,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
-    stack._hfpatch_session, stack._hfpatch_ours = None, found.ours
+    stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return

@@ -154,6 +154,7 @@ class LayerCall(Kept):
         inside = self.keep_inside if alone else ()
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+            self.ask.store(parts)
             outs, lses = self._attend(parts)
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in parts]

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
@@ -60,7 +60,7 @@ class Arguments:
     def __init__(self, args, kwargs, B: int, T: int):
         self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
-        self.kwargs, self.T = kwargs, T
+        self.kwargs, self.B, self.T = kwargs, B, T
         self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
         self._gradients = None  # of those that want one, while backward runs
         self.cut = self.leaves  # of the last tile
@@ -70,7 +70,7 @@ class Arguments:
         self.cut = self.leaves
         if (a, b) != (0, self.T):
             self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
-        if self._gradients is not None:
+        if self._gradients:
             self.cut = list(self.cut)
             for i, whole in zip(self._wanted, self._gradients):
                 axis = self.axes[i]
@@ -108,7 +108,7 @@ class Arguments:
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
-        return Mixer(module, whole, spec, new[0], axes, bounds), leaves[new[0]]
+        return Mixer(module, whole, spec, new[0], axes, self.B, bounds), leaves[new[0]]
 
 
 def _take(into: Tensor, stand_in: Tensor) -> None:
@@ -137,6 +137,7 @@ class Ask:
     asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
+    cache: Cache | None = None  # an empty one, which takes the keys and values of all tokens at once
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
@@ -206,6 +207,13 @@ class Ask:
         if isinstance(mlp, (FusedMLP, FusedJointMLP)):
             sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
         return sources
+
+    def store(self, parts: list[Tensor]) -> None:
+        """Keys and values of the whole rows, as `pre` gave them, into the cache, where there is one."""
+        if self.cache is not None:
+            for name, k, v in zip(self.answers.attention, parts[1::3], parts[2::3]):
+                index = self.layer.get_submodule(name).layer_idx
+                self.cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
 
     def post(
         self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False, noted=None, known=None
@@ -339,6 +347,14 @@ class TiledLayer:
             hidden_states = hidden_states.detach().requires_grad_(True)
         return super().__call__(hidden_states, *args, **kwargs)
 
+    def _takes_whole(self, cache: Cache) -> bool:
+        """Whether all keys and values may go into this cache at once, which holds none of this layer yet."""
+        answers = self._hfpatch_answers
+        indices = [getattr(self.get_submodule(name), "layer_idx", None) for name in answers.attention]
+        if answers.mixers or type(cache) is not DynamicCache or len({*indices} - {None}) != len(answers.attention):
+            return False
+        return not any(cache.get_seq_length(index) for index in indices)
+
     @property
     def _under_zero3(self) -> bool:
         return under_zero3(self)
@@ -355,12 +371,12 @@ class TiledLayer:
                 sequence_now(c, self.training) for c in self._hfpatch_configs
             )
             batch = Batch(*x.shape[:2], x.device) if alone else None
-        cut = batch is not None and cache is None and x.dim() == 3 and not batch.weights
+        cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
+        cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
-            n = min(x.shape[1], ASKED_TOKENS)
-            few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
+            few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
             self._hfpatch_answers = self._hfpatch_asks(
-                self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
+                self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
             )
         answers = self._hfpatch_answers or Answers()
         bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
@@ -375,14 +391,15 @@ class TiledLayer:
             with apart if bounds is not None else nullcontext():
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
-        if cut and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
+        takes = cache is None or (cut and self._takes_whole(cache))
+        if cut and takes and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
             policy = session.policy(self, x, batch.sequence)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)
-            arguments = Arguments(args, kwargs, *x.shape[:2])
+            arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
             lists = collected_now()
             records = tuple(key for key in lists if key in _RECORDED_INSIDE)
-            ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records)
+            ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache)
             y, *extras = tiled_layer(session, policy, ask, x)
             ask.hand_on(extras, lists)
             return y if ask.beside is None else (y, *ask.beside)
@@ -392,8 +409,7 @@ class TiledLayer:
             if cache.get_seq_length():
                 return whole(x)
             # Models make an empty cache in training too; running a layer again would write its keys twice.
-            args = [None if isinstance(a, Cache) else a for a in args]
-            kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
+            args, kwargs = _without_cache(args, kwargs)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         policy = session.policy(None, x) if x.dim() == 3 else None
@@ -420,6 +436,12 @@ def _has_hooks(module: nn.Module) -> bool:
     forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
     others = (h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK))
     return any(forward) or any(others) or engine_hook(module) is not None
+
+
+def _without_cache(args, kwargs) -> tuple[list, dict]:
+    return [None if isinstance(a, Cache) else a for a in args], {
+        n: None if isinstance(a, Cache) else a for n, a in kwargs.items()
+    }
 
 
 def _cache_of(args, kwargs):

@@ -6,7 +6,6 @@ loss: it stays the Linear that it is, and the engines' hooks around the call gat
 stand-in gets real logits.
 """
 
-import functools
 import math
 import sys
 import warnings
@@ -99,6 +98,19 @@ class Logits:
         return function(*args, **kwargs)
 
 
+class _Head:
+    """Stands where a model looks for its head: a call gives Logits, all else (its weight's dtype, say) is the head's own."""
+
+    def __init__(self, owner: nn.Module):
+        self._owner = owner
+
+    def __call__(self, hidden: Tensor) -> Logits:
+        return Logits(self._owner, hidden)
+
+    def __getattr__(self, name):
+        return getattr(self._owner._hfpatch_head(), name)
+
+
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
     own = own_loss(model)
@@ -185,7 +197,7 @@ class FusedCausalLM:
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
         own = vars(self)
         own["_hfpatch_target"] = (target, shifted is None, count)
-        own[self._hfpatch_head_name] = functools.partial(Logits, self)  # found before the module of that name
+        own[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
         try:
             with self._read_where_labelled(target, first, ignore, kwargs):
                 out = self._hfpatch_stock({**kwargs, "return_dict": True})

@@ -44,6 +44,7 @@ class Batch:
         self.t = T if sequence is None else T // sequence.size
         self._said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
+        self.prefill = False  # whether the caller's cache, an empty one, is filled
         self.weights = False  # whether attention is to give its probabilities too
         self._rows: dict = {}
 

@@ -32,13 +32,15 @@ def standing_in(layer: nn.Module, names, answer):
 @dataclass
 class Mixer:
     """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them is its input [B, T, D]; axes:
-    the token axis of each; bounds: where documents start and end in the flattened B*T tokens, None where every row is one."""
+    the token axis of each; B: rows of the batch; bounds: where documents start and end in the flattened B*T tokens, None where
+    every row is one."""
 
     module: nn.Module
     leaves: list
     spec: object
     at: int
     axes: list
+    B: int
     bounds: tuple | None = None
     kept: list | None = None  # each document's input and output with its graph, until backward
 
@@ -57,7 +59,7 @@ class Mixer:
             for i, axis in enumerate(self.axes):
                 if axis is not None:
                     cut = leaves[i].narrow(axis, a, b - a)
-                    leaves[i] = cut[rows] if axis and cut.shape[0] > 1 else cut
+                    leaves[i] = cut[rows] if axis and cut.shape[0] == self.B > 1 else cut
         leaves[self.at] = x
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if self.bounds is not None:

@@ -5,6 +5,7 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
@@ -29,10 +30,11 @@ class OurAttention:
     """Mixed over the class of the module that holds the decoder layers.
 
     `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
-    `_hfpatch_mixers`: whether some layers mix tokens by something else.
+    `_hfpatch_mixers`: whether some layers mix tokens by something else; `_hfpatch_prefill`: whether an empty cache may be filled
+    by our layers.
     """
 
-    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours = (), None, False, True
+    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (), None, False, True, False
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -134,7 +136,11 @@ class OurAttention:
                     "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
                     "pass use_cache=False, which isolates the documents."
                 )
-            return None
+            empty = cache is None or type(cache) is DynamicCache and not cache.get_seq_length()
+            prefill = empty and T > 1 and not torch.is_grad_enabled() and self._hfpatch_session is not None
+            if not (prefill and self._hfpatch_prefill):
+                return None
+            positions = None  # beside a cache transformers looks for no documents, and what restarts was refused
         if not self._hfpatch_ours:
             return self._hfpatch_without(packed)
         if self._hfpatch_mixers and sequence is not None:
@@ -145,6 +151,7 @@ class OurAttention:
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
         batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)
+        batch.prefill = cache is not None or bool(use_cache)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents)
             return self._hfpatch_without(packed)

@@ -37,11 +37,13 @@ class _Different(Exception):
 @dataclass(frozen=True)
 class Verdict:
     """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted); ours: whether the
-    stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None."""
+    stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None; prefill:
+    whether they fill an empty KV cache as transformers' do."""
 
     answers: tuple[Answers | None, ...]
     ours: bool = True
     alone: str | None = None
+    prefill: bool = False
 
 
 def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
@@ -59,7 +61,9 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict((Answers(reason=f"no small instance of it could be tried ({reason})"),) * n, False, shared)
     unknown = Answers(reason="no layer of its kind in the small instance")
-    return Verdict(tuple(found.answers.get(kind, unknown) for kind in kinds), found.ours, shared or found.alone)
+    return Verdict(
+        tuple(found.answers.get(kind, unknown) for kind in kinds), found.ours, shared or found.alone, found.prefill
+    )
 
 
 def _shares_keys(config) -> bool:
@@ -73,6 +77,7 @@ class _Found:
     answers: dict[tuple, Answers]
     ours: bool = True
     alone: str | None = None
+    prefill: bool = False
 
 
 class _Config:
@@ -96,14 +101,18 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple) -> _Found:
         stack = _in_double(stack)
         layers = _layers_of(stack)
         named = {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}
-        found = _Found({})
+        late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
+        answers = {}
         for kind, i in named.items():
-            late = time.thread_time() - began > SECONDS
-            found.answers[kind] = Answers(reason=LATE) if late else probe.ask(stack, layers[i])
+            if late():
+                return _Found({kind: Answers(reason=LATE) for kind in named}, ours=False)
+            answers[kind] = probe.ask(stack, layers[i])
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
-        packed = not any(answer.reason == OTHER_MIXER for answer in found.answers.values())
+        packed = not any(answer.reason == OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)
-        return _settled(found.answers, expected, lambda: time.thread_time() - began > SECONDS)
+        found = _settled(answers, expected, late)
+        found.prefill = found.ours and not late() and expected.fills_a_cache(found)
+        return found
 
 
 def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found:
@@ -185,7 +194,22 @@ class _Expected:
             return str(error)
         return None
 
-    def _compare(self, found: _Found) -> None:
+    def fills_a_cache(self, found: _Found) -> bool:
+        """Whether a prompt leaves the same keys and values in an empty cache as in transformers."""
+        batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
+        try:
+            with torch.no_grad():
+                ours, stock = self._patched(found), self.stack
+                ours._hfpatch_prefill = True
+                got, wanted = ours(**batch), stock(**batch)
+            pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
+            for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+                pairs += [(a.keys, b.keys), (a.values, b.values)]
+            return all(a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs)
+        except Exception:  # a cache of the family's own
+            return False
+
+    def _patched(self, found: _Found) -> nn.Module:
         ours = copy.deepcopy(self.stack)
         configs = (ours.config,)
         swap(ours, OurAttention)
@@ -197,6 +221,10 @@ class _Expected:
             swap(layer, TiledLayer)
             layer._hfpatch_index = index
             layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
+        return ours
+
+    def _compare(self, found: _Found) -> None:
+        ours = self._patched(found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # what transformers makes of it is its own affair

@@ -16,7 +16,8 @@ def _blocks(q_BTHE, pattern: Pattern):
     B, T, H, _ = q_BTHE.shape
     rows = max(1, min(T, BLOCK_BYTES // (8 * B * H * T)))
     if pattern.window is not None:
-        rows = max(1, min(T, max(rows, min(pattern.window, 1024))))
+        # A block sees as many keys more as the window is long: longer ones pay for what is masked, shorter ones for reading it.
+        rows = min(T, max(min(rows, max(pattern.window, 128)), min(pattern.window, 1024)))
     for a in range(0, T, rows):
         b = min(a + rows, T)
         yield range(a, b), range(0 if pattern.window is None else max(0, a - pattern.window + 1), b)

@@ -180,3 +180,11 @@ def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.startswith("hfpatch: ") and message in said
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_hooks_are_balanced_where_forwards_are_stopped(engine, steps, tmp_path):
+    """A layer's own forward ends with an exception at its attention, or its mixer, once a tile."""
+    for report in torchrun("hooks_worker.py", engine, steps, folder=tmp_path):
+        assert report["steps"] == steps and report["same"], report

@@ -22,6 +22,7 @@ TILED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
     "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
     "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
+    "gemma4_text", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open",
 )  # fmt: skip
 
 

@@ -14,10 +14,10 @@ from hfpatch.models.answers import OTHER_MIXER, Answers
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
-HYBRIDS = {  # the mixer of its first layer, a projection behind it
+HYBRIDS = {  # the mixer of its first layer, a module behind it
     "lfm2": ("conv", "feed_forward.w1"),
     "falcon_h1": ("mamba", "feed_forward.gate_proj"),
-    "qwen3_next": ("linear_attn", "mlp.shared_expert.gate_proj"),
+    "qwen3_next": ("linear_attn", "mlp"),
     "qwen3_5_text": ("linear_attn", "mlp.gate_proj"),
     "granitemoehybrid": ("mamba", "shared_mlp.input_linear"),
     "nemotron_h": ("mixer", None),  # a layer is a mixer, an attention, an MLP or experts, and no two of them
@@ -127,3 +127,16 @@ def test_what_a_mixer_saves_can_be_run_again(falcon):
         ours = copy.deepcopy(falcon)
         hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED)
         assert_close(step(ours, batch())[2], wanted)
+
+
+def test_a_batch_too_short_to_ask_by_is_not_what_a_layer_is_known_by(falcon):
+    """Without a verdict: a few tokens do not show what mixes; the next batch does."""
+    ours = copy.deepcopy(falcon)
+    hfpatch.apply(ours, checkpointing=TILE, verdict=False, **UNFUSED)
+    short = {key: value[:, :4] for key, value in batch().items() if key != "labels"}
+    assert_close(
+        step(ours, short | {"labels": short["input_ids"]})[2], step(falcon, short | {"labels": short["input_ids"]})[2]
+    )
+    assert ours.model.layers[0]._hfpatch_answers is None
+    assert_close(step(ours, batch())[2], step(falcon, batch())[2])
+    assert ours.model.layers[0]._hfpatch_answers.mixers == ("mamba",)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hfpatch.ops import attention as A
 from tests.numerics import assert_close
@@ -166,3 +167,20 @@ def test_backend_of_each_device():
     assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
     assert "caps" in A.supported(128, torch.bfloat16, torch.device("cuda"), A.Pattern(softcap=30.0))
+
+
+@pytest.mark.parametrize("window", [16, 192])
+def test_a_window_costs_a_window(window):
+    """Twice the tokens, twice the products, forward and backward: of a block at most its own length and a window are keys."""
+
+    def products(tokens):
+        q, k = torch.randn(1, tokens, 2, 8), torch.randn(1, tokens, 1, 8)
+        asked = {"scale": 1.0, "pattern": A.Pattern(window=window), "backend": "cpu"}
+        with FlopCounterMode(display=False) as counted:
+            out, lse, state = A.attention_forward(q, k, k, **asked)
+            A.attention_backward(out, q, k, k, out, lse, state, **asked)
+        return counted.get_total_flops()
+
+    most = max(window, 128) + window
+    assert products(1024) <= 2 * 1024 * most * 2 * 8 * 7  # two forward, five backward
+    assert products(2048) <= 2.2 * products(1024)

@@ -1,0 +1,67 @@
+"""An empty KV cache: a long prompt goes through the layers tile by tile, and leaves in the cache what transformers leaves there."""
+
+import copy
+
+import families
+import pytest
+import torch
+from test_mixers import lengths
+from transformers import StaticCache
+
+import hfpatch
+
+TILE = hfpatch.Checkpointing(offload="host", tile=16)
+LONG = ("gemma3_text", "deepseek_v3", "gpt_oss", "llama4_text", "cohere2", "phi3")
+
+
+def both(name):
+    stock = families.small_model(name).eval()
+    stock.generation_config.eos_token_id = None
+    stock.set_attn_implementation("sdpa" if name != "gpt_oss" else "eager")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE)
+    return ours, stock
+
+
+def close(ours, theirs):
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", ["mistral", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+def test_a_prompt_fills_the_cache_by_tiles(name):
+    """With a window shorter than the prompt; left padding; then generation goes on as in transformers."""
+    ours, stock = both(name)
+    ids = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    found = []
+    last = ours.model.layers[-1]
+    handle = lengths(last.feed_forward if name == "llama4_text" else last.mlp, found)
+    tiled = name != "deepseek_v3"  # whose cache holds what its keys are made of
+    with torch.no_grad():
+        for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "labels": ids}):
+            got, wanted = ours(**given), stock(**given)
+            assert (max(found) <= 16) == tiled
+            found.clear()
+            for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+                seen = slice(None) if "attention_mask" not in given else slice(0, 1)  # padding attends to anything
+                close(a.keys[seen], b.keys[seen]), close(a.values[seen], b.values[seen])
+        handle.remove()
+        more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
+        assert torch.equal(ours.generate(ids, **more), stock.generate(ids, **more))
+
+
+def test_other_caches_are_left_to_transformers():
+    """One of a fixed length, one that holds tokens already; a cache in training."""
+    ours, stock = both("mistral")
+    ids = torch.randint(1, 64, (1, 40), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        results = []
+        for model in (ours, stock):
+            fixed = model(ids, past_key_values=StaticCache(model.config, max_cache_len=48)).logits
+            first = model(ids[:, :24])
+            results.append((fixed, model(ids[:, 24:], past_key_values=first.past_key_values).logits))
+    for a, b in zip(*results):
+        close(a, b)
+    close(ours.train()(ids, use_cache=True).logits, stock.train()(ids, use_cache=True).logits)
