@@ -48,6 +48,7 @@ def train(argv) -> int:
 
     from transformers import EarlyStoppingCallback
 
+    from hfpatch.memory.locks import left_builds
     from hfpatch.training import folders, placement, prepare, trainer
     from hfpatch.training.callback import Callback
     from hfpatch.training.dataset import Collator, show
@@ -67,6 +68,10 @@ def train(argv) -> int:
     for line in data.summaries:
         say(f"hfpatch: {line}")
     collator = Collator(pad_id=prepare.pad_id(config, tokenizer), multiple=data_args.pad_multiple)
+    for lock in left_builds() if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else ():
+        say(
+            f"hfpatch: {lock} is left from a build that was killed; if this run stands still, stop it and remove that file."
+        )
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))
