@@ -113,6 +113,15 @@ def is_fake(x) -> bool:
     return found(x)
 
 
+def is_wrapper(x) -> bool:
+    """Whether a tensor stands for others of its own (DTensor, quantised weights); any other class counts where unknown."""
+    try:
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    except ImportError:
+        return type(x) not in (Tensor, nn.Parameter)
+    return is_traceable_wrapper_subclass(x)
+
+
 def real_tensors():
     """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
     try:
@@ -125,6 +134,30 @@ def real_tensors():
 def schema_of(op):
     """An operator's schema."""
     return op._schema
+
+
+@contextmanager
+def shapes_of_out_dtype():
+    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
+
+    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
+    """
+    try:
+        from torch._decomp import meta_table
+        from torch._subclasses.fake_impls import op_implementations_dict as fakes
+    except ImportError:
+        yield
+        return
+    op = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if op is None or op in meta_table or op in fakes:
+        yield
+        return
+    # What stands in the first table is not decomposed; the second says what it gives.
+    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
+    try:
+        yield
+    finally:
+        del meta_table[op], fakes[op]
 
 
 def simulation_parts():

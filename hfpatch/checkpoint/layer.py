@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.compat import keeps_graph, version
 from hfpatch.memory.formula import Policy
-from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
@@ -34,23 +34,6 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     """Where the tiles of at most `tile` tokens, over all rows of the batch, start and end."""
     step = max(1, tile // batch)
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
-@dataclass
-class Heads:
-    """One call of attention: how its heads are grouped, and what it was asked (scale, pattern, sinks)."""
-
-    asked: object
-    groups: list[tuple[slice, slice]]  # of query heads and of KV heads
-    backend: str
-
-    def part(self, hs: slice) -> dict:
-        """attention_forward's and attention_backward's keywords for a group."""
-        sinks = self.asked.sinks_H
-        return {
-            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
-            "sinks_H": None if sinks is None else sinks[hs],
-        }  # fmt: skip
 
 
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
@@ -69,14 +52,13 @@ class LayerCall:
     private: tuple
     shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
     bounds: list[tuple[int, int]] = field(default_factory=list)
-    heads: list[Heads] = field(default_factory=list)
+    attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded
     shape: tuple = ()
     dtype: torch.dtype | None = None
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
-    states: list = field(default_factory=list)
     rng: dict = field(default_factory=dict)
     queue: FetchQueue | None = None  # of its device and tier; None where nothing is kept
     earlier: "LayerCall | None" = (
@@ -125,17 +107,29 @@ class LayerCall:
             yield
 
     def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k and v [B, t, K, E] of every attention call. dead: nobody reads their values, only their graph."""
+        """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B, t, D].
+
+        dead: nobody reads their values, only their graph.
+        """
         with self._random("pre", index):
             parts = self.ask.pre(x_BtD, *self.bounds[index], dead=dead)
         enabled, dtype, _ = self.autocast
-        return [x.to(dtype) for x in parts] if enabled else parts
+        n = 3 * len(self.ask.asked)  # a mixer casts its input itself
+        return [x.to(dtype) for x in parts[:n]] + parts[n:] if enabled else parts
+
+    def _attend(self, parts: list[Tensor], again: bool = False):
+        with self._random("attend", 0):
+            return self.attention.forward(self.ask.asked, self.ask.mixers, parts, keep=again)
+
+    def _attend_backward(self, parts, douts, outs, lses, into) -> list:
+        with self._random("attend", 0):
+            return self.attention.backward(parts, douts, outs, lses, into)
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
         """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
         joined, outs = [], list(outs_BtGE)
-        for heads in self.heads:
-            mine, outs = outs[: len(heads.groups)], outs[len(heads.groups) :]
+        for n in self.attention.counts():
+            mine, outs = outs[:n], outs[n:]
             out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
             out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
             joined.append(out.detach().requires_grad_(True) if grad else out)
@@ -146,7 +140,8 @@ class LayerCall:
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
         whole = None
         for index, x_t in tiles:
-            parts = self._pre(x_t, index)
+            # Detached: a view taken without a graph says that it wants a gradient, and has none.
+            parts = self._pre(x_t.detach(), index)
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
@@ -155,22 +150,8 @@ class LayerCall:
             a, b = self.bounds[index]
             for buffer, part in zip(whole, parts):
                 buffer[:, a:b] = part
-            del parts, part, x_t
+            parts = part = x_t = None
         return whole
-
-    def _attend(self, parts: list[Tensor]):
-        """Attention forward, group by group: lists of out, lse and state. parts: q, k, v of every call."""
-        self.heads, results = [], []
-        for asked, q, k, v in zip(self.ask.asked, parts[::3], parts[1::3], parts[2::3]):
-            B, T, H, _ = q.shape
-            K = k.shape[2]
-            group = heads_per_group(B, T, H, K)
-            groups = [(slice(i * (H // K), (i + group) * (H // K)), slice(i, i + group)) for i in range(0, K, group)]
-            heads = Heads(asked, groups, pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]]))
-            self.heads.append(heads)
-            for hs, ks in groups:
-                results.append(attention_forward(q[:, :, hs], k[:, :, ks], v[:, :, ks], **heads.part(hs)))
-        return [list(r) for r in zip(*results)]
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> list[Tensor]:
@@ -187,16 +168,15 @@ class LayerCall:
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
-            outs, lses, states = self._attend(parts)
+            outs, lses = self._attend(parts)
             del parts
-            self.states = states
             if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
                 save = self.transfers.save if keep == "tier" else self._kept
                 self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
             del lses
             whole = None
             for index, (a, b) in enumerate(self.bounds):
-                tiles = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)[0]
+                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False)[0]
                 if len(self.bounds) == 1:
                     whole = tiles
                     break
@@ -263,7 +243,7 @@ class LayerCall:
 
     def _phases(self) -> list[bool]:
         """Whether each pass over the tiles fetches out too, in the order of the passes."""
-        if len(self.bounds) == 1:
+        if len(self.bounds) == 1 or not self.ask.n_calls:
             return [True]
         return [True, False, False] if self.outs else [False, False, False]
 
@@ -304,7 +284,10 @@ class LayerCall:
             self.queue.release(ticket)
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
-        """(dx or None, gradients of self.places). private: dy may be overwritten. keep: the graph stays for another pass."""
+        """(dx or None, gradients of the arguments that want one and of self.places).
+
+        private: dy may be overwritten; keep: the graph stays for another pass.
+        """
         if self.gone:
             raise RuntimeError(
                 "hfpatch: expected one backward through this graph, came to it a second time; "
@@ -325,8 +308,9 @@ class LayerCall:
         if before is not None and before.earlier is None:
             before.prefetch()
 
-        weights = WeightGradients(self.places, several=len(self.bounds) > 1)
-        with torch.enable_grad(), self._autocast(), weights:
+        several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
+        weights = WeightGradients(self.places, several=several)
+        with torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
             dx = run(dy_BTD, private, need_x, weights)
             weights.round()
@@ -335,41 +319,12 @@ class LayerCall:
         self.out_buffers = None
         if before is None and not queue.under_way:
             queue.drop_ring()
-        return dx, weights.handed_over()
+        return dx, [*darguments, *weights.handed_over()]
 
     def _lse_ticket(self):
         if not self.lses:
             return None
         return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
-
-    def _attention_backward(self, parts, douts, outs, lses, into) -> list:
-        """Phase C: dq, dk, dv of every call into the tensors `into`, which may be `parts`. outs: a function giving a group's out.
-
-        Returns the gradients of each call's sinks (None where it has none).
-        """
-        g, dsinks = 0, []
-        for n, (heads, dout) in enumerate(zip(self.heads, douts)):
-            q, k, v = parts[3 * n : 3 * n + 3]
-            dsinks.append([])
-            for hs, ks in heads.groups:
-                grads = attention_backward(
-                    dout[:, :, hs],
-                    q[:, :, hs],
-                    k[:, :, ks],
-                    v[:, :, ks],
-                    outs(g),
-                    lses[g],
-                    self.states[g],
-                    **heads.part(hs),
-                )
-                lses[g] = None
-                for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
-                    whole[:, :, part].copy_(grad)
-                    del grad
-                dsinks[-1] += grads[3:]
-                del grads
-                g += 1
-        return [torch.cat(d) if d else None for d in dsinks]
 
     def _pre_backward(self, parts, grads, dsinks) -> None:
         """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
@@ -387,14 +342,14 @@ class LayerCall:
             lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
-                    outs, lses, self.states = self._attend(values)
+                    outs, lses = self._attend(values, again=True)
             tiles, leaves = self._post(x, outs, 0, grad=True)
             _walk(tiles, [dy, *self.dextras])
             del tiles
             with torch.no_grad():
                 douts = [leaf.grad for leaf in leaves]
                 fresh = [torch.empty_like(p) for p in values]
-                dsinks = self._attention_backward(values, douts, outs.__getitem__, list(lses), fresh)
+                dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses), fresh)
             del douts, leaves, outs
             self._pre_backward(parts, fresh, dsinks)
             dx = x.grad
@@ -408,7 +363,7 @@ class LayerCall:
             # The attention outputs were not saved: B first, then attention again.
             with torch.no_grad():
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
-                outs, lses, self.states = self._attend(parts)
+                outs, lses = self._attend(parts, again=True)
 
         # A
         dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -426,17 +381,19 @@ class LayerCall:
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            del x_t, out_t, leaves, leaf
+            x_t = out_t = leaves = leaf = None
         if not need_x:
             dx = None
         weights.round()
+        if not self.ask.n_calls:
+            return dx
 
         with torch.no_grad():
             if parts is None:
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
             if lses is None:
-                lses = list(lse_ticket.wait())
-            dsinks = self._attention_backward(parts, douts, self._whole_outs(outs), lses, parts)
+                lses = list(lse_ticket.wait()) if lse_ticket else []
+            dsinks = self._attend_backward(parts, douts, self._whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
 
@@ -486,7 +443,7 @@ def _walk(outputs, grads) -> None:
 
 class _TiledLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, x, *weights):
+    def forward(ctx, call, x, *tensors):
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(call.forward(x))
@@ -518,7 +475,7 @@ def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
     """
     layer = ask.layer
     places = noted(layer)
-    tensors = [place.now() for place in places if place.trained]
+    tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     policy = session.policy(layer, x)
     call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

@@ -37,7 +37,12 @@ class _Held:
 
 
 def offloaded_checkpoint(session, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the session's policy says. `run` is called again in backward."""
+    """run(x) checkpointed, x [B, T, D] kept where the session's policy says, of another shape on the device.
+
+    `run` is called again in backward.
+    """
+    if x_BTD.dim() != 3:
+        return checkpoint(run, x_BTD, use_reentrant=False)
     policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)

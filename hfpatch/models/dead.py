@@ -3,6 +3,7 @@
 The last projection's output in `post` is added to the residual and no gradient asks for the sum; a q, k or v projection's in
 `pre` is rotated, and a rotation's backward wants the angles alone. Such a Linear answers with an expanded constant and keeps its
 ordinary backward, so every gradient stays as it is, to the bit. Which ones these are is asked (models/verdict.py), not written.
+Under LoRA it is the base of such a Linear, to whose value the adapter adds its own; a rotation of such values hands one on.
 """
 
 from contextlib import contextmanager
@@ -35,6 +36,34 @@ def _valueless_forward(module: nn.Linear, value: float, input: Tensor) -> Tensor
     return _Valueless.apply(input, module.weight, module.bias, value)
 
 
+class DeadRotation(torch.autograd.Function):
+    """The fused rotation's backward under a forward that moves nothing. q_BHTE, k_BKTE: expanded constants."""
+
+    @staticmethod
+    def forward(ctx, q_BHTE, k_BKTE, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = q_BHTE.dtype
+        wide = torch.promote_types(q_BHTE.dtype, cos.dtype)
+        return tuple(x.new_zeros((), dtype=wide).expand(x.shape) for x in (q_BHTE, k_BKTE))
+
+    @staticmethod
+    def backward(ctx, dq_BHTE, dk_BKTE):
+        cos, sin = ctx.saved_tensors
+        return *torch.ops.hfpatch.rope(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
+
+
+def is_dead(x: Tensor) -> bool:
+    """Whether this is a constant that stands for a value nobody reads."""
+    return not any(x.stride())
+
+
+def _idle(module: nn.Module) -> nn.Module | None:
+    """The Linear that need not be computed where this module's value is not read."""
+    if type(module).__module__ == "peft.tuners.lora.layer" and not module.lora_variant:
+        module = module.base_layer
+    return module if can_go_without(module) else None
+
+
 def can_go_without(module: nn.Module) -> bool:
     """Whether this is a plain Linear with a plain weight here and now."""
     return (
@@ -50,7 +79,7 @@ def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "c
     """Within, the named Linears of the layer answer with an expanded `value`. Those that are no plain Linear by now compute."""
     idle = []
     if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
-        idle = [m for m in map(layer.get_submodule, names) if can_go_without(m)]
+        idle = [m for name in names if (m := _idle(layer.get_submodule(name))) is not None]
     for module in idle:
         module.__dict__["forward"] = partial(_valueless_forward, module, value)
     try:

@@ -8,6 +8,7 @@ returns a `Mask`, which the model hands to attention untouched.
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class Batch:
         self._idle = idle_BT
         self.weights = False  # whether attention is to give its probabilities too
         self._rows: dict = {}
+
+    @cached_property
+    def apart(self) -> tuple[int, ...] | None:
+        """Where documents start and end in the flattened tokens as the positions say, whatever is masked: for mixers, which see
+        masked tokens as transformers has them do. None where every row is one."""
+        visible, positions, offsets = self._said
+        documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
+        return None if documents is None else documents.bounds
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:

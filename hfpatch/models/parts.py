@@ -9,11 +9,11 @@ import types
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.compat import buffers_of, modules_of, parameters_of, twin_of
+from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -189,6 +189,8 @@ def rotation(base: type):
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
+        if plain and is_dead(q) and is_dead(k):
+            return DeadRotation.apply(q, k, cos, sin)
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
 
     return rotate
@@ -230,7 +232,7 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- ends ---------------------------------------------------------------------------------------------------------------
+# --- embedding ---------------------------------------------------------------------------------------------------------------
 
 
 class FusedEmbedding:
@@ -241,12 +243,3 @@ class FusedEmbedding:
         if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
             return embedding(input, self.weight, self.padding_idx)
         return super().forward(input)
-
-
-class FusedHead:
-    """The head. Called with labels it returns the loss: the engines' hooks around the call gather its weight."""
-
-    def forward(self, input: Tensor, labels: Tensor | None = None, **options):
-        if labels is None:
-            return F.linear(input, self.weight, self.bias)
-        return ops.linear_cross_entropy(input, self.weight, labels, bias=self.bias, **options)

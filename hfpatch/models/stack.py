@@ -22,9 +22,13 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atte
 
 
 class OurAttention:
-    """Mixed over the class of the module that holds the decoder layers. `_hfpatch_configs`: the configs that its modules read."""
+    """Mixed over the class of the module that holds the decoder layers.
 
-    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers = (), None, False
+    `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
+    `_hfpatch_mixers`: whether some layers mix tokens by something else.
+    """
+
+    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours = (), None, False, True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -110,22 +114,27 @@ class OurAttention:
                     "pass use_cache=False, which isolates the documents."
                 )
             return None
-        if self._hfpatch_mixers and packed():
-            raise ValueError(
-                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
-                "layers mix tokens by something else than attention and would let documents see each other; do not pack."
-            )
+        if not self._hfpatch_ours:
+            return self._hfpatch_without(packed)
         batch = Batch(B, T, given.device, rows_mask, positions, kwargs.get("cu_seq_lens_q"), here.idle_BT)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents, positions)
-            return None
+            return self._hfpatch_without(packed)
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
-        if batch.weights and attention_of(config) != "eager":
-            return None  # transformers' other functions have no weights to give
-        if mask is not None and rows_mask is None or attention_of(config) not in _KNOWN:
-            return None
-        return batch if getattr(config, "is_causal", True) else None
+        known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
+        if mask is not None and rows_mask is None or attention_of(config) not in known:
+            return self._hfpatch_without(packed)
+        return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
+
+    def _hfpatch_without(self, packed) -> None:
+        """The layers run as transformers has them, whose mixers know nothing of documents: ValueError where that matters."""
+        if self._hfpatch_mixers and packed():
+            raise ValueError(
+                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
+                "layers mix tokens by something else than attention and would let documents see each other; do not pack, or load "
+                "the model with attn_implementation='sdpa'."
+            )
 
 
 def _full_attention(config) -> bool:

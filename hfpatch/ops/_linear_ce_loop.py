@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hfpatch.compat import assert_async, is_fake
+from hfpatch.compat import assert_async, is_fake, shapes_of_out_dtype
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 
@@ -77,7 +77,8 @@ def as_on_cuda():
     """Inside, fake CPU tensors take the route of CUDA tensors, and so their allocations (matmuls add in float32)."""
     token = _AS_CUDA.set(True)
     try:
-        yield
+        with shapes_of_out_dtype():
+            yield
     finally:
         _AS_CUDA.reset(token)
 

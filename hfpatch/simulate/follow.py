@@ -265,7 +265,7 @@ class Follower(TorchDispatchMode):
         try:
             with on_fakes(mode):
                 out = func(*args, **kwargs)
-        except NotImplementedError:
+        except (NotImplementedError, TypeError):  # TypeError: addmm with out_dtype in torch 2.11, see compat
             self._slow.add(func)
             return func(*args, **kwargs)
         if isinstance(out, Tensor):

@@ -155,9 +155,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        layer = sys.modules.get("hfpatch.checkpoint.layer")
-        if layer is not None and cuda:
-            stack.enter_context(mock.patch.object(layer, "pick", lambda q, k: "flash"))
+        heads = sys.modules.get("hfpatch.checkpoint.heads")
+        if heads is not None and cuda:
+            stack.enter_context(mock.patch.object(heads, "pick", lambda q, k: "flash"))
         for name in ("ops.attention", "models.layer", "models.asking"):
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:

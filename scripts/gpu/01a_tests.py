@@ -27,6 +27,7 @@ def main(argv=None) -> int:
     report = sheet.out / "01a_tests.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *args.tests]
+    command += ["-W", "ignore::pytest.PytestConfigWarning"]  # a machine without pytest-timeout does not know its option
     command += ["--all"] if args.all else []
     # One file, few of its cases: enough to know that the report is read right.
     command += ["-k", "tiny", "-x"] if args.small else []

@@ -47,7 +47,7 @@ class Job:
 STEP = "impl kept layers tokens step_s tokens_s mfu beyond_gib error"
 SMALL = (
     "01b_float64", "01c_model", "02a_elementwise", "02b_loss", "03_models", "04_attention", "05_step_128k",
-    "06_offload_peer", "07_short_steps", "08_longest", "09_gpu8bit", "12_tiles",
+    "06_offload_peer", "07_short_steps", "08_longest", "09_gpu8bit", "12_tiles", "13_qlora",
 )  # fmt: skip
 FULL = "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s copy_wait_s other_s beyond_gib host_used_gib error"
 PARTS = {
@@ -68,12 +68,13 @@ PARTS = {
         Job("10_plan", "--results {work}", 15, "entry tokens gpu_off host_off seconds_off right"),
     ],
     3: [
-        Job("08_longest", "--layers 32 --tokens 262144 524288", 110, "layers run tokens fits step_s peak_gib error"),
-        Job("08_longest", "--layers 4 --run 1 --tokens 1048576", 90, "layers run tokens fits step_s peak_gib error"),
-        Job("09_gpu8bit", "--tokens 8192 --steps 6", 90, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
-        Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 80, FULL),
-        Job("12_tiles", "--tokens 8192 16384", 70, "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"),
-        Job("11_learning", "", 70, "preset impl apart held_out_after seconds"),
+        Job("08_longest", "--layers 32 --tokens 262144 524288", 100, "layers run tokens fits step_s peak_gib error"),
+        Job("08_longest", "--layers 4 --run 1 --tokens 1048576", 80, "layers run tokens fits step_s peak_gib error"),
+        Job("09_gpu8bit", "--tokens 8192 --steps 6", 75, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
+        Job("13_qlora", "--tokens 131072 --rivals", 85, "impl tokens fits first_step_s peak_gib host_used_gib error"),
+        Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 70, FULL),
+        Job("12_tiles", "--tokens 8192 16384", 60, "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"),
+        Job("11_learning", "", 50, "preset impl apart held_out_after seconds"),
     ],
 }  # fmt: skip
 GRACE = 20  # seconds an entry has for its page and picture after the time in which it starts things

@@ -8,6 +8,8 @@ a dict:
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
     checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off". trl: TRL's
                     selective checkpointing (attention is not run again) and its fused head
+    lora            rank of adapters (PEFT, every Linear of the layers) over a base frozen in 4 bits (nf4.py)
+    cap_gib         device memory this process may take, as on a smaller card
     warmup, steps   steps that are not timed, steps that are
     split, floor    also record one step's kernels; also measure the least time on this card first
     ballast_gib     device memory taken away first, for layers that are not there
@@ -56,7 +58,18 @@ def build(case, device, dtype=torch.bfloat16):
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype, attn_implementation="sdpa")
-    return model.train()
+    return (adapted(model, case["lora"]) if case.get("lora") else model).train()
+
+
+def adapted(model, rank: int):
+    """Adapters in the base's own dtype, as TRL keeps them, over a base in 4 bits."""
+    from nf4 import quantise
+    from peft import LoraConfig, get_peft_model
+
+    quantise(model)
+    common.clean()
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 def checkpoint(model, offload: bool) -> None:
@@ -83,14 +96,14 @@ def become(model, case) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         if not getattr(model, "_liger_applied", False):
-            _apply_liger_kernel_to_instance(model=model)
+            _apply_liger_kernel_to_instance(model=model.get_base_model() if case.get("lora") else model)
             model._liger_applied = True
     if impl == "trl":
         from trl.models import enable_selective_activation_checkpointing
         from trl.trainer.utils import add_fused_lm_head
 
         if not getattr(model, "_trl_applied", False):
-            add_fused_lm_head(model)
+            add_fused_lm_head(model.get_base_model() if case.get("lora") else model)
             enable_selective_activation_checkpointing(model)
             model._trl_applied = True
     if kept != "off":
@@ -101,13 +114,18 @@ def become(model, case) -> str:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+def owned_bytes(model) -> int:
+    """Parameters, and buffers beside them: a base in 4 bits keeps its scales there."""
+    return sum(t.numel() * t.element_size() for group in (model.parameters(), model.buffers()) for t in group)
+
+
 class GradWatch:
     """The step's peak and what of it was gradients then, from the allocator's counters, read at each gradient."""
 
     def __init__(self, model):
         self.alive, self.moments, self.reserved = 0, [], 0
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.parameters = owned_bytes(model)
         self.hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters]
         self._reset()
 
@@ -265,6 +283,20 @@ def host_memory(gib: float | None):
 
 
 @contextlib.contextmanager
+def capped(gib: float | None):
+    """No more device memory than gib, as on a smaller card; None changes nothing."""
+    if not gib or not torch.cuda.is_available():
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GiB / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@contextlib.contextmanager
 def ballast(gib: float, device):
     """Takes device memory away, as layers that are not there would."""
     held = [torch.empty(int(gib * GiB), dtype=torch.uint8, device=device)]
@@ -280,8 +312,7 @@ def measure(model, case, device) -> dict:
     ids = torch.randint(3, model.config.vocab_size, (1, case["tokens"]), device=device)
     batch = {"input_ids": ids, "labels": ids}
     found: dict = {}
-    owned = sum(p.numel() * p.element_size() for p in model.parameters())
-    before = torch.cuda.memory_allocated() - owned if device.type == "cuda" else 0
+    before = torch.cuda.memory_allocated() - owned_bytes(model) if device.type == "cuda" else 0
     host = HostWatch()
     try:
         start = time.perf_counter()
@@ -314,7 +345,8 @@ def measure(model, case, device) -> dict:
             "backward_s": halves[best][1] / 1e3,
             "steps_s": " ".join(f"{s:.4g}" for s in seconds),
             "tokens_s": case["tokens"] / seconds[best],
-            "mfu": mfu_of(shape, case["tokens"], seconds[best]),
+            # A frozen base takes no weight gradients: the field's count of FLOPs does not describe it.
+            "mfu": None if case.get("lora") else mfu_of(shape, case["tokens"], seconds[best]),
             "loss": loss.item(),
             "policy": policy_of(model),
             "pinned_gib": pinned_gib(model),
@@ -340,13 +372,16 @@ def run(cases: list[dict], write) -> None:
                 shape = ModelShape.from_config(config_of(case))
                 result |= floor(shape, case["tokens"], device, case.get("small", False))
                 common.clean()
-            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes")]
+            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes", "lora")]
             if model is None or made != wanted:
                 model, made = None, wanted
                 common.clean()
                 model = build(case, device)
             become(model, case)
-            with ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")):
+            common.clean()
+            with (
+                capped(case.get("cap_gib")), ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")),
+            ):  # fmt: skip
                 result |= measure(model, case, device)
         except Exception as error:  # whatever a rival may raise: the row says what happened, and the next case runs
             result["error"] = "out of memory" if common.is_out_of_memory(error) else common.one_line(error)

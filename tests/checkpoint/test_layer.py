@@ -12,6 +12,7 @@ import torch
 from tiny import gradients, largest_difference, stock_loss
 
 import hfpatch
+from hfpatch.checkpoint import heads as heads_module
 from hfpatch.checkpoint import layer as layer_module
 from tests.checkpoint.deep import pair, tiny_llama, tokens
 from tests.numerics import assert_close
@@ -231,13 +232,13 @@ def test_second_derivative_is_refused():
 
 def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
     calls = {"attention": 0, "up": 0}
-    forward = layer_module.attention_forward
+    forward = heads_module.attention_forward
 
     def counted(*args, **kwargs):
         calls["attention"] += 1
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(layer_module, "attention_forward", counted)
+    monkeypatch.setattr(heads_module, "attention_forward", counted)
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True))
     up = model.model.layers[1].mlp.up_proj
@@ -544,7 +545,7 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
 
     from hfpatch.checkpoint.session import Session
 
-    monkeypatch.setattr(layer_module, "heads_per_group", lambda *sizes: 1)
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
     resolve = Session._resolve
     monkeypatch.setattr(
         Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True)
@@ -556,6 +557,6 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
 @pytest.mark.parametrize("tile", [14, 4096])
 @pytest.mark.parametrize("save_attention", [True, False])
 def test_several_groups(tile, save_attention, monkeypatch):
-    monkeypatch.setattr(layer_module, "heads_per_group", lambda *sizes: 2)
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 2)
     settings = hfpatch.Checkpointing(offload="host", tile=tile, save_attention=save_attention)
     check(settings, {"num_attention_heads": 8, "num_key_value_heads": 4})

@@ -7,8 +7,7 @@ from unittest import mock
 import torch
 
 import hfpatch
-from hfpatch.checkpoint import disk
-from hfpatch.checkpoint import layer as layer_module
+from hfpatch.checkpoint import disk, heads
 from hfpatch.checkpoint.device import ToHost, arrived, standing_in
 from hfpatch.checkpoint.session import Session
 from tests.checkpoint.deep import tiny_llama, tokens
@@ -162,7 +161,7 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3)
     hfpatch.apply(model, checkpointing=settings)
     resolve = Session._resolve
-    stack.enter_context(mock.patch.object(layer_module, "heads_per_group", lambda *sizes: 2))
+    stack.enter_context(mock.patch.object(heads, "heads_per_group", lambda *sizes: 2))
     stack.enter_context(mock.patch.object(disk, "PIECE", 2048))
     stack.enter_context(
         mock.patch.object(
