@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch import ops as ops
     from hfpatch.checkpoint.device import arrived as arrived
     from hfpatch.memory.policy import Checkpointing as Checkpointing
+    from hfpatch.models.lora import prepare_for_lora as prepare_for_lora
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
     from hfpatch.planner.plan import Plan as Plan
@@ -25,6 +26,7 @@ _PUBLIC = {
     "apply": "hfpatch.patch",
     "arrived": "hfpatch.checkpoint.device",
     "undo": "hfpatch.patch",
+    "prepare_for_lora": "hfpatch.models.lora",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.plan",
@@ -36,18 +38,9 @@ _PUBLIC = {
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
-    "Callback",
-    "Checkpointing",
-    "Plan",
-    "Report",
-    "__version__",
-    "apply",
-    "arrived",
-    "ops",
-    "plan",
-    "profile",
-    "undo",
-]
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "arrived", "ops", "plan", "prepare_for_lora",
+    "profile", "undo",
+]  # fmt: skip
 
 
 def _refuse_old(packages) -> None:

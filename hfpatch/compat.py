@@ -113,15 +113,6 @@ def is_fake(x) -> bool:
     return found(x)
 
 
-def is_wrapper(x) -> bool:
-    """Whether a tensor stands for others of its own (DTensor, quantised weights); any other class counts where unknown."""
-    try:
-        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-    except ImportError:
-        return type(x) not in (Tensor, nn.Parameter)
-    return is_traceable_wrapper_subclass(x)
-
-
 def real_tensors():
     """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
     try:

@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import nn
 
+from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session
 from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, names_attention
 from hfpatch.memory.formula import ModelShape, step_memory
@@ -16,6 +17,7 @@ from hfpatch.models.answers import OTHER_MIXER
 from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.layer import TiledLayer
+from hfpatch.models.lora import widened
 from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
 from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
@@ -271,7 +273,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     if replaced:
         report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
         return
-    shape = _shape(stack.config)
+    shape = as_trained(_shape(stack.config), layers[0])
     session = Session(settings, shape, len(layers))
     stack._hfpatch_session = session
     names = Counter(type(layer).__name__ for layer in layers)
@@ -288,6 +290,12 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
+    wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
+    if wide:
+        report.notes.append(
+            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
+            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
+        )
     if shape is not None and not whole and not shape.whole_because:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
     dropout = getattr(stack.config, "attention_dropout", 0.0)

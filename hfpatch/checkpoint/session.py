@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.layer import LayerCall, tile_bounds
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.privacy import private_holders
+from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.shards import Shards, tensor_parallel_group
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
@@ -54,6 +55,7 @@ class Session:
         key = (B, T, x_BTD.dtype, x_BTD.device, whole)
         policy = self.policies.get(key)
         if policy is None:
+            self.shape = as_trained(self.shape, layer)
             policy = self._resolve(B, T, x_BTD, whole, layer is not None and is_sharded(layer))
             if x_BTD.device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
                 processors = torch.cuda.get_device_properties(x_BTD.device).multi_processor_count

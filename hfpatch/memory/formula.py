@@ -10,6 +10,7 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 
 from dataclasses import dataclass
 
+from hfpatch.memory.adapters import mlp_linears
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
 __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
@@ -129,14 +130,17 @@ class _Sizes:
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
-        self.first = shape.layer_parameters_of(0) * s
-        self.body = shape.body_parameters * s
-        self.gradients = shape.parameters * s
+        self.head = shape.trained_head * s
+        self.first = shape.trained_of(0) * s
+        self.body = shape.over(shape.trained_of) * s
+        self.gradients = shape.trained_parameters * s
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
-        self.head_gradient = self.embedding + shape.norm_parameters * s
+        self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
 
     def embedding_moments(self, fused: bool) -> list:
         """The backward of the token embedding, all other gradients being there."""
+        if self.shape.adapters:
+            return []
         D, V = self.shape.hidden_size, self.shape.vocab_size
         columns = max(1, EMBEDDING_SLICE // (4 * max(1, self.rows))) if fused else D
         if columns >= D:
@@ -169,16 +173,16 @@ def step_memory(
         raise ValueError(
             f"hfpatch: a policy, off, stock or stock-checkpointing was expected, {policy!r} came; pass one."
         )
-    return StepMemory(shape.parameters * itemsize, sizes.gradients, tuple(moments), host)
+    return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
 
 
 def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
     rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s)
     single = chunks == 1 or z.s == 4
-    wide = z.embedding if single else z.shape.embedding_parameters * 4
+    wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one chunk.
     loss = 2 * z.u + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
-    return Moment("loss", z.embedding, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.embedding)
+    return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
 def _inner(z: _Sizes, layer: int, t: int) -> int:
@@ -199,12 +203,21 @@ def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
     shape, inner = z.shape, _inner(z, layer, t)
     gathered = t * shape.experts_per_token * shape.hidden_size * z.s
     more = 3 if shape.expert_bias else 0
-    down = shape.experts * shape.hidden_size * shape.expert_size * z.s
+    # Frozen experts have no weight gradients.
+    down = 0 if shape.adapters else shape.experts * shape.hidden_size * shape.expert_size * z.s
     return (
         (5 * gathered + (4 + more) * inner, 0),
         (gathered + (6 + more) * inner, down),
         (2 * gathered + 2 * inner, 3 * down),
     )
+
+
+def _mlp_weight(z: _Sizes, layer: int) -> int:
+    """Bytes of a dense MLP's largest weight gradient or, of a frozen one that is quantised, dense copy."""
+    shape = z.shape
+    if shape.adapters:
+        return shape.dense_bytes(mlp_linears(shape, layer), z.s)
+    return (2 if shape.joined else 1) * shape.hidden_size * shape.intermediate_size * z.s
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
@@ -261,7 +274,7 @@ def _tiled(z: _Sizes, policy: Policy):
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
         inner, sparse = _inner(z, index, t), shape.is_sparse(index)
         beside = 0 if shape.fused_mlp else inner
-        mlp_dw = (2 if shape.joined else 1) * D * shape.intermediate_size * s
+        mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         if single:
@@ -276,8 +289,8 @@ def _tiled(z: _Sizes, policy: Policy):
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
                 for mlp, dw in mlps
             ]
-        mlp = shape.mlp_parameters_of(index)
-        wide = 4 * (mlp + shape.o_weights + D)
+        after = shape.trained_after(index)
+        wide = 4 * after
         if sparse:
             *early, (late, dw) = _experts_tile(z, index, t)
             tile = max(*map(sum, early), late + 2 * dw // 3) + 3 * tile_D + join
@@ -287,24 +300,28 @@ def _tiled(z: _Sizes, policy: Policy):
         outs = (2 * z.out // groups if stream else fetched) + recomputed
         c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
         scratch = attention_scratch(shape, z.batch, z.tokens, group, z.m)
-        done = (mlp + shape.o_weights + D) * s  # this layer's gradients that are rounded by then
+        done = after * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
             Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
         ]
 
     moments = [_loss_moment(z, on_device + plain)]
+    if n:
+        # What the forward holds anyway is among what stays on the device.
+        twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
+        moments.append(_forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice))
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
         return moments + z.embedding_moments(fused=True), 0
-    after = z.head_gradient + shape.over(shape.layer_parameters_of, n) * s
+    after = z.head_gradient + shape.over(shape.trained_of, n) * s
     moments += layer_moments("last layer", n - 1, after, on_device, 0, not off) if not off or policy.plain else []
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
         segment = (k - 1) * (z.u + z.out + z.lse)
-        here = z.head_gradient + z.body - shape.over(shape.layer_parameters_of, 0, k) * s
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * s
         moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, not off)
     first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
@@ -315,11 +332,25 @@ def _tiled(z: _Sizes, policy: Policy):
     return moments, host
 
 
+def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int) -> Moment:
+    """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
+    the attention's output, or that output, the layer's and a tile's MLP."""
+    shape = z.shape
+    inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
+    if shape.is_sparse(layer):  # gathered, given by the experts, weighted
+        beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
+    # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
+    acts = 3 if not shape.adapters else (2 if shape.joined else 1) * 3 + (shape.gated and not shape.joined)
+    mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
+    working = max(z.q + z.kv, z.u + mlp)
+    return Moment("last layer's forward", 0, on_device, 2 * z.u + z.out + z.lse + working + z.always)
+
+
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
     working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
-    done = shape.over(shape.layer_parameters_of, n + 1) * z.s
+    done = shape.over(shape.trained_of, n + 1) * z.s
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
         Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),
@@ -363,6 +394,9 @@ def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -
     """Weights that one token meets once more in a layer's backward; products that nobody reads are left out there."""
     after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
     before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
+    if shape.adapters:
+        after += shape.trained_after(layer)
+        before += (1 if single or "qkv" in policy.keep else 2) * shape.trained_before(layer)
     if "qkv" in policy.keep:
         before -= shape.qkv_weights if not single else shape.dead_before
     if "mid" in policy.keep:
@@ -373,8 +407,8 @@ def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -
 
 
 def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a weight and token,
-    attention three times its forward, nothing that runs again."""
+    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a trained weight and
+    token, 4 a frozen one, attention three times its forward, nothing that runs again."""
     rows, n = batch * tokens, shape.num_layers
     layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
     # Two products over the causal half (or a window): q with k, and with v.
@@ -385,6 +419,11 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         * sum(k * attended(tokens, w) for w, k in shape.window_counts.items())
     )
     least = 6 * rows * (layers + shape.embedding_parameters)
+    if shape.adapters:
+        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and v lead nowhere.
+        least = rows * (
+            4 * (layers + shape.embedding_parameters) + 6 * shape.trained_parameters - 2 * shape.qkv_weights
+        )
     again, forwards = 0.0, 1.0
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)

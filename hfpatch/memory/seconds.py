@@ -140,11 +140,14 @@ def step_time(
     n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
     if several:
         count = -(-tokens // max(1, policy.tile // batch))
-        weights = shape.over(shape.layer_parameters_of, 0, n)
+        weights = shape.over(shape.trained_of, 0, n)
         sums = SUM_BYTES * weights * (count + 1) / gpu.bandwidth
     chunks = loss_chunk_rows(shape, rows, itemsize)[1]
+    if shape.adapters:
+        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * count / gpu.bandwidth
+        fore, back = fore + dense, back + 2 * dense
     logits = 3 * rows * shape.vocab_size * (itemsize if tiled or policy == "off" else 4)
-    wide = 8 * shape.embedding_parameters * chunks if chunks > 1 and (tiled or policy == "off") else 0
+    wide = 8 * shape.trained_head * chunks if chunks > 1 and (tiled or policy == "off") else 0
     loss = (logits + wide) / gpu.bandwidth
 
     matmul = flops.matmul / gpu.matmul_flops

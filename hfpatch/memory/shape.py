@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 from hfpatch.memory.limits import check_sizes
 
@@ -26,7 +27,8 @@ class ModelShape:
     attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
-    activation: as the config names it. Raises ValueError for sizes that no model has.
+    activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
+    are trained. Raises ValueError for sizes that no model has.
     """
 
     hidden_size: int
@@ -64,12 +66,25 @@ class ModelShape:
     softcap: float = 0.0
     final_softcap: float = 0.0
     activation: str = "silu"
+    adapters: Adapters | None = None
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ValueError(f"hfpatch: {field.name} must be a whole number, {value!r} came; check the config.")
+        names = {n for i in self.kinds for n in layer_linears(self, i)}
+        unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
+        if self.adapters and self.experts and not self.adapters.targets:
+            raise ValueError(
+                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, all-linear came, by which PEFT adapts "
+                f"the experts too; pass names such as {', '.join(attention_linears(self))}."
+            )
+        if unknown:
+            raise ValueError(
+                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, {unknown[0]!r} came; name some of "
+                "those, or all-linear."
+            )
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if int(getattr(self, name)) < 1:
                 raise ValueError(f"hfpatch: {name} must be at least 1, {getattr(self, name)} came; check the config.")
@@ -322,6 +337,62 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Parameters of the largest decoder layer."""
         return max(self.layer_parameters_of(i) for i in self.kinds)
+
+    # -- what is trained, and bytes -------------------------------------------------------------------------------------
+    def trained_before(self, layer: int) -> int:
+        """Trained parameters of a layer that act before its attention, its first norm included."""
+        if self.adapters is None:
+            return self.layer_parameters_of(layer) - self.trained_after(layer)
+        before = {n: size for n, size in attention_linears(self).items() if n != "o_proj"}
+        return self.adapters.over(before)
+
+    def trained_after(self, layer: int) -> int:
+        """Trained parameters of a layer that act on the attention's output and behind it."""
+        if self.adapters is None:
+            return self.mlp_parameters_of(layer) + self.o_weights + self.hidden_size
+        return self.adapters.over({"o_proj": attention_linears(self)["o_proj"]} | mlp_linears(self, layer))
+
+    def trained_of(self, layer: int) -> int:
+        """Trained parameters of one layer."""
+        return self.trained_before(layer) + self.trained_after(layer)
+
+    @property
+    def trained_head(self) -> int:
+        """Trained parameters of the head."""
+        return 0 if self.adapters else self.embedding_parameters
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """All of them."""
+        return self.over(self.trained_of) if self.adapters else self.parameters
+
+    def layer_bytes_of(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes of one layer's parameters, those of adapters included."""
+        own = self.layer_parameters_of(layer)
+        if self.adapters is None:
+            return own * itemsize
+        linears = layer_linears(self, layer)
+        rest = own - sum(i * o for i, o in linears.values()) + self.adapters.over(linears)
+        return rest * itemsize + self.adapters.packed_bytes(linears, itemsize)
+
+    def parameter_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of all parameters."""
+        return (self.parameters - self.body_parameters) * itemsize + self.over(
+            lambda i: self.layer_bytes_of(i, itemsize)
+        )
+
+    def dense_bytes(self, linears: dict, itemsize: int = 2) -> int:
+        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, 0 where none is."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        return max((i * o for i, o in linears.values()), default=0) * itemsize
+
+    def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes read and written where a layer makes dense copies of all its quantised weights once."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        linears = layer_linears(self, layer)
+        return self.adapters.packed_bytes(linears, itemsize) + sum(i * o for i, o in linears.values()) * itemsize
 
     @property
     def embedding_parameters(self) -> int:

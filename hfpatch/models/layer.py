@@ -320,6 +320,9 @@ class TiledLayer:
         x, session, batch = hidden_states, self._hfpatch_session, here.batch
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
+        if batch is not None and batch.asked_by_hook and x.is_leaf and x.requires_grad and not self._under_zero3:
+            # It would stay all step, and this layer compute a dx of its size.
+            x = x.detach()
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.

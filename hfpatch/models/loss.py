@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
-from hfpatch.compat import forward_hooks, is_wrapper, modules_of, own_loss, parameters_of, pytree, set_own_loss
+from hfpatch.compat import forward_hooks, modules_of, own_loss, parameters_of, pytree, set_own_loss
 from hfpatch.models.asking import here
 from hfpatch.models.classes import keeps_signature, swap
 from hfpatch.models.parts import FusedRMSNorm
@@ -124,7 +124,7 @@ def why_not_fused(head: nn.Module) -> str | None:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
     weight = parameters_of(inner).get("weight")
-    if is_wrapper(weight) and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
+    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
         return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
     return None
 

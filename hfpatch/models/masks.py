@@ -33,6 +33,7 @@ class Batch:
         self._said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
         self.weights = False  # whether attention is to give its probabilities too
+        self.asked_by_hook = False  # whether nobody reads the gradient that the embedded tokens ask for
         self._rows: dict = {}
 
     @cached_property

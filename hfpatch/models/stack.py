@@ -80,8 +80,19 @@ class OurAttention:
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found already.
             kwargs["attention_mask"] = torch.ones(batch.B, batch.T, dtype=torch.bool, device=batch.device)
+        batch.asked_by_hook = self._hfpatch_asked_by_hook(kwargs)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
+
+    def _hfpatch_asked_by_hook(self, kwargs) -> bool:
+        """Whether enable_input_require_grads() alone asks for a gradient of what is embedded here, which nobody reads."""
+        asked = kwargs.get("output_hidden_states")
+        if kwargs.get("input_ids") is None or (
+            getattr(self.config, "output_hidden_states", False) if asked is None else asked
+        ):
+            return False
+        hooks = self.get_input_embeddings()._forward_hooks.values()
+        return bool(hooks) and all(getattr(h, "__name__", "").startswith("make_inputs_require_grad") for h in hooks)
 
     def _hfpatch_declined(self, kwargs):
         before, here.declined = here.declined, True

@@ -62,13 +62,22 @@ PLACEMENTS = {
 }
 
 
-def candidates(name: str, gpus: int) -> list[str]:
-    """The placements to try. ValueError for an unknown name, or one that this number of GPUs cannot have."""
+ADAPTED = ("gpu8bit", "adamw")  # where adapters are trained: a whole copy of the frozen base on each GPU
+
+
+def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
+    """The placements to try. ValueError for an unknown name, or one that this number of GPUs, or adapters, cannot have."""
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
+    possible = list(ADAPTED) if adapters else possible
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:
         raise ValueError(f"hfpatch: the placements are auto, {', '.join(PLACEMENTS)}, {name!r} came; pass one of them.")
+    if name not in possible and adapters:
+        raise ValueError(
+            f"hfpatch: adapters over a frozen base are planned with --placement {', '.join(ADAPTED)}, {name} came; pass one of "
+            "those, or leave --lora-r out."
+        )
     if name not in possible:
         raise ValueError(
             f"hfpatch: --placement {name} is for {'several GPUs' if gpus == 1 else 'one GPU'}, --gpus {gpus} came; "
@@ -79,6 +88,9 @@ def candidates(name: str, gpus: int) -> list[str]:
 
 def resident(name: str, shape: ModelShape, gpus: int, whole: bool = False) -> Resident:
     """The bytes of a placement on each of `gpus` GPUs of one machine. whole: layers run whole, one after the other."""
+    if shape.adapters:
+        T, base = shape.trained_parameters, shape.parameter_bytes()
+        return Resident(base, None, 4 * T if name == "adamw" else 2 * T + 8 * T // 256)
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.num_layers * layer
     largest = max(layer, shape.embedding_parameters)

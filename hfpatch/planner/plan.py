@@ -5,6 +5,7 @@ Bytes come from memory/formula.py, which the layers' policy asks too; seconds fr
 
 from dataclasses import dataclass, field, replace
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import (
     STOCK,
     STOCK_CHECKPOINTING,
@@ -31,6 +32,8 @@ WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under whi
 class Plan:
     """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
 
+    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every", "seq_len", "host_peak_bytes"}.
+    adapters: what is trained over a frozen base, None for all weights.
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
     contradicted: a simulated step takes more.
@@ -62,6 +65,8 @@ class Plan:
     rates: str
     frontier: list = field(default_factory=list)
     max_seq_len: int | None = None
+    longest: list = field(default_factory=list)
+    adapters: dict | None = None
     simulated_beyond_bytes: int | None = None
     contradicted: bool = False
 
@@ -98,7 +103,7 @@ def _settings(run: _Run, placement: str) -> Checkpointing:
 def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
     """Bytes left for the step on the GPU and on the machine. The allocator's slack is a share of all that is held, so it is
     taken off what is usable; gradients and optimizer states that the first step makes are there already."""
-    own = itemsize * run.shape.parameters if stays.gradients is None else stays.gradients
+    own = itemsize * run.shape.trained_parameters if stays.gradients is None else stays.gradients
     gpu = run.gpu.usable_bytes / (1 + RESERVE_SHARE) - stays.parameters - stays.optimizer - own
     host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     return max(0, int(gpu)), None if host is None else max(0, int(host))
@@ -177,6 +182,7 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None,
     )  # fmt: skip
 
 
@@ -250,6 +256,19 @@ def longest(run: _Run, names, *, step: int = 1024) -> int:
     return low * step
 
 
+def _longest_ways(run: _Run, names) -> list[dict]:
+    """The longest sequence as asked and, where the interval was left open, with every second and fourth layer's input."""
+    runs = {"auto": run}
+    if run.checkpointing not in WHOLE and run.checkpointing.every == "auto" and not PLACEMENTS[names[0]].sharded:
+        runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
+    found = []
+    for every, way in runs.items():
+        length = longest(way, names)
+        host = _best(replace(way, seq_len=length), names).host_peak_bytes if length else 0
+        found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
+    return found
+
+
 def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
     found = []
@@ -264,8 +283,12 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
                 "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
             })  # fmt: skip
 
-    names = candidates(asked, run.gpus)
-    for name in candidates("auto", run.gpus):
+    lora = run.shape.adapters
+    names = candidates(asked, run.gpus, bool(lora))
+    if lora and lora.base != "4bit":
+        smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
+        offer("--base 4bit", replace(run, shape=smaller), names)
+    for name in candidates("auto", run.gpus, bool(lora)):
         if name != plan.placement and name not in names:
             offer(f"--placement {name}", run, [name])
     if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
@@ -279,7 +302,7 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     for gpus in (2, 4, 8):
         if gpus > run.gpus:
             before = len(found)
-            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus), f"{gpus} GPUs")
+            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora)), f"{gpus} GPUs")
             if len(found) > before:
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
@@ -335,22 +358,26 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
-    checkpointing="auto", max_seq_len: bool = False,
+    checkpointing="auto", max_seq_len: bool = False, adapters: Adapters | None = None,
 ) -> Plan:  # fmt: skip
-    """Whether training all weights of `model` at [batch, seq_len] tokens a GPU fits, and how long a step takes.
+    """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a GPU fits, and how long a step
+    takes.
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
-    alone. max_seq_len: also search the longest sequence. Raises ValueError for what is unknown or unsupported.
+    alone. max_seq_len: also search the longest sequence. adapters: LoRA over a frozen base (memory/adapters.py). Raises
+    ValueError for what is unknown or unsupported.
     """
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
                    checkpointing=checkpointing)  # fmt: skip
-    names = candidates(placement, gpus)
+    run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
+    names = candidates(placement, gpus, bool(adapters))
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
     found = replace(found, frontier=_frontier(run, found.placement))
     if max_seq_len:
-        found = replace(found, max_seq_len=longest(run, names))
+        ways = _longest_ways(run, names)
+        found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
     return found

@@ -39,8 +39,10 @@ def text(plan) -> str:
     """The answer in full, a screen long."""
     verdict = "fits" if plan.fits else "does NOT fit"
     times = "" if plan.gpus == 1 else f"{plan.gpus} x "
+    lora = plan.adapters
+    trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
     lines = [
-        f"{plan.model}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}): {verdict}",
+        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}): {verdict}",
         "",
         table(
             [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
@@ -68,7 +70,13 @@ def text(plan) -> str:
         points = (f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in plan.frontier)
         lines.append(f"frontier        {', '.join(points)}")
     if plan.max_seq_len is not None:
-        lines.append(f"longest         {plan.max_seq_len:,} tokens fit")
+        longest, *fewer = plan.longest
+        others = (f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer)
+        lines.append(
+            "; ".join(
+                [f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}", *others]
+            )
+        )
     if not plan.fits:
         lines.append("")
         rows = [(s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"])) for s in plan.suggestions]

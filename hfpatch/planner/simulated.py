@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Flops, Moment, Policy, StepMemory
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
@@ -24,7 +25,8 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
     wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
-    built = build(config, torch.float32 if wide else torch.bfloat16)
+    adapters = Adapters(**plan.adapters) if plan.adapters else None
+    built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
         result = simulate(model, plan.batch, plan.seq_len, policy=policy)
@@ -47,6 +49,7 @@ class Counted:
     layer_parameters: int
     embedding_parameters: int
     num_layers: int
+    adapters: None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Counted":

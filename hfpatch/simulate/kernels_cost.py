@@ -70,9 +70,9 @@ def attention(func, args, kwargs):
 
 
 def matmul_flops(func, args, kwargs, out) -> int:
-    """FLOPs of mm, addmm, bmm, baddbmm and grouped products, in any of their out= and dtype forms; 0 for other operations."""
+    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
-    if packet is aten.mm or packet is aten.bmm:
+    if packet in (aten.mm, aten.bmm, aten._int_mm):
         a, b = args[0], args[1]
     elif packet in GROUPED:
         # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.

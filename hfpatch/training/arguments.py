@@ -51,9 +51,17 @@ class ModelArguments:
     attn_implementation: str = _flag(
         "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]
     )
-    lora_r: int = _flag(0, "Rank of LoRA adapters on every linear layer but the head; 0 trains all weights.")
+    lora_r: int = _flag(0, "Rank of LoRA adapters over a frozen base; 0 trains all weights.")
     lora_alpha: float = _flag(0.0, "LoRA's alpha; 0 takes twice the rank.")
     lora_dropout: float = _flag(0.0, "Dropout before the adapters.")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the layers that get adapters; all-linear is every linear layer but the head."},
+    )
+    load_in_4bit: bool = _flag(False, "With --lora_r: the base's linear layers in 4 bits (bitsandbytes).")
+    load_in_8bit: bool = _flag(False, "With --lora_r: the base's linear layers in 8 bits (bitsandbytes).")
+    bnb_4bit_quant_type: str = _flag("nf4", "Type of the 4 bits.", choices=["nf4", "fp4"])
+    use_bnb_nested_quant: bool = _flag(True, "Quantise the scales of the 4 bits too.")
     trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
     allow_pickle: bool = _flag(False, "Load .bin weights, which can run code, where there is no safetensors file.")
 
@@ -179,7 +187,9 @@ def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArgu
         raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
     from hfpatch.training import placement
 
-    name = model.placement if model.placement != "auto" else _fitting(model, values, explicit)
+    name = model.placement
+    if name == "auto":  # of adapters, gradients and moments are small: the base decides, which nothing here moves
+        name = "gpu8bit" if model.lora_r else _fitting(model, values, explicit)
     values.update(placement.training_arguments(name, flags={key: values[key] for key in explicit if key in values}))
     bf16 = placement.get(name).bf16_weights and model.dtype == "auto"
     return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype)
