@@ -122,6 +122,12 @@ def real_tensors():
     return _disable_current_modes()
 
 
+def int_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two int8 matrices in int32."""
+    product = getattr(torch, "_int_mm", None)
+    return a.to(torch.int32) @ b.to(torch.int32) if product is None else product(a, b)
+
+
 def schema_of(op):
     """An operator's schema."""
     return op._schema
@@ -296,6 +302,11 @@ def run_experts_plainly(config) -> None:
     """Experts one by one: grouped matmuls know no float64."""
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = "eager"
+
+
+def asks_inputs_for_gradients(module: nn.Module) -> bool:
+    """Whether transformers' enable_input_require_grads() was called on this module."""
+    return bool(getattr(module, "_require_grads_hooks", None)) or hasattr(module, "_require_grads_hook")
 
 
 def own_loss(model: nn.Module):

@@ -3,6 +3,7 @@
 Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names and checkpoints stay.
 """
 
+import weakref
 from collections import Counter
 
 from torch import nn
@@ -36,7 +37,7 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours",
+    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
 )  # fmt: skip
 
@@ -275,10 +276,12 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         return
     shape = as_trained(_shape(stack.config), layers[0])
     session = Session(settings, shape, len(layers))
+    session.owner = weakref.ref(decoder.causal or stack)
     stack._hfpatch_session = session
     names = Counter(type(layer).__name__ for layer in layers)
-    for layer, answer in zip(layers, found.answers):
+    for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         swap(layer, TiledLayer)
+        layer._hfpatch_index = index
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         layer._hfpatch_asks = ask_layer
         gather_as_one(layer, True)

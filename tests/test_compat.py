@@ -128,6 +128,13 @@ def test_ops_are_registered_by_the_public_function_where_the_dispatcher_has_othe
     assert done.returncode == 0, done.stderr[-1500:]
 
 
+def test_int8_products(monkeypatch):
+    a, b = torch.randint(-9, 9, (32, 16), dtype=torch.int8), torch.randint(-9, 9, (16, 8), dtype=torch.int8)
+    wanted = compat.int_matmul(a, b)
+    monkeypatch.delattr(torch, "_int_mm")
+    assert torch.equal(compat.int_matmul(a, b), wanted)
+
+
 def test_fake_tensors_modes_and_trees(monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -202,7 +209,7 @@ def test_names_of_transformers(monkeypatch):
     assert compat.attention_of(Config()) is None and not compat.names_attention(Config())
     compat.run_experts_plainly(plain)
     assert not hasattr(plain, "_experts_implementation_internal")
-    assert compat.own_loss(nn.Linear(1, 1)) is None
+    assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(nn.Linear(1, 1))
     without_imports(monkeypatch, "transformers.modeling_utils._CAN_RECORD_REGISTRY",
                     "transformers.utils.output_capturing._active_collector")  # fmt: skip
     compat.record_outputs_like(Config, Config)

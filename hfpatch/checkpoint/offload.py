@@ -210,6 +210,7 @@ class Transfers:
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
         self.to_host, self.to_device = self.device.stream(), self.device.stream()
         self.unsettled: list[tuple[Tensor, object]] = []
+        self.copied: deque = deque()  # (sources, event of their copies), the oldest first
 
     # -- to the tier -------------------------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
@@ -235,13 +236,19 @@ class Transfers:
         nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
         return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
 
-    def settle(self) -> None:
-        """Lets go of the sources of all copies, their streams waiting for the copies first."""
+    def settle(self, under_way: int = 0) -> None:
+        """Lets go of the sources of copies, their streams waiting for these first.
+
+        under_way: how many calls' worth, the latest, may go on: what is saved tile by tile is let go a tile later.
+        """
         if self.unsettled:
-            copied = self.device.mark(self.to_host)
-            for stream in {stream for _, stream in self.unsettled}:
-                self.device.wait(copied, stream)
+            self.copied.append((list(self.unsettled), self.device.mark(self.to_host)))
             self.unsettled.clear()
+        while len(self.copied) > under_way:
+            sources, copied = self.copied[0]
+            for stream in {stream for _, stream in sources}:
+                self.device.wait(copied, stream)
+            self.copied.popleft()
 
     # -- from the tier -----------------------------------------------------------------------------------------------
     def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Lease | None = None) -> Ticket:

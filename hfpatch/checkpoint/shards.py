@@ -30,6 +30,13 @@ def tensor_parallel_group(layer: nn.Module):
     return None
 
 
+def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
+    """Each number's least over the ranks of a group, all of which call this together; None stays None."""
+    least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return [None if n < 0 else n for n in least.tolist()]
+
+
 class Shards:
     """This rank's part of tiles that all ranks of `group` have alike."""
 

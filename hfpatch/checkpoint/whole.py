@@ -36,14 +36,13 @@ class _Held:
         return x
 
 
-def offloaded_checkpoint(session, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the session's policy says, of another shape on the device.
+def offloaded_checkpoint(session, policy, run, x_BTD: Tensor):
+    """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on the device.
 
     `run` is called again in backward.
     """
-    if x_BTD.dim() != 3:
+    if policy is None:
         return checkpoint(run, x_BTD, use_reentrant=False)
-    policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
     transfers = session.queues[x_BTD.device, policy.offload].transfers

@@ -19,7 +19,8 @@ STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 LOSS_BYTES_PER_TOKEN = 48
 EMBEDDING_SLICE = 128 << 20  # ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
-RING_SLOTS = 3
+RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
+ALIGNED = 128  # rows that matmuls of a tile come in
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,23 @@ class Flops:
     @property
     def total(self) -> float:
         return self.matmul + self.attention_forward + self.attention_backward
+
+
+def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
+    """(count, tokens of each but the last) of tiles of at most `tile` tokens over all rows of the batch: as few as do, of one
+    length."""
+    most = max(1, tile // batch)
+    count = -(-tokens // most)
+    step = -(-tokens // count)
+    if count > 1 and most > ALIGNED:
+        step = min(most, -(-step // ALIGNED) * ALIGNED)
+    return -(-tokens // step), step
+
+
+def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+    """Where those tiles start and end."""
+    step = tiles(batch, tokens, tile)[1]
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
 def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
@@ -242,9 +260,8 @@ def _tiled(z: _Sizes, policy: Policy):
     """Moments of hfpatch's tiled layers (the phases A to D of checkpoint/layer.py), and host bytes."""
     shape, s, n = z.shape, z.s, z.shape.num_layers - min(policy.plain, z.shape.num_layers)
     D, O = shape.hidden_size, shape.out_size
-    step = max(1, policy.tile // z.batch)
-    single = step >= z.tokens
-    t = min(z.tokens, step) * z.batch
+    count, step = tiles(z.batch, z.tokens, policy.tile)
+    single, t = count == 1, step * z.batch
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
@@ -261,9 +278,10 @@ def _tiled(z: _Sizes, policy: Policy):
     on_device = 0 if off else stored
     ring = 0
     if off and n:
-        # q, k and v come back whole, for attention.
-        streamed = (O if stream else 0) + sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
-        ring = (2 if single else RING_SLOTS) * t * (D + streamed) * s
+        # q, k and v come back whole, for attention; the sum after attention in the place of x, but where that stays.
+        back = {name: kept_columns(shape, name) for name in policy.keep if name != "qkv"}
+        columns = (O if stream else 0) + sum(back.values()) + (D if single or "mid" not in back else 0)
+        ring = (2 if single else RING_SLOTS) * t * max(D, columns) * s
 
     tile_D = t * D * s
     join = t * O * z.m if groups > 1 else 0
@@ -277,14 +295,17 @@ def _tiled(z: _Sizes, policy: Policy):
         mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
+        # What is kept is not made again: gate and up, the projection's output, and the normed input that q, k, v come from.
+        known = 2 * inner if "gate_up" in policy.keep else 0
+        spared = tile_D * ("mid" in policy.keep)
         if single:
-            held = fetched + recomputed + qkv + join + lse + z.always + extra
             if sparse:  # the attention outputs of the layer to come are on their way already
                 mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]
             else:
-                mlps = [
-                    (max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside, 0)
-                ]
+                mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
+                mlps = [(mlp + beside - known, 0)]
+            spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
+            held = -spared + fetched + recomputed + qkv + join + lse + z.always + extra
             return [
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
                 for mlp, dw in mlps
@@ -292,13 +313,23 @@ def _tiled(z: _Sizes, policy: Policy):
         after = shape.trained_after(index)
         wide = 4 * after
         if sparse:
-            *early, (late, dw) = _experts_tile(z, index, t)
-            tile = max(*map(sum, early), late + 2 * dw // 3) + 3 * tile_D + join
+            *firsts, (late, dw) = _experts_tile(z, index, t)
+            tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
         else:
-            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
-        a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
+            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + (4 if known else 3) * tile_D + join - known - spared
+        early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
+        a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
-        c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
+        c = (
+            z.u
+            + z.out
+            + (0 if "qkv" in policy.keep and not off else qkv)
+            + outs
+            + lse
+            + z.always
+            + extra
+            + (z.q + z.kv) // groups
+        )
         scratch = attention_scratch(shape, z.batch, z.tokens, group, z.m)
         done = after * s  # this layer's gradients that are rounded by then
         return [
@@ -427,7 +458,7 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
     again, forwards = 0.0, 1.0
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)
-        single = max(1, policy.tile // batch) >= tokens
+        single = tiles(batch, tokens, policy.tile)[0] == 1
         again = shape.over(lambda i: recomputed_weights(shape, policy, i, single=single), 0, tiled)
         if policy.every > 1:
             skipped = tiled - -(-tiled // policy.every)

@@ -16,6 +16,7 @@ from hfpatch.memory.formula import (
     heads_per_group,
     kept_columns,
     loss_chunk_rows,
+    tiles,
 )
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
 
@@ -102,8 +103,9 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     inputs = -(-n // policy.every) * rows * shape.hidden_size
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
     outputs = memory.host - inputs - kept
-    single = max(1, policy.tile // batch) >= tokens
-    passes = 1 if single else 2 if "qkv" in policy.keep else 3
+    single = tiles(batch, tokens, policy.tile)[0] == 1
+    # x comes back for each phase that reads it; the sum after attention serves in its place.
+    passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     return memory.host, passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
 
 
@@ -133,13 +135,13 @@ def step_time(
     stays = resident or Nothing()
     rows = batch * tokens
     tiled = isinstance(policy, Policy)
-    several = tiled and max(1, policy.tile // batch) < tokens
+    count = tiles(batch, tokens, policy.tile)[0] if tiled else 1
+    several = count > 1
     fore, back = (itemsize * n / gpu.bandwidth for n in _elementwise(shape, policy, rows, several))
 
-    sums, count = 0.0, 1
+    sums = 0.0
     n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
     if several:
-        count = -(-tokens // max(1, policy.tile // batch))
         weights = shape.over(shape.trained_of, 0, n)
         sums = SUM_BYTES * weights * (count + 1) / gpu.bandwidth
     chunks = loss_chunk_rows(shape, rows, itemsize)[1]

@@ -28,7 +28,8 @@ class ModelShape:
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
     activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
-    are trained. Raises ValueError for sizes that no model has.
+    are trained. block: norm, attention, norm, MLP, each added as it is, as far as no other field says otherwise. Raises
+    ValueError for sizes that no model has.
     """
 
     hidden_size: int
@@ -63,6 +64,7 @@ class ModelShape:
     dense_layers: tuple = ()
     windows: tuple = ()
     local_rope: bool = False
+    block: bool = True
     softcap: float = 0.0
     final_softcap: float = 0.0
     activation: str = "silu"
@@ -156,7 +158,7 @@ class ModelShape:
             o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
             qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
             norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
-            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope,
+            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope, block=family.block,
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             final_softcap=values.number("final_logit_softcapping", 0.0),
@@ -212,10 +214,11 @@ class ModelShape:
 
     @property
     def keepable(self) -> tuple[str, ...]:
-        """Those of KEEPABLE that its layers have: parallel blocks have no sum after attention, experts no one gate and up."""
-        return tuple(
-            n for n in KEEPABLE if not (n == "mid" and self.parallel) and not (n == "gate_up" and self.experts)
-        )
+        """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/layer.py), gate and up
+        of a dense gated MLP."""
+        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
+        has = {"qkv": True, "mid": self.block and not other, "gate_up": self.gated and not self.experts}
+        return tuple(name for name in KEEPABLE if has[name])
 
     # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
     @property
@@ -294,7 +297,12 @@ class ModelShape:
 
     def layer_parameters_of(self, layer: int) -> int:
         """Parameters of one decoder layer, its norms included."""
-        return self.attention_parameters + self.mlp_parameters_of(layer) + self.norms * self.norm_parameters
+        return self._layer_parameters[self.is_sparse(layer)]
+
+    @cached_property
+    def _layer_parameters(self) -> dict[bool, int]:
+        beside = self.attention_parameters + self.norms * self.norm_parameters
+        return {self.is_sparse(i): beside + self.mlp_parameters_of(i) for i in self.kinds}
 
     @cached_property
     def _sparse_before(self) -> list:

@@ -74,17 +74,23 @@ def can_go_without(module: nn.Module | None) -> bool:
     )
 
 
+def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
+    """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
+    with an expanded `value`. Those that are neither here and now are left out, and compute.
+    """
+    if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
+        return []
+    modules = (m for name in dict.fromkeys(names) if can_go_without(m := base_of(layer.get_submodule(name))))
+    return [(vars(m), partial(_valueless_forward, m, value)) for m in modules]
+
+
 @contextmanager
-def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "cpu"):
-    """Within, the named Linears of the layer, or those under their adapters, answer with an expanded `value`. Those that are
-    neither by now compute."""
-    idle = []
-    if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
-        idle = [m for m in (base_of(layer.get_submodule(name)) for name in names) if can_go_without(m)]
-    for module in idle:
-        module.__dict__["forward"] = partial(_valueless_forward, module, value)
+def without_values(idle: list):
+    """Within, the idle Linears compute nothing."""
+    for attributes, forward in idle:
+        attributes["forward"] = forward
     try:
         yield
     finally:
-        for module in idle:
-            del module.__dict__["forward"]
+        for attributes, _ in idle:
+            attributes.pop("forward", None)

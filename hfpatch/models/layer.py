@@ -25,10 +25,11 @@ from hfpatch.compat import (
 )
 from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
-from hfpatch.models.dead import without_values
+from hfpatch.models.dead import can_go_without, idle, without_values
+from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
-from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
+from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -145,6 +146,7 @@ class Ask:
     beside: tuple | None = None
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
+    found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
 
     @property
     def n_calls(self) -> int:
@@ -167,7 +169,7 @@ class Ask:
         """
         if not self.n_calls:
             return []
-        with without_values(self.layer, self.answers.dead_pre if dead else (), device=x_BtD.device.type):
+        with without_values(self._idle(self.answers.dead_pre, x_BtD.device.type) if dead else ()):
             if self.answers.block:
                 return self._block_pre(x_BtD, a, b)
             note = Noting(self.n_calls)
@@ -190,14 +192,43 @@ class Ask:
             parts += [x for _, x in mixed]
         return parts
 
-    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
+    def _idle(self, names: tuple[str, ...], device: str) -> list:
+        """Looked up once a call: a layer has many tiles."""
+        if names not in self.found_idle:
+            self.found_idle[names] = idle(self.layer, names, device)
+        return self.found_idle[names]
+
+    def keepable(self, names, device: str) -> tuple[str, ...]:
+        """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
+        if torch.is_autocast_enabled(device):
+            return tuple(n for n in names if n == "qkv")
+        sources = self._sources()
+        able = lambda n: n in sources and all(can_go_without(self.layer.get_submodule(m)) for m in sources[n])  # noqa: E731
+        return tuple(n for n in names if n == "qkv" or able(n))
+
+    def _sources(self) -> dict[str, tuple[str, ...]]:
+        """The modules whose values nobody reads where a kept value is known."""
+        sources = {"mid": ("self_attn.o_proj",)} if self.answers.block else {}
+        mlp = getattr(self.layer, "mlp", None)
+        if isinstance(mlp, (FusedMLP, FusedJointMLP)):
+            sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
+        return sources
+
+    def post(
+        self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False, noted=None, known=None
+    ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
 
-        Behind it what was recorded on the way, each as [B, t, ...].
+        Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
+        `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else self.answers.unread
-        with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
+        names = self.answers.dead_post if dead else self.answers.unread
+        if known:
+            sources = self._sources()
+            names = (*names, *(module for name in known for module in sources[name]))
+        nobody_reads = self._idle(names, x_BtD.device.type) if names else ()
+        with without_values(nobody_reads), collecting(found), keeping(noted, known):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
             else:
@@ -244,11 +275,13 @@ class Ask:
     def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
         layer = self.layer
         h, norm = layer.self_attn.o_proj(out_BtHE.flatten(2)), layer.post_attention_layernorm
-        if isinstance(norm, FusedRMSNorm):
+        total = known_sum("mid", x_BtD, h)
+        if total is None and isinstance(norm, FusedRMSNorm):
             normed, total = norm(h, residual=x_BtD)
         else:
-            total = x_BtD + h
+            total = x_BtD + h if total is None else total
             normed = norm(total)
+        note("mid", total)
         return total + layer.mlp(normed)
 
 
@@ -262,8 +295,8 @@ def _run_directly(function, *args, **kwargs):
 class TiledLayer:
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
-    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers, None where it is to be
-    asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is; `_hfpatch_answers`:
+    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
     """
 
     @property
@@ -328,22 +361,13 @@ class TiledLayer:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {attention_of(c) for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
-        if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
-            mask = kwargs.get("attention_mask")
-            if self._hfpatch_answers is None:
-                n = min(x.shape[1], ASKED_TOKENS)
-                few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
-                self._hfpatch_answers = self._hfpatch_asks(
-                    self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
-                )
-            if self.why_not_tiled(x, mask) is None:
-                arguments = Arguments(args, kwargs, *x.shape[:2])
-                lists = collected_now()
-                records = tuple(key for key in lists if key in _RECORDED_INSIDE)
-                ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records)
-                y, *extras = tiled_layer(session, ask, x)
-                ask.hand_on(extras, lists)
-                return y if ask.beside is None else (y, *ask.beside)
+        cut = batch is not None and cache is None and x.dim() == 3 and not batch.weights
+        if cut and self._hfpatch_answers is None:
+            n = min(x.shape[1], ASKED_TOKENS)
+            few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
+            self._hfpatch_answers = self._hfpatch_asks(
+                self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
+            )
         answers = self._hfpatch_answers or Answers()
         bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
         if bounds is not None and not answers.mixers:
@@ -357,6 +381,17 @@ class TiledLayer:
             with apart if bounds is not None else nullcontext():
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
+        if cut and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
+            policy = session.policy(self, x)
+            if torch.is_grad_enabled() and session.is_plain(self, policy):
+                return whole(x)
+            arguments = Arguments(args, kwargs, *x.shape[:2])
+            lists = collected_now()
+            records = tuple(key for key in lists if key in _RECORDED_INSIDE)
+            ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records)
+            y, *extras = tiled_layer(session, policy, ask, x)
+            ask.hand_on(extras, lists)
+            return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
             return whole(x)
         if cache is not None:
@@ -367,13 +402,16 @@ class TiledLayer:
             kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
+        policy = session.policy(None, x) if x.dim() == 3 else None
+        if policy is not None and session.is_plain(self, policy):
+            return whole(x)
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
             with our_attention(self._hfpatch_configs if batch is not None else (), batch):
                 return whole(h)
 
-        return offloaded_checkpoint(session, run, x)
+        return offloaded_checkpoint(session, policy, run, x)
 
 
 def _ancestors(path: str) -> list[str]:

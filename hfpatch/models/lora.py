@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from hfpatch.checkpoint.quantised import is_quantised
+from hfpatch.compat import asks_inputs_for_gradients
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -38,6 +39,6 @@ def prepare_for_lora(model: nn.Module) -> nn.Module:
         if quantised and dtype is not None and parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
     for module in model.modules():
-        if getattr(module, "_require_grads_hooks", None) or hasattr(module, "_require_grads_hook"):
+        if asks_inputs_for_gradients(module):
             module.disable_input_require_grads()
     return model

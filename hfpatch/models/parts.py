@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import buffers_of, modules_of, parameters_of, twin_of
 from hfpatch.models.dead import DeadRotation, is_dead
+from hfpatch.models.keeping import kept
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -110,17 +111,23 @@ def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
 
 
 class FusedMLP:
-    """gate and up through one kernel. `_hfpatch_activation`: what the probe found."""
+    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_gates`: whose values need not be
+    computed where gate and up are known."""
+
+    _hfpatch_gates = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), activation=self._hfpatch_activation))
+        gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
 class FusedJointMLP:
     """The same for families with gate and up in one projection."""
 
+    _hfpatch_gates = ("gate_up_proj",)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 

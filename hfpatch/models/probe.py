@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hfpatch.compat import pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.asking import Asked, asking, our_attention
-from hfpatch.models.dead import can_go_without, without_values
+from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.layer import Arguments, Ask
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
@@ -172,7 +172,7 @@ class _Probe:
         """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
         for value in (float("nan"), 3.0):
             try:
-                with without_values(self.layer, (name,), value):
+                with without_values(idle(self.layer, (name,), value=value)):
                     if not _equal(run(), expected):
                         return False
             except RuntimeError:  # written to in place, for one
@@ -183,7 +183,7 @@ class _Probe:
         """Whether the output of `post` does not depend on this module's value."""
         with torch.no_grad():
             expected = self._ask().post(self.x, self.outs, 0, self.T)
-            with without_values(self.layer, (name,), float("nan")):
+            with without_values(idle(self.layer, (name,), value=float("nan"))):
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:

@@ -6,7 +6,7 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 import torch
 from torch import Tensor
 
-from hfpatch.compat import attention_of, name_attention
+from hfpatch.compat import attention_of, forward_hooks, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -91,7 +91,7 @@ class OurAttention:
             getattr(self.config, "output_hidden_states", False) if asked is None else asked
         ):
             return False
-        hooks = self.get_input_embeddings()._forward_hooks.values()
+        hooks = forward_hooks(self.get_input_embeddings())
         return bool(hooks) and all(getattr(h, "__name__", "").startswith("make_inputs_require_grad") for h in hooks)
 
     def _hfpatch_declined(self, kwargs):

@@ -96,7 +96,8 @@ def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Mo
 
     def patch():
         if patched:
-            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))  # does not divide the tokens
+            # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer that keeps everything.
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv",), plain=1))
 
     if kind != "lora-first":
         patch()

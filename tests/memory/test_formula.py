@@ -11,8 +11,16 @@ from hfpatch.memory.hardware import GPUS, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import Checkpointing, auto_tile, choose
 from hfpatch.memory.presets import PRESETS, preset_config
+from hfpatch.memory.shape import KEEPABLE
 
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
+# What is kept beside: one by one where it matters, all together, behind plain layers.
+KEEPS = (
+    Policy("host", keep=("qkv",)), Policy("host", keep=("mid",)), Policy("host", keep=KEEPABLE),
+    Policy("gpu", keep=("mid", "gate_up")), Policy("gpu", keep=KEEPABLE, plain=1), Policy("host", plain=2),
+    Policy("host", keep=("gate_up",), stream_attention=True),
+    Policy("host", keep=("qkv", "mid"), save_attention=False),
+)  # fmt: skip
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (
     Policy("host"), Policy("host", save_attention=False), Policy("gpu"), Policy("host", stream_attention=True),
@@ -47,6 +55,8 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     ("llama-3.1-8b", 131072, 1, Policy("host")), ("llama-160m", 5000, 3, Policy("host", tile=4096)),
     ("llama-3.2-1b", 8192, 1, Policy("host")), ("llama-3.1-8b", 16384, 1, "stock"),
     ("llama-3.1-8b", 16384, 1, "stock-checkpointing"), ("llama-3.1-8b", 16384, 1, "off"),
+    *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=4096)) for p in KEEPS[2:5]),
+    *(("llama-3.1-8b", 8192, 1, p) for p in KEEPS[1:3]), ("llama-3.1-8b", 8193, 1, KEEPS[0]),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(preset, tokens, batch, policy):
     compare(preset, tokens, batch, policy)
@@ -55,7 +65,7 @@ def test_agrees_with_the_simulator(preset, tokens, batch, policy):
 @pytest.mark.long
 @pytest.mark.parametrize("preset", ["llama-160m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"])
 @pytest.mark.parametrize("tokens", [2048, 8192, 20000, 65536, 131072])
-@pytest.mark.parametrize("policy", [*POLICIES, *WHOLE])
+@pytest.mark.parametrize("policy", [*POLICIES, *KEEPS, *WHOLE])
 def test_agrees_with_the_simulator_everywhere(preset, tokens, policy):
     if isinstance(policy, Policy):
         policy = dataclasses.replace(policy, tile=auto_tile(tokens))
