@@ -106,6 +106,12 @@ def gpu_free(device=None) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def _own(parameter):
+    """What this rank holds of a parameter that an engine shards (FSDP, ZeRO-3), else the parameter."""
+    parameter = getattr(parameter, "ds_tensor", parameter)
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def to_come(parameters, *, states: int = 0, device=None) -> int:
     """Bytes of a device that a step will take and that do not exist yet: gradients that no backward has made, and optimizer
     states.
@@ -113,8 +119,6 @@ def to_come(parameters, *, states: int = 0, device=None) -> int:
     parameters: torch parameters; frozen ones count nothing. states: tensors of its size and type that the optimizer will
     make for each (two for Adam), 0 where they are there, or never will be. device: only what lives there; None: all.
     """
-    from hfpatch.compat import local_part  # torch with it, which nothing else here needs
-
-    own = [(p, local_part(p)) for p in parameters if p.requires_grad]
+    own = [(p, _own(p)) for p in parameters if p.requires_grad]
     sizes = [(t.numel() * t.element_size(), p.grad is None) for p, t in own if device is None or t.device == device]
     return sum(nbytes * (states + fresh) for nbytes, fresh in sizes)
