@@ -30,13 +30,15 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
         result = simulate(model, plan.batch, plan.seq_len, policy=policy)
+    # Autocast's copies of the weights, which the placement counts where layers run whole.
+    copies = 2 * sum(p.numel() for p in model.parameters()) if wide and not tiled else 0
     if at_peak:
-        beyond = result.peak_bytes - result.categories["parameters"] - plan.gpu_bytes["gradients"]
+        beyond = result.peak_bytes - copies - result.categories["parameters"] - plan.gpu_bytes["gradients"]
         return beyond, result.host_peak_bytes
     # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's gradient.
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
-    beyond = result.most_beyond_bytes - (head.numel() * head.element_size() if tied else 0)
+    beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
     return beyond, result.host_peak_bytes
 
 
