@@ -97,6 +97,12 @@ def has_kernel(name: str) -> bool:
     return hasattr(torch.ops.aten, name)
 
 
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """int8 [m, k] times int8 [k, n]: int32 [m, n]. Of simulations; without torch's own, by way of float64, exact too."""
+    product = getattr(torch, "_int_mm", None)
+    return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
+
+
 def assert_async(holds: Tensor, message: str) -> None:
     """A check on the device that the host does not wait for; none where torch has no such thing."""
     check = getattr(torch, "_assert_async", None)
@@ -120,12 +126,6 @@ def real_tensors():
     except ImportError:
         return nullcontext()
     return _disable_current_modes()
-
-
-def int_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two int8 matrices in int32."""
-    product = getattr(torch, "_int_mm", None)
-    return a.to(torch.int32) @ b.to(torch.int32) if product is None else product(a, b)
 
 
 def schema_of(op):
@@ -305,8 +305,9 @@ def run_experts_plainly(config) -> None:
 
 
 def asks_inputs_for_gradients(module: nn.Module) -> bool:
-    """Whether transformers' enable_input_require_grads() was called on this module."""
-    return bool(getattr(module, "_require_grads_hooks", None)) or hasattr(module, "_require_grads_hook")
+    """Whether enable_input_require_grads() was called on this model and not taken back."""
+    known = vars(module)
+    return bool(known.get("_require_grads_hooks")) or "_require_grads_hook" in known
 
 
 def own_loss(model: nn.Module):
@@ -384,3 +385,57 @@ def plain_construction():
         yield
     finally:
         partition.restore_init_context()
+
+
+def _variable(function, name: str):
+    """What a closure holds under a name, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def ulysses(attention):
+    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's Ulysses put in place; None for
+    any other."""
+    found = _variable(attention, "uattn")
+    if found is None or not hasattr(found, "process_group"):
+        return None
+    return found.process_group, bool(getattr(found, "disable_in_eval", False))
+
+
+def context_parallel():
+    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
+    for name in ("_context_parallel._attention", "_attention"):
+        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
+        if hasattr(module, "_replaced_functions"):
+            sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
+            if sdpa not in module._replaced_functions:
+                return None
+            mesh = _variable(sdpa, "device_mesh")
+            return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
+    return None
+
+
+def deepspeed_config() -> dict:
+    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not at all."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if state is None or not getattr(state, "_shared_state", None):
+        return {}
+    plugin = getattr(state(), "deepspeed_plugin", None)
+    return getattr(plugin, "deepspeed_config", None) or {}
+
+
+def skips_by_itself(kind: type) -> None:
+    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`, others as ever."""
+    from transformers import trainer
+
+    before = getattr(trainer, "skip_first_batches", None)
+    if before is None or hasattr(before, "_hfpatch"):
+        return
+
+    def skip_first_batches(loader, num_batches=0):
+        return loader.skipping(num_batches) if isinstance(loader, kind) else before(loader, num_batches)
+
+    skip_first_batches._hfpatch = True
+    trainer.skip_first_batches = skip_first_batches

@@ -14,6 +14,7 @@ from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
+from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER
 from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
@@ -103,7 +104,7 @@ def _settings(checkpointing) -> Checkpointing | None:
 def apply(
     model: nn.Module,
     *,
-    rope: bool = True,
+    rope: "bool | str" = True,
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
@@ -119,7 +120,8 @@ def apply(
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
-    rope: fused rotary embedding of q and k, one launch for both.
+    rope: fused rotary embedding of q and k, one launch for both; "float64": besides, angles in float64, worth it above
+        131,072 tokens, where those of float32 are off by more than bfloat16 rounds.
     rms_norm: fused RMSNorm, and residual add with the norm after it.
     mlp: fused activation times up.
     loss: head and cross-entropy by chunks of tokens, logits never whole.
@@ -141,6 +143,8 @@ def apply(
     for name, value in (("eval_logits", eval_logits), ("train_logits", train_logits)):
         if value not in ("auto", True, False):
             raise ValueError(f'hfpatch: {name} must be "auto", True or False, {value!r} came; leave it "auto".')
+    if rope not in (True, False, "float64"):
+        raise ValueError(f'hfpatch: rope must be True, False or "float64", {rope!r} came; leave it True.')
     _refuse_wrapped(model)
     _refuse_liger(model)
     config = _base_config(model)
@@ -159,6 +163,8 @@ def apply(
             fuse_parts(decoder, report)
         else:
             report.skipped.append((option, "not asked for"))
+    if rope == "float64":
+        _count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if loss:
         _fuse_loss(decoder, eval_logits, train_logits, report)
     else:

@@ -179,12 +179,8 @@ class ToHost:
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        if self.device.side is None:
-            self.device.side = self.device.stream()
-        side = self.device.side
         self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
-        for event in _arrivals(inputs, self.device):
-            self.device.wait(event, side)
+        side = _side_stream(self.device, inputs)
         with self.device.on(side), torch.no_grad():
             self.values = compute(*inputs)
             self.host = self.device.to_host(self.values)
@@ -200,6 +196,30 @@ class ToHost:
         # Nobody asked: the inputs must not go back to the allocator under the copy.
         if getattr(self, "inputs", None) is not None and hasattr(self, "event") and not finalizing():
             self.device.wait(self.event, self.stream)
+
+
+def _side_stream(device: Device, inputs):
+    """The device's side stream, which from here on finds `inputs` complete."""
+    if device.side is None:
+        device.side = device.stream()
+    for event in _arrivals(inputs, device):
+        device.wait(event, device.side)
+    return device.side
+
+
+def beside(compute, *inputs: Tensor) -> list[Tensor]:
+    """compute(*inputs), a list of tensors, on the side stream: ToHost waits for them alone, the current stream for them too."""
+    device = device_for(inputs[0].device)
+    side = _side_stream(device, inputs)
+    with device.on(side), torch.no_grad():
+        found = compute(*inputs)
+        event = device.mark(side)
+    device.wait(event, device.current())
+    for x in found:
+        if x.device.type == "cuda":
+            x.record_stream(device.current())
+        x._hfpatch_arrived = (event, x._version)
+    return found
 
 
 def _arrivals(inputs, device: Device) -> list:

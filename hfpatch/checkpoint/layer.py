@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.privacy import holders, is_private
@@ -111,12 +112,10 @@ class LayerCall(Kept):
 
         kept: what is `known` inside the tile, or to be `noted`.
         """
-        joined, outs = [], list(outs_BtGE)
-        for n in self.attention.counts():
-            mine, outs = outs[:n], outs[n:]
-            out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
-            out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
-            joined.append(out.detach().requires_grad_(True) if grad else out)
+        # DTensor weights (tensor parallelism) take no strided tile of a batch.
+        joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
+        if grad:
+            joined = [out.detach().requires_grad_(True) for out in joined]
         with self._random("post", index):
             return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad, **kept), joined
 
@@ -380,7 +379,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places, shards=session.shards,
-        mixes=bool(ask.n_calls),
+        mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():

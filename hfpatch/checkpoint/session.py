@@ -20,6 +20,7 @@ from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, tile_bounds
 from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
+from hfpatch.memory.sequence import rounds_of
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 
 
@@ -62,6 +63,7 @@ class Session:
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
         self.planned: dict[Policy, int] = {}  # bytes on the device, by the closed form
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
+        self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
@@ -74,11 +76,13 @@ class Session:
         return Session, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
-    def policy(self, layer: nn.Module | None, x_BTD: Tensor) -> Policy:
+    def policy(self, layer: nn.Module | None, x_BTD: Tensor, sequence=None) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 
-        layer: None for one that cannot be tiled. Raises ValueError where the host cannot hold what was asked for.
+        layer: None for one that cannot be tiled; sequence: the ranks that share its rows (checkpoint.exchange.Sequence), which
+        all choose alike. Raises ValueError where the host cannot hold what was asked for.
         """
+        self.sequence = sequence
         for queue in self.queues.values():
             queue.begin()
         B, T, _ = x_BTD.shape
@@ -90,7 +94,7 @@ class Session:
         whole = layer is None or self.shape is None
         # Lengths that are close have one policy: it is chosen for the longest of them.
         longest = T if room is None else _rounded(T)
-        key = (B, longest, x_BTD.dtype, device, whole)
+        key = (B, longest, x_BTD.dtype, device, whole, sequence)
         policy = self.policies.get(key)
         if policy is None:
             self.shape = as_trained(self.shape, layer)
@@ -168,12 +172,16 @@ class Session:
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free = [None if room is None else room.bytes(gathered), self._host_free()]
-        if group is not None:
+        shape, together = self.shape, group is not None
+        if self.sequence is not None and not whole:
+            free, together = self.sequence.least(*free), True
+            shape = dataclasses.replace(shape, ranks=self.sequence.size)
+        elif together:
             free = least_of(group, free, x.device)
-            if room is not None:
-                room.alone = False
+        if room is not None and together:
+            room.alone = False
         option = decide(
-            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
+            settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpu=room and room.gpu,
         )  # fmt: skip
         self.planned[option.policy] = option.device
@@ -193,8 +201,12 @@ class Session:
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
         s = self.shape
-        heads = heads_per_group(B, T, s.num_heads, s.num_kv_heads) * (s.num_heads // s.num_kv_heads)
-        scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        heads = s.num_heads // self._groups(B, T)
+        if self.sequence is None:
+            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        else:
+            ranks = self.sequence.size
+            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
         activations = 6 * B * T * s.hidden_size * 2
         if scratch + activations > free:
             raise ValueError(
@@ -202,6 +214,13 @@ class Session:
                 f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
                 "call torch.use_deterministic_algorithms(False) or shorten the sequence."
             )
+
+    def _groups(self, B: int, T: int) -> int:
+        """In how many parts a layer's heads go through the kernels."""
+        s = self.shape
+        if self.sequence is None:
+            return s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+        return rounds_of(B, T * self.sequence.size, s.num_heads, s.num_kv_heads, self.sequence.size).count
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Copies for this policy; blocks of another length are given back first."""
@@ -231,7 +250,7 @@ class Session:
         if policy.every > 1 or whole:
             return sizes
         if policy.save_attention:
-            groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+            groups = self._groups(B, T)
             for nbytes in (rows * s.out_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
                 sizes[nbytes] += tiled * groups
         if "qkv" in policy.keep:

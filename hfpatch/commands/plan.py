@@ -27,6 +27,7 @@ def add_arguments(parser) -> None:
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
+    add("--sp-size", type=int, default=1, help="GPUs that share each sequence: Ulysses, context parallelism (1)")
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     where = "auto, least (device memory), gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
@@ -95,7 +96,7 @@ def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
-        "checkpointing": _checkpointing(args), "adapters": _adapters(args),
+        "checkpointing": _checkpointing(args), "adapters": _adapters(args), "sp_size": args.sp_size,
     }  # fmt: skip
     if args.png and not args.sweep:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")

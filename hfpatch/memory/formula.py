@@ -11,6 +11,7 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 from dataclasses import dataclass
 
 from hfpatch.memory.adapters import mlp_linears
+from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
 __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
@@ -103,6 +104,13 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
+def head_groups(batch: int, tokens: int, shape: ModelShape) -> int:
+    """In how many parts a layer's heads go through attention: groups of KV heads, or rounds of ranks that share the rows."""
+    if shape.ranks > 1:
+        return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
+    return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+
+
 def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
     """KV heads that go through attention together, as ops/attention.py decides it."""
     blocks = batch * (shape.num_heads // shape.num_kv_heads) * -(-tokens // 128)
@@ -113,6 +121,10 @@ def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
 def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int, s: int) -> int:
     """Scratch of a flash attention backward over kv_heads: fp32 dq, softmax_d, and dk, dv of every query head."""
     repeat = shape.num_heads // shape.num_kv_heads
+    if shape.ranks > 1:
+        tokens *= shape.ranks
+        rounds = rounds_of(batch, tokens, shape.num_heads, shape.num_kv_heads, shape.ranks)
+        kv_heads, repeat = max(1, rounds.width // rounds.repeat), min(rounds.width, rounds.repeat)
     heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
     expanded = 2 * batch * heads * tokens * shape.head_dim * s if repeat > 1 else 0
     return 4 * batch * heads * padded * (width + 1) + expanded
@@ -265,8 +277,11 @@ def _tiled(z: _Sizes, policy: Policy):
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
-    group = heads_per_group(z.batch, z.tokens, shape)
-    groups = shape.num_kv_heads // group
+    group, groups = heads_per_group(z.batch, z.tokens, shape), head_groups(z.batch, z.tokens, shape)
+    scratch = attention_scratch(shape, z.batch, z.tokens, group, z.m)
+    grads = (z.q + z.kv) // groups
+    if shape.ranks > 1:
+        grads = exchange_bytes(shape, z.batch, z.tokens, s, ahead=not policy.stream_attention)
 
     # What the layers keep, and where.
     kept_x, kept_out = -(-n // policy.every), n if save else 0
@@ -306,10 +321,14 @@ def _tiled(z: _Sizes, policy: Policy):
                 mlps = [(mlp + beside - known, 0)]
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
             held = -spared + fetched + recomputed + qkv + join + lse + z.always + extra
-            return [
+            found = [
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
                 for mlp, dw in mlps
             ]
+            if shape.ranks > 1:
+                c = 2 * (z.u + z.out + qkv) + lse + z.always + extra + grads
+                found.append(Moment(f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch))
+            return found
         after = shape.trained_after(index)
         wide = 4 * after
         if sparse:
@@ -320,17 +339,10 @@ def _tiled(z: _Sizes, policy: Policy):
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
-        c = (
-            z.u
-            + z.out
-            + (0 if "qkv" in policy.keep and not off else qkv)
-            + outs
-            + lse
-            + z.always
-            + extra
-            + (z.q + z.kv) // groups
-        )
-        scratch = attention_scratch(shape, z.batch, z.tokens, group, z.m)
+        if shape.ranks > 1 and not stream and groups > 2:
+            outs -= 2 * min(outs, z.out) // groups  # those of the rounds that are under way have gone
+        whole = 0 if "qkv" in policy.keep and not off else qkv
+        c = z.u + z.out + whole + outs + lse + z.always + extra + grads
         done = after * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
@@ -447,7 +459,8 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         2
         * batch
         * (shape.q_size + shape.out_size)
-        * sum(k * attended(tokens, w) for w, k in shape.window_counts.items())
+        * sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts.items())
+        / shape.ranks
     )
     least = 6 * rows * (layers + shape.embedding_parameters)
     if shape.adapters:

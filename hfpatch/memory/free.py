@@ -108,8 +108,9 @@ def gpu_free(device=None) -> int | None:
 
 def _own(parameter):
     """What this rank holds of a parameter that an engine shards (FSDP, ZeRO-3), else the parameter."""
-    parameter = getattr(parameter, "ds_tensor", parameter)
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    part = getattr(parameter, "ds_tensor", None)
+    local = getattr(parameter, "to_local", None)
+    return part if part is not None else parameter if local is None else local()
 
 
 def to_come(parameters, *, states: int = 0, device=None) -> int:

@@ -13,12 +13,13 @@ from hfpatch.memory.formula import (
     ModelShape,
     Policy,
     StepMemory,
-    heads_per_group,
+    head_groups,
     kept_columns,
     loss_chunk_rows,
     tiles,
 )
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
+from hfpatch.memory.sequence import sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
 STOCK_FACTOR = 2
@@ -50,7 +51,7 @@ class StepTime:
     """Seconds of one step on one GPU. elementwise: norms, rotation, activations, residuals; sums: float32 sums of weight
     gradients over tiles; loss: passes over logits; tails: of attention launches, a group of heads each; copy_wait: of
     host copies, what computing does not hide; python_wait: for the host to issue the work; optimizer: gradient norm, clip
-    and step."""
+    and step; exchange: of heads between the ranks that share rows, what attention does not hide."""
 
     matmul: float
     attention: float
@@ -61,6 +62,7 @@ class StepTime:
     copy_wait: float
     python_wait: float
     optimizer: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
@@ -112,7 +114,8 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
     all queries that see it."""
-    groups = shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+    groups = head_groups(batch, tokens, shape)
+    tokens *= shape.ranks
     seen = sum(k * min(w or tokens, tokens) for w, k in shape.window_counts.items())
     block = 5 * BLOCK_ROWS * seen * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     return TAIL_SHARE * groups * block * gpu.processors / gpu.attention_backward
@@ -170,5 +173,11 @@ def step_time(
     python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
 
     optimizer = optimizer_seconds(gpu, memory, stays)
-    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer)
+    exchange = 0.0
+    if shape.ranks > 1:
+        forwards = flops.attention_forward / (flops.model_attention / 3)
+        exchange = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
+        hides = not (tiled and policy.stream_attention)  # short of memory, no round is under way beside another
+        exchange = max(0.0, exchange - ahead - behind) if hides else exchange
+    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer, exchange)
     return time, to_host + to_gpu + stays.link

@@ -28,8 +28,9 @@ class ModelShape:
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
     activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
-    are trained. block: norm, attention, norm, MLP, each added as it is, as far as no other field says otherwise. Raises
-    ValueError for sizes that no model has.
+    are trained. block: norm, attention, norm, MLP, each added as it is, as far as no other field says otherwise. ranks: that
+    share each row (memory/sequence.py); lengths beside such a shape are of one rank's tokens. Raises ValueError for sizes that
+    no model has.
     """
 
     hidden_size: int
@@ -69,6 +70,7 @@ class ModelShape:
     final_softcap: float = 0.0
     activation: str = "silu"
     adapters: Adapters | None = None
+    ranks: int = 1
 
     def __post_init__(self):
         for field in fields(self):

@@ -24,26 +24,19 @@ from hfpatch.compat import (
     under_zero3,
 )
 from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
-from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
+from hfpatch.models.asking import Answering, Asked, Call, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
+from hfpatch.models.parallel import sequence_now
 from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
+_NO_MASK = "_attach_context_parallel_hooks."
 ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of attention was asked for."""
-
-    scale: float
-    pattern: Pattern
-    sinks_H: Tensor | None
 
 
 # --- the arguments of a layer, cut along tokens -------------------------------------------------------------------------
@@ -141,7 +134,7 @@ class Ask:
     configs: tuple
     batch: object
     forward: object = None  # the layer's own, where it is not a TiledLayer yet
-    asked: list[_Call] = field(default_factory=list)
+    asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
     records: tuple[str, ...] = ()
@@ -183,7 +176,7 @@ class Ask:
                     f"hfpatch: expected {type(self.layer).__name__} to mix tokens {note.n_calls} times, "
                     f"{len(note.calls) + len(note.mixed)} came; use apply(model, checkpointing='off')."
                 )
-        self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
+        self.asked = [c.call() for c in note.calls]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
@@ -269,7 +262,7 @@ class Ask:
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
         mask = self.arguments.kwargs.get("attention_mask")
         pattern = Pattern() if mask is None else mask.pattern()
-        self.asked = [_Call(attn.scaling, pattern, None)]
+        self.asked = [Call(attn.scaling, pattern, None)]
         return [q.transpose(1, 2), k.transpose(1, 2), v]
 
     def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
@@ -360,7 +353,10 @@ class TiledLayer:
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {attention_of(c) for c in self._hfpatch_configs}
-            batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
+            alone = known <= {"sdpa", "flash_attention_2"} and not any(
+                sequence_now(c, self.training) for c in self._hfpatch_configs
+            )
+            batch = Batch(*x.shape[:2], x.device) if alone else None
         cut = batch is not None and cache is None and x.dim() == 3 and not batch.weights
         if cut and self._hfpatch_answers is None:
             n = min(x.shape[1], ASKED_TOKENS)
@@ -382,7 +378,7 @@ class TiledLayer:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         if cut and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
-            policy = session.policy(self, x)
+            policy = session.policy(self, x, batch.sequence)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)
             arguments = Arguments(args, kwargs, *x.shape[:2])
@@ -421,9 +417,11 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
+    """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
+    accelerate's hooks under context parallelism, which take away a mask."""
     forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
-    return any(forward) or bool(other_hooks(module)) or engine_hook(module) is not None
+    others = (h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK))
+    return any(forward) or any(others) or engine_hook(module) is not None
 
 
 def _cache_of(args, kwargs):

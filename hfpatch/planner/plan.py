@@ -19,6 +19,7 @@ from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
 from hfpatch.memory.seconds import step_time
+from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
@@ -36,7 +37,7 @@ class Plan:
     adapters: what is trained over a frozen base, None for all weights.
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more.
+    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Plan:
     adapters: dict | None = None
     simulated_beyond_bytes: int | None = None
     contradicted: bool = False
+    sp_size: int = 1
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -82,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is asked, resolved: everything but the placement."""
+    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
 
     name: str
     shape: ModelShape
@@ -92,6 +94,10 @@ class _Run:
     batch: int
     seq_len: int
     checkpointing: Checkpointing | str
+
+    @property
+    def ranks(self) -> int:
+        return getattr(self.shape, "ranks", 1)
 
 
 def _settings(run: _Run, placement: str) -> Checkpointing:
@@ -173,7 +179,8 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
+        placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
@@ -182,7 +189,7 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
-        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None,
+        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
     )  # fmt: skip
 
 
@@ -240,7 +247,7 @@ def _lack(plan: Plan) -> int:
 
 
 def longest(run: _Run, names, *, step: int = 1024) -> int:
-    """The longest sequence, in multiples of `step` tokens, that fits; 0 where none does."""
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
 
     def fits(blocks):
         return _best(replace(run, seq_len=blocks * step), names).fits
@@ -253,7 +260,7 @@ def longest(run: _Run, names, *, step: int = 1024) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    return low * step * run.ranks
 
 
 def _longest_ways(run: _Run, names) -> list[dict]:
@@ -305,6 +312,13 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
             offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora)), f"{gpus} GPUs")
             if len(found) > before:
                 break
+    for size in range(2, run.gpus + 1):
+        if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+            reason = why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size)
+            part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
+            if not reason and _best(part, names).fits:
+                offer(f"--sp-size {size}", part, names)
+                break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
     for gpu in larger:
         before = len(found)
@@ -319,17 +333,29 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
             offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")
     length = longest(run, names)
     if length:
-        offer(f"--seq-len {length}", replace(run, seq_len=length), names,
-              f"{1 - length / run.seq_len:.0%} of the context")  # fmt: skip
+        offer(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
+              f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
+def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
+    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
+    if gpus % sp_size:
+        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
+    if not isinstance(shape, ModelShape):
+        raise ValueError("hfpatch: --sp-size wants a model type with closed forms, another came; leave it out.")
+    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
+    return replace(shape, ranks=sp_size)
+
+
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             shape=None) -> _Run:  # fmt: skip
+             sp_size=1, shape=None) -> _Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
     was counted, whose config no closed form describes."""
     name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
-    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
+    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
     reason = getattr(shape, "whole_because", "")
@@ -338,6 +364,8 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             f"hfpatch: expected layers that run tile by tile, {name} came, whose layers run whole ({reason}), which no closed form "
             "describes; run it with --simulate, which executes the model itself."
         )
+    if sp_size > 1:
+        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if isinstance(gpu, Gpu):
         row = gpu
     elif gpu == "this":
@@ -358,7 +386,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
-    checkpointing="auto", max_seq_len: bool = False, adapters: Adapters | None = None,
+    checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a GPU fits, and how long a step
     takes.
@@ -366,11 +394,11 @@ def plan(
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
-    alone. max_seq_len: also search the longest sequence. adapters: LoRA over a frozen base (memory/adapters.py). Raises
-    ValueError for what is unknown or unsupported.
+    alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
+    adapters: LoRA over a frozen base (memory/adapters.py). Raises ValueError for what is unknown or unsupported.
     """
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
-                   checkpointing=checkpointing)  # fmt: skip
+                   checkpointing=checkpointing, sp_size=sp_size)  # fmt: skip
     run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
     names = candidates(placement, gpus, bool(adapters))
     found = _best(run, names)

@@ -29,7 +29,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
-        result = simulate(model, plan.batch, plan.seq_len, policy=policy)
+        result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
     # Autocast's copies of the weights, which the placement counts where layers run whole.
     copies = 2 * sum(p.numel() for p in model.parameters()) if wide and not tiled else 0
     if at_peak:

@@ -7,7 +7,7 @@ forward and backward; of 8 bits the integers of input and product in the forward
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import int_matmul
+from hfpatch.compat import int8_product
 from hfpatch.memory.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
 
 
@@ -18,7 +18,7 @@ class _Product(torch.autograd.Function):
         if isinstance(layer, Packed4bit):
             return nn.functional.linear(x, layer.dense(x.dtype))
         codes = x.flatten(0, -2).to(torch.float16).to(torch.int8)
-        return int_matmul(codes, layer.weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
+        return int8_product(codes, layer.weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):

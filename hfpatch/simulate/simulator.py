@@ -155,9 +155,10 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        heads = sys.modules.get("hfpatch.checkpoint.heads")
-        if heads is not None and cuda:
-            stack.enter_context(mock.patch.object(heads, "pick", lambda q, k: "flash"))
+        for name in ("heads", "exchange"):
+            found = sys.modules.get(f"hfpatch.checkpoint.{name}")
+            if found is not None and cuda:
+                stack.enter_context(mock.patch.object(found, "pick", lambda q, k: "flash"))
         for name in ("ops.attention", "models.layer", "models.asking"):
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:
@@ -270,6 +271,7 @@ def simulate(
     rounding: int = ROUNDING,
     cuda: bool = True,
     policy=None,
+    ranks: int = 1,
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
@@ -278,6 +280,7 @@ def simulate(
     labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
     model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
     policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine.
+    ranks: that share each row of a patched model; seq_len is what this one has of it.
     """
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", 32)
@@ -288,7 +291,14 @@ def simulate(
     mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
-    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):
+    shares = contextlib.nullcontext()
+    if ranks > 1:
+        from hfpatch.models.parallel import sharded
+        from hfpatch.simulate.sequence import LoneRank
+
+        shares = sharded(LoneRank(ranks))
+        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
+    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares:
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):

@@ -5,6 +5,7 @@ import sys
 import time
 import warnings
 import weakref
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -62,7 +63,9 @@ class Callback(TrainerCallback):
                 "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
                 "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
             )
-        self._ranks = args.world_size // (getattr(getattr(args, "parallelism_config", None), "tp_size", None) or 1)
+        sizes = vars(getattr(args, "parallelism_config", None) or object).get
+        self._ranks = args.world_size // (sizes("tp_size") or 1)
+        self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks that have a part each of a row
         try:
             self._shape = ModelShape.from_config(model.config)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
@@ -91,7 +94,9 @@ class Callback(TrainerCallback):
             B, T = ids.shape[:2]
             self._tokens += B * T
             if self._shape:
-                self._flops += model_flops(self._shape, B, T, self.attention_share, self._trained)
+                self._flops += model_flops(
+                    replace(self._shape, ranks=self._sharing), B, T, self.attention_share, self._trained
+                )
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time; its logs come first, so nothing is lost.

@@ -15,6 +15,7 @@ from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
 from hfpatch.memory.limits import check_ranges
 from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.training import folders
 from hfpatch.training.arguments import checkpointing_of
 
@@ -78,9 +79,10 @@ def flags(model, data, args) -> None:
             "hfpatch: --gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop it, or use "
             "--checkpointing off."
         )
-    if model.impl != "hfpatch" and (model.offload, model.checkpoint_every, model.tile) != ("auto", "auto", "auto"):
+    ours = (model.offload, model.checkpoint_every, model.tile, model.rope_float64)
+    if model.impl != "hfpatch" and ours != ("auto", "auto", "auto", False):
         raise ValueError(
-            f"hfpatch: --offload, --checkpoint_every and --tile belong to --impl hfpatch, {model.impl} came."
+            f"hfpatch: --offload, --checkpoint_every, --tile and --rope_float64 belong to --impl hfpatch, {model.impl} came."
         )
     for name in ("checkpoint_every", "tile"):
         value = getattr(model, name)
@@ -227,6 +229,15 @@ def length(seq_length: int, config) -> None:
             f"hfpatch: --seq_length {seq_length} is over the model's {limit} positions (max_position_embeddings); "
             "shorten it, or lengthen the model with --rope_scaling or --max_position_embeddings."
         )
+
+
+def sharing(sp_size: int, config) -> None:
+    """Heads that do not go evenly over the ranks that share each sequence. Raises ValueError."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    reason = heads and why_not_shared_out(heads, getattr(config, "num_key_value_heads", None) or heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp_size {sp_size} came, but {reason}; pass another size.")
 
 
 def memory_of(config, model, data, args) -> None:

@@ -53,10 +53,12 @@ def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]
     return rows
 
 
-def train(model, folder, *, batch: int, resume=None, rows=None, **overrides) -> Trainer:
+def train(
+    model, folder, *, batch: int, resume=None, rows=None, kinds=(TrainingArguments, Trainer), **overrides
+) -> Trainer:
     """Four optimizer steps of two micro-batches of `batch` rows each; a checkpoint after two."""
-    args = TrainingArguments(str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
-    trainer = Trainer(model, args, train_dataset=rows or make_rows())
+    args = kinds[0](str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
+    trainer = kinds[1](model, args, train_dataset=rows or make_rows())
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -222,3 +222,17 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
 
 def test_public_name():
     assert hfpatch.Callback is Callback
+
+
+def test_mfu_counts_whole_rows():
+    """Of two ranks that share a row each attends to all of it, for half of the heads."""
+    model, columns = tiny.llama(), Callback()
+    sizes = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+    args = SimpleNamespace(
+        world_size=2, process_index=0, optim_args="", device="cpu", bf16=False, fp16=False, parallelism_config=sizes
+    )
+    columns.on_train_begin(args, None, None, model=model)
+    model(tiny.ids(1, 12))
+    shape = ModelShape.from_config(model.config)
+    assert 2 * columns._flops == pytest.approx(model_flops(shape, 1, 24))
+    assert 2 * model_flops(shape, 1, 12) < model_flops(shape, 1, 24)
