@@ -148,15 +148,14 @@ def loss_chunk_rows(shape: ModelShape, rows: int, s: int) -> tuple[int, int]:
 class _Sizes:
     """The sizes every moment is made of."""
 
-    def __init__(self, shape: ModelShape, batch: int, tokens: int, s: int, matmuls: int | None = None):
+    def __init__(self, shape: ModelShape, batch: int, tokens: int, s: int):
         self.shape, self.batch, self.tokens, self.s = shape, batch, tokens, s
-        self.m = matmuls or s
         self.rows = batch * tokens
         self.u = self.rows * shape.hidden_size * s
-        self.q, self.out = self.rows * shape.q_size * self.m, self.rows * shape.out_size * self.m
-        self.kv = self.rows * (shape.kv_size + shape.v_size) * self.m
+        self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
+        self.kv = self.rows * (shape.kv_size + shape.v_size) * s
         self.lse = self.rows * shape.num_heads * 4
-        self.f = self.rows * shape.intermediate_size * self.m
+        self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
@@ -186,13 +185,10 @@ class _Sizes:
         return moments
 
 
-def step_memory(
-    shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2, matmuls: int | None = None
-) -> StepMemory:
+def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2) -> StepMemory:
     """Memory of one forward and backward. policy: a Policy, or "off" (hfpatch's kernels, layers whole), "stock" or
-    "stock-checkpointing" (transformers without hfpatch). matmuls: bytes of an element of what matmuls give, where autocast
-    makes it less than the weights' itemsize."""
-    sizes = _Sizes(shape, batch, tokens, itemsize, matmuls)
+    "stock-checkpointing" (transformers without hfpatch)."""
+    sizes = _Sizes(shape, batch, tokens, itemsize)
     if isinstance(policy, Policy):
         moments, host = _tiled(sizes, policy)
     elif policy in (STOCK, STOCK_CHECKPOINTING):
@@ -219,8 +215,8 @@ def _inner(z: _Sizes, layer: int, t: int) -> int:
     """Bytes of an MLP's inner columns for t rows, of all experts that a token goes to."""
     shape = z.shape
     if not shape.is_sparse(layer):
-        return t * shape.intermediate_size * z.m
-    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.m
+        return t * shape.intermediate_size * z.s
+    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.s
 
 
 def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
@@ -278,7 +274,7 @@ def _tiled(z: _Sizes, policy: Policy):
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
     group, groups = heads_per_group(z.batch, z.tokens, shape), head_groups(z.batch, z.tokens, shape)
-    scratch = attention_scratch(shape, z.batch, z.tokens, group, z.m)
+    scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
     grads = (z.q + z.kv) // groups
     if shape.ranks > 1:
         grads = exchange_bytes(shape, z.batch, z.tokens, s, ahead=not policy.stream_attention)
@@ -299,7 +295,7 @@ def _tiled(z: _Sizes, policy: Policy):
         ring = (2 if single else RING_SLOTS) * t * max(D, columns) * s
 
     tile_D = t * D * s
-    join = t * O * z.m if groups > 1 else 0
+    join = t * O * s if groups > 1 else 0
     fetched = z.out if save and off and not stream else 0  # the attention outputs, whole on the device
     qkv = z.q + z.kv
     lse = z.lse if save and off else 0

@@ -36,7 +36,7 @@ class Placement:
     one: bool
     summary: str
     auto: bool = True
-    itemsize: int = 2  # of the weights and of what is added up between layers; matmuls give 2 bytes in all of them
+    itemsize: int = 2  # of the weights, and taken for all activations, though autocast makes some of them narrower
 
     @property
     def sharded(self) -> bool:
@@ -102,8 +102,8 @@ def resident(name: str, shape: ModelShape, gpus: int, whole: bool = False) -> Re
     if name == "adamw":
         return Resident(2 * P, None, 4 * P)
     if name == "adamw-fp32":
-        # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak; tiled layers drop theirs.
-        return Resident(4 * P + (2 * P if whole else 0), None, 8 * P)
+        # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak; a tiled one drops its own.
+        return Resident(4 * P + 2 * (P if whole else largest), None, 8 * P)
     if name == "zero3-offload":
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter read, 14 written.
         live = 2 * min(P, LIVE_PARAMETERS)

@@ -156,7 +156,7 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
-    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize, matmuls=2)
+    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
     return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)

@@ -10,6 +10,7 @@ from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Flops, Moment, Policy, StepMemory
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
+from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.models import config_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, Plan, assembled, make_run
@@ -30,8 +31,9 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
         result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
-    # Autocast's copies of the weights, which the placement counts where layers run whole.
-    copies = 2 * sum(p.numel() for p in model.parameters()) if wide and not tiled else 0
+    # Autocast's copies of the weights, which the placement counts.
+    shape = ModelShape.from_config(config)
+    copies = resident(plan.placement, shape, plan.gpus, not tiled).parameters - 4 * shape.parameters if wide else 0
     if at_peak:
         beyond = result.peak_bytes - copies - result.categories["parameters"] - plan.gpu_bytes["gradients"]
         return beyond, result.host_peak_bytes
