@@ -133,6 +133,30 @@ def schema_of(op):
     return op._schema
 
 
+@contextmanager
+def shapes_of_out_dtype():
+    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
+
+    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
+    """
+    try:
+        from torch._decomp import meta_table
+        from torch._subclasses.fake_impls import op_implementations_dict as fakes
+    except ImportError:
+        yield
+        return
+    op = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if op is None or op in meta_table or op in fakes:
+        yield
+        return
+    # What stands in the first table is not decomposed; the second says what it gives.
+    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
+    try:
+        yield
+    finally:
+        del meta_table[op], fakes[op]
+
+
 def simulation_parts():
     """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode). RuntimeError where gone."""
     try:
@@ -252,30 +276,6 @@ def collecting(lists: dict):
         yield
     finally:
         collector.reset(token)
-
-
-@contextmanager
-def shapes_of_out_dtype():
-    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
-
-    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
-    """
-    try:
-        from torch._decomp import meta_table
-        from torch._subclasses.fake_impls import op_implementations_dict as fakes
-    except ImportError:
-        yield
-        return
-    op = getattr(torch.ops.aten.addmm, "dtype_out", None)
-    if op is None or op in meta_table or op in fakes:
-        yield
-        return
-    # What stands in the first table is not decomposed; the second says what it gives.
-    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
-    try:
-        yield
-    finally:
-        del meta_table[op], fakes[op]
 
 
 def attention_of(config) -> str | None:

@@ -74,7 +74,7 @@ def _simulated(args, found):
     _, shape, config = resolve(args.model)
     shape = replace(shape, adapters=_adapters(args))
     # Where gradients do not stay, the moment is that of the most activations.
-    stays = resident(found.placement, shape, found.gpus)
+    stays = resident(found.placement, shape, found.gpus, isinstance(found.policy, str))
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 

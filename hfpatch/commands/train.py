@@ -48,6 +48,7 @@ def train(argv) -> int:
 
     from transformers import EarlyStoppingCallback
 
+    from hfpatch.memory.locks import left_builds
     from hfpatch.training import folders, placement, prepare, trainer
     from hfpatch.training.callback import Callback
     from hfpatch.training.dataset import Collator, show
@@ -69,6 +70,10 @@ def train(argv) -> int:
         say(f"hfpatch: {line}")
     pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
     collator = Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares)
+    for lock in left_builds() if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else ():
+        say(
+            f"hfpatch: {lock} is left from a build that was killed; if this run stands still, stop it and remove that file."
+        )
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
@@ -73,6 +73,10 @@ class ModelShape:
     ranks: int = 1
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"hfpatch: {field.name} must be a whole number, {value!r} came; check the config.")
         names = {n for i in self.kinds for n in layer_linears(self, i)}
         unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
         if self.adapters and self.experts and not self.adapters.targets:
@@ -98,8 +102,21 @@ class ModelShape:
     def from_config(cls, config) -> "ModelShape":
         """From a transformers config, an object with its fields, or the dict of a config.json.
 
-        Raises ValueError for a model type without a row in families.py, and for a config of several towers.
+        Raises ValueError for a model type without a row in families.py, for a config of several towers, and for values that are
+        none of their field's.
         """
+        try:
+            return cls._from_config(config)
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+            if str(error).startswith("hfpatch:"):
+                raise
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(
+                f"hfpatch: expected the values of a model's config.json ({reason}); check the file."
+            ) from error
+
+    @classmethod
+    def _from_config(cls, config) -> "ModelShape":
         check_sizes(Values(config).get)
         kind = Values(config).number("model_type", "llama")
         family = FAMILIES.get(kind)

@@ -142,6 +142,9 @@ class FusedCausalLM:
     def loss_function(self):
         if vars(self).get("_hfpatch_target") is not None:
             return self._hfpatch_loss
+        if torch.compiler.is_compiling():  # a graph cannot look up a property behind another
+            own = own_loss(self)
+            return LOSS_MAPPING.get(getattr(self, "loss_type", None), ForCausalLMLoss) if own is None else own
         return super().loss_function
 
     @loss_function.setter

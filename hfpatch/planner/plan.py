@@ -106,10 +106,10 @@ def _settings(run: _Run, placement: str) -> Checkpointing:
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
-def _free(run: _Run, stays) -> tuple[int, int | None]:
+def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
     """Bytes left for the step on the GPU and on the machine. The allocator's slack is a share of all that is held, so it is
     taken off what is usable; gradients and optimizer states that the first step makes are there already."""
-    own = 2 * run.shape.trained_parameters if stays.gradients is None else stays.gradients
+    own = itemsize * run.shape.trained_parameters if stays.gradients is None else stays.gradients
     gpu = run.gpu.usable_bytes / (1 + RESERVE_SHARE) - stays.parameters - stays.optimizer - own
     host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     return max(0, int(gpu)), None if host is None else max(0, int(host))
@@ -119,8 +119,9 @@ def _policy(run: _Run, placement: str, stays):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
-    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays)
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": gpu_free, "gpu": run.gpu}
+    itemsize = PLACEMENTS[placement].itemsize
+    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays, itemsize)
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize, "gpu_free": gpu_free, "gpu": run.gpu}
     try:
         return choose(settings, run.shape, host_free=host_free, n_ranks=run.gpus, **sizes), ""
     except ValueError:
@@ -133,10 +134,11 @@ def _frontier(run: _Run, placement: str) -> list[dict]:
     Empty where layers run whole."""
     if run.checkpointing in WHOLE:
         return []
-    stays = resident(placement, run.shape, run.gpus)
-    gpu_free, host_free = _free(run, stays)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
+    itemsize = PLACEMENTS[placement].itemsize
+    gpu_free, host_free = _free(run, stays, itemsize)
     host = None if host_free is None else int(host_free * HOST_SHARE) // run.gpus
-    sizes = {"batch": run.batch, "tokens": run.seq_len}
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
     search = Search(replace(_settings(run, placement), aim="fastest"), run.shape, gpu=run.gpu, **sizes)
     points = []
     for option in frontier(search, Budget(gpu_free, host)):
@@ -151,18 +153,18 @@ def _frugal(settings: Checkpointing) -> Checkpointing:
 
 def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier."""
-    stays = resident(placement, run.shape, run.gpus)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
-    sizes = {"batch": run.batch, "tokens": run.seq_len}
-    memory = step_memory(run.shape, policy, **sizes)
+    sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
+    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
+    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
     return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
 
 
 def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
-    stays = resident(placement, run.shape, run.gpus)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)

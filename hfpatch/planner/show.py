@@ -141,5 +141,5 @@ def picture(plans, path) -> None:
     first = plans[0]
     figure.suptitle(f"{first.model}, batch {first.batch}, {first.gpus} x {first.gpu}")
     figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
