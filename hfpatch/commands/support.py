@@ -47,6 +47,7 @@ class Support:
 def support_of(name: str, config: dict) -> Support:
     """Builds the model without memory and applies hfpatch to it. ValueError for what transformers cannot build."""
     import hfpatch
+    from hfpatch.models.answers import OTHER_MIXER
     from hfpatch.models.finding import find_decoder
     from hfpatch.simulate.rivals import build
 
@@ -56,7 +57,7 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(layer._hfpatch_answers.reason for layer in layers if layer._hfpatch_answers.reason)
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "refused" if decoder.stack._hfpatch_mixers else "as transformers" if whole else "isolated"
+    packed = "refused" if OTHER_MIXER in whole else "as transformers" if whole else "isolated"
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
