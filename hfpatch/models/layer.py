@@ -254,9 +254,12 @@ class TiledLayer:
             if self._hfpatch_answers is None:
                 n = min(x.shape[1], ASKED_TOKENS)
                 few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, n)
-                self._hfpatch_answers = self._hfpatch_asks(
-                    self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
-                )
+                with collecting(
+                    {}
+                ):  # what the layer records while it is asked (router logits) is no part of this forward
+                    self._hfpatch_answers = self._hfpatch_asks(
+                        self, self.stock_forward, x[:, :n], few_args, few_kwargs, self._hfpatch_configs, batch
+                    )
             if self.why_not_tiled(x, mask) is None:
                 arguments = Arguments(args, kwargs, *x.shape[:2])
                 lists = collected_now()
