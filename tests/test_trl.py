@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from torch import nn
 
@@ -227,6 +228,34 @@ def test_every_field_of_trls_head(order, changes):
     hfpatch.apply(ours, checkpointing=tiny.TILED)
     assert "forward" not in vars(ours)
     assert torch.allclose(run(ours, {})["log_probs"], plain["log_probs"], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "Cohere", "Granite"])
+def test_what_a_family_does_to_its_logits(family):
+    """A soft cap, a scale, a divisor, and the experts' load balance beside the loss: read from the config as TRL reads them."""
+    extra = {"Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 16}, "Mixtral": {"output_router_logits": True},
+             "Cohere": {"logit_scale": 0.25}, "Granite": {"logits_scaling": 3.0}}[family]  # fmt: skip
+    sizes = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+    }
+    made = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2, **extra)
+    torch.manual_seed(0)
+    stock = getattr(transformers, f"{family}ForCausalLM")(made).train()
+    ours = tiny.patched(stock, verdict=False)
+    for model in (ours, stock):
+        add_fused_lm_head(model, temperature=0.9, outputs=OUTPUTS)
+    outs = [model(**tiny.labelled(), fused_lm_head=True) for model in (ours, stock)]
+    for out in outs:
+        (out.log_probs.sin().sum() + out.entropy.sum() + out.loss).backward()
+    got, plain = (dict(o.items()) | {n: p.grad for n, p in m.named_parameters()} for o, m in zip(outs, (ours, stock)))
+    assert got.keys() == plain.keys() and ("aux_loss" in got) == (family == "Mixtral")
+    for name, value in plain.items():
+        value, close = value.detach().float(), 50 * torch.finfo(torch.float32).eps
+        assert (got[name].detach().float() - value).abs().max() <= close * value.abs().max(), name
 
 
 def test_where_our_head_cannot_serve_trls_does():

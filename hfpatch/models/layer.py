@@ -375,9 +375,10 @@ class TiledLayer:
         cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
-            self._hfpatch_answers = self._hfpatch_asks(
-                self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
-            )
+            with collecting({}):  # what the layer records while it is asked (router logits) is no part of this forward
+                self._hfpatch_answers = self._hfpatch_asks(
+                    self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
+                )
         answers = self._hfpatch_answers or Answers()
         bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
         if bounds is not None and not answers.mixers:
