@@ -363,8 +363,13 @@ class LayerCall:
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            del x_t, out_t, leaves, leaf
-        if not need_x:
+            del x_t, out_t, leaves, leaf, dout
+        parked = None
+        if self.policy.park and need_x:
+            parked, dx = self._park(dx), None
+        elif not need_x:
+            if private:
+                dy.data = dy.new_empty(0)
             dx = None
         weights.round()
 
@@ -378,8 +383,14 @@ class LayerCall:
             self.out_buffers = None
 
         # D
+        if parked is not None:
+            dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
+            tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
         for index, x_t, _ in self._tiles(with_out=False):
             a, b = self.bounds[index]
+            if parked is not None:
+                with torch.no_grad():
+                    dx[:, a:b] = tile_of_dx(index)
             x_t = x_t.detach().requires_grad_(need_x)
             graph = self._pre(x_t, index, dead=True)
             self._pre_backward(graph, [g[:, a:b] for g in parts], dsinks if index == 0 else None)
@@ -389,6 +400,14 @@ class LayerCall:
                     dx[:, a:b] += x_t.grad
             del x_t
         return dx
+
+    def _park(self, dx: Tensor) -> Saved:
+        """dx in the tier while attention runs backward. Its memory goes, though the caller's frames still name it."""
+        with torch.no_grad():
+            parked = self.transfers.save(dx)
+            self.transfers.settle()
+            dx.data = dx.new_empty(0)
+        return parked
 
     def _whole_outs(self, outs):
         """A function giving group g's whole attention output, freed (or fetched one ahead) as the groups go by."""
@@ -404,14 +423,19 @@ class LayerCall:
         if self.outs[0].resident:
             return lambda g: self.outs[g].tensor()
         fetch = lambda g: self.transfers.fetch([(self.outs[g], 0, self.outs[g].shape[1], None)])  # noqa: E731
-        tickets = {0: fetch(0)}
+        return _one_ahead(fetch, len(self.outs))
 
-        def stream(g):
-            if g + 1 < len(self.outs):
-                tickets[g + 1] = fetch(g + 1)
-            return tickets.pop(g).wait()[0]
 
-        return stream
+def _one_ahead(fetch, count: int):
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under way."""
+    tickets = {0: fetch(0)}
+
+    def take(i):
+        if i + 1 < count:
+            tickets[i + 1] = fetch(i + 1)
+        return tickets.pop(i).wait()[0]
+
+    return take
 
 
 def _walk(outputs, grads) -> None:

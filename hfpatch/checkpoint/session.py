@@ -144,6 +144,9 @@ class Session:
         if self.shards is not None and not whole:
             kept = B * self.shards.bounds(tile_bounds(B, T, policy.tile))[-1][1]
         sizes = {kept * s.hidden_size * itemsize: n}
+        if policy.park:
+            u = rows * s.hidden_size * itemsize
+            sizes[u] = sizes.get(u, 0) + 1
         if policy.save_attention and policy.every == 1:
             groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
             for nbytes in (rows * s.q_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):

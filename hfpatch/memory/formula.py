@@ -236,7 +236,8 @@ def _tiled(z: _Sizes, policy: Policy):
     each = z.u, z.out + z.lse
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
-    host = stored if off else 0
+    park = policy.park and off and not single
+    host = stored + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
     ring = 0
@@ -266,7 +267,8 @@ def _tiled(z: _Sizes, policy: Policy):
         tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
         a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
-        c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
+        # A parked dx comes back tile by tile: one in use, one on its way.
+        c = (0 if park else z.u) + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
         scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
         done = after * s  # this layer's gradients that are rounded by then
         return [

@@ -220,7 +220,7 @@ class Search:
         return range(self.shape.num_layers + 1) if "plain" in self.executed else range(1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain` and `stream_attention`."""
+        """Every policy but for `plain`, `park` and `stream_attention`."""
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
@@ -228,9 +228,13 @@ class Search:
                         yield Policy(place, every, save, False, tile, keep=keep)
 
     def streamed(self, base: Policy) -> list[Policy]:
-        """The same with attention outputs fetched per group, where they wait elsewhere."""
-        possible = base.offload != "gpu" and base.save_attention and base.every == 1
-        return [replace(base, stream_attention=True)] if possible else []
+        """The same with dx parked during attention's backward, with attention outputs fetched per group, and with both, where
+        they wait elsewhere."""
+        several = max(1, base.tile // self.sizes["batch"]) < self.sizes["tokens"]
+        parks = (False, True) if base.offload != "gpu" and several else (False,)
+        streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
+        ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
+        return [way for way in ways if way != base]
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def best(self, budget: Budget) -> Option | None:
@@ -246,7 +250,7 @@ class Search:
             # On the device nothing is copied, unless that fills it.
             keeps = policy.offload == "gpu" and policy.plain < self.shape.num_layers
             crowded = keeps and budget.device is not None and 2 * option.device > budget.device
-            return crowded, option.host, policy.offload, policy.stream_attention, option.device
+            return crowded, option.host, policy.offload, policy.stream_attention, policy.park, option.device
 
         return min(equal, key=taste)
 

@@ -101,10 +101,12 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
     inputs = -(-n // policy.every) * rows * shape.hidden_size
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
-    outputs = memory.host - inputs - kept
     single = max(1, policy.tile // batch) >= tokens
+    one = 0 if single or not policy.park else rows * shape.hidden_size
+    outputs = memory.host - inputs - kept - one
     passes = 1 if single else 2 if "qkv" in policy.keep else 3
-    return memory.host, passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    back = passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    return memory.host - one, back + 2 * n * one
 
 
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:

@@ -22,7 +22,7 @@ SHORT = [
     ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"), ("host", "tiles again", "raise in q"),
     ("host", "one", "whole step"), ("disk", "one", "whole partial"), ("host", "one", "whole retain"),
     ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
-    ("host", "tiles", "handed over"),
+    ("host", "tiles", "handed over"), ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 
