@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
     from hfpatch import ops as ops
+    from hfpatch.checkpoint.device import arrived as arrived
     from hfpatch.memory.policy import Checkpointing as Checkpointing
     from hfpatch.models.lora import prepare_for_lora as prepare_for_lora
     from hfpatch.patch import apply as apply
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
+    "arrived": "hfpatch.checkpoint.device",
     "undo": "hfpatch.patch",
     "prepare_for_lora": "hfpatch.models.lora",
     "Report": "hfpatch.report",
@@ -36,7 +38,8 @@ _PUBLIC = {
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
-    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "ops", "plan", "prepare_for_lora", "profile", "undo",
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "arrived", "ops", "plan", "prepare_for_lora",
+    "profile", "undo",
 ]  # fmt: skip
 
 

@@ -9,15 +9,17 @@ from torch import nn
 
 from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session
+from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, names_attention
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
+from hfpatch.models.answers import OTHER_MIXER
 from hfpatch.models.classes import is_mixed, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.lora import widened
-from hfpatch.models.loss import FusedCausalLM, fuse, head_name, is_fused_head, not_its_own_loss, runs_its_own_way
-from hfpatch.models.probe import OTHER_MIXER, ask_layer
+from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
+from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
@@ -34,7 +36,7 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers",
+    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
 )  # fmt: skip
 
@@ -65,11 +67,11 @@ def _unpin(module: nn.Module) -> None:
 
     transformers 4.57 leaves the first after output_hidden_states=True, accelerate's mixed precision the second.
     """
-    forward, inner = vars(module).get("forward"), vars(module).get("_original_forward")
+    forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
     if getattr(forward, "__func__", None) is type(module).forward:
         del module.forward
     elif getattr(inner, "__func__", None) is type(module).forward and is_mixed(module):
-        del module.forward, module._original_forward
+        drop_wrapped_forward(module)
 
 
 def _base_config(model: nn.Module):
@@ -149,9 +151,7 @@ def apply(
             f"({config.model_type}); call apply() on a causal language model as transformers made it."
         )
     report = Report(type(model).__name__)
-    answers = (
-        None if settings is None else ask_model(decoder, verdict)
-    )  # of transformers' own classes, before any is swapped
+    found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
     asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
     for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
         if asked[option]:
@@ -164,7 +164,7 @@ def apply(
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
         report.notes.append(_path_note())
-    _checkpoint(decoder, settings, answers, report)
+    _checkpoint(decoder, settings, found, report)
     model._hfpatch_report = report
     return report
 
@@ -239,25 +239,16 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         )
         report.skipped.append(("loss", why))
         return
-    reason = not_its_own_loss(model)
-    if reason:
-        report.notes.append(f"the loss runs as {reason}.")
     swap(model, FusedCausalLM)
     model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
     model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
-    head = model._hfpatch_head()
-    fuse(head, nn.Linear, parts.FusedHead)
-    if not is_fused_head(head):
-        why = ""
-        if type(head) is nn.Linear and runs_its_own_way(head):
-            why = " with a forward of another library (tensor parallelism)"
-        report.notes.append(
-            f"lm_head is a {type(head).__module__}.{type(head).__name__}{why}: the loss runs through whole logits."
-        )
+    reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
+    if reason:
+        report.notes.append(f"{reason}: the loss runs through whole logits.")
     report.swaps.append(("loss", type(model).__name__, 1))
 
 
-def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
+def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     """The stack gets our attention, and its layers run tile by tile where that is exact."""
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
@@ -266,11 +257,17 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
             ("checkpointing", "the decoder's forward is replaced on the instance (Liger or use_kernels)")
         )
         return
+    if not found.ours and found.alone:
+        report.skipped.append(("checkpointing", found.alone))
+        return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
-    stack._hfpatch_session = None
+    stack._hfpatch_session, stack._hfpatch_ours = None, found.ours
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
+        return
+    if found.alone:
+        report.skipped.append(("checkpointing", found.alone))
         return
     replaced = [type(m).__name__ for m in layers if "forward" in vars(m)]
     if replaced:
@@ -280,17 +277,16 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
     session = Session(settings, shape, len(layers))
     stack._hfpatch_session = session
     names = Counter(type(layer).__name__ for layer in layers)
-    for layer, answer in zip(layers, answers):
+    for layer, answer in zip(layers, found.answers):
         swap(layer, TiledLayer)
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         layer._hfpatch_asks = ask_layer
-        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
-        layer._z3_leaf = True
+        gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
-    whole = Counter(answer.reason for answer in answers if answer is not None and answer.reason)
-    stack._hfpatch_mixers = OTHER_MIXER in whole
+    whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
+    stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
@@ -300,7 +296,7 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
             "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
         )
-    if shape is not None and not whole:
+    if shape is not None and not whole and not shape.whole_because:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
@@ -311,16 +307,14 @@ def _checkpoint(decoder: Decoder, settings, answers, report: Report) -> None:
 
 def _configs(decoder: Decoder) -> tuple:
     """The configs that the stack and what is in it read, each once."""
-    found = {
-        id(c): c for m in decoder.stack.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")
-    }
-    return tuple(found.values())
+    configs = (getattr(m, "config", None) for m in decoder.stack.modules())
+    return tuple({id(c): c for c in configs if names_attention(c)}.values())
 
 
 def _shape(config) -> ModelShape | None:
     try:
         return ModelShape.from_config(config)
-    except ValueError:
+    except Exception:  # a config whose sizes differ from layer to layer raises one of its own
         return None
 
 
@@ -356,8 +350,7 @@ def undo(model: nn.Module) -> None:
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)
-            if "_z3_leaf" in vars(module):
-                del module._z3_leaf
+            gather_as_one(module, False)
         for mark in _MARKS:
             vars(module).pop(mark, None)
     for session in sessions:

@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hfpatch.compat import version
+
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """A host buffer of nbytes (uint8). Every host buffer of the session is made here.
@@ -202,16 +204,21 @@ class ToHost:
 
 def _arrivals(inputs, device: Device) -> list:
     noted = [vars(x).get("_hfpatch_arrived") for x in inputs]
-    if any(note is None or note[1] != x._version for note, x in zip(noted, inputs)):
+    if any(note is None or note[1] != version(x) for note, x in zip(noted, inputs)):
         return [device.mark()]
     return [event for event, _ in noted]
 
 
 def arrived(batch) -> None:
-    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued."""
+    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued.
+
+    For hand-written loops with gradient accumulation: call it on each batch (a dict of tensors) right after its copy to the
+    device, and fetch a step's batches before its first forward: what is then looked up about a batch (documents, the number
+    of labels) waits for its copy alone, not for the micro-step before. `hfpatch.Callback` does it in any Trainer.
+    """
     events: dict = {}
     for x in batch.values() if hasattr(batch, "values") else ():
         if isinstance(x, Tensor):
             if x.device not in events:
                 events[x.device] = device_for(x.device).mark()
-            x._hfpatch_arrived = (events[x.device], x._version)
+            x._hfpatch_arrived = (events[x.device], version(x))

@@ -1,5 +1,7 @@
 """Attention of one layer's call over whole rows, a group of KV heads at a time, forward and backward.
 
+Behind the attention calls come the layer's mixers (models/mixers.py), which run forward, and again in backward, themselves.
+
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
 
@@ -34,14 +36,21 @@ class Attention:
     def __init__(self):
         self.heads: list[Heads] = []
         self.states: list = []
+        self.mixers: list = []
 
     def counts(self) -> list[int]:
         """How many groups, hence outputs, each call has."""
-        return [len(heads.groups) for heads in self.heads]
+        return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
-    def forward(self, asked: list, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, T, G, E] and lse of every group. asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each."""
-        self.heads, results = [], []
+    def forward(
+        self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """out [B, T, G, E] and lse of every group, behind them the mixers' outs [B, T, D].
+
+        asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's input [B, T, D]; keep: whether
+        `backward` comes next, with nothing but other tiles in between.
+        """
+        self.heads, self.mixers, results = [], mixers, []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
             K = k.shape[2]
@@ -51,11 +60,14 @@ class Attention:
             self.heads.append(heads)
             for hs, ks in groups:
                 results.append(attention_forward(q[:, :, hs], k[:, :, ks], v[:, :, ks], **heads.part(hs)))
-        outs, lses, self.states = (list(r) for r in zip(*results))
+        outs, lses, self.states = (list(r) for r in zip(*results)) if results else ([], [], [])
+        outs += [mixer.forward(x, keep) for mixer, x in zip(mixers, parts[3 * len(asked) :])]
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        """dq, dk, dv of every call into the tensors `into`, which may be `parts`. outs: a function giving a group's out.
+        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`.
+
+        outs: a function giving a group's out.
 
         Returns the gradients of each call's sinks (None where it has none).
         """
@@ -81,4 +93,7 @@ class Attention:
                 dsinks[-1] += grads[3:]
                 del grads
                 g += 1
+        n = len(self.heads)
+        for mixer, x, dout, dx in zip(self.mixers, parts[3 * n :], douts[n:], into[3 * n :]):
+            mixer.backward(x, dout, dx)
         return [torch.cat(d) if d else None for d in dsinks]

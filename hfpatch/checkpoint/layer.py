@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.heads import Attention
-from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
+from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
+from hfpatch.compat import keeps_graph, version
 from hfpatch.memory.formula import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
@@ -106,11 +107,23 @@ class LayerCall:
             yield
 
     def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k and v [B, t, K, E] of every attention call. dead: nobody reads their values, only their graph."""
+        """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B, t, D].
+
+        dead: nobody reads their values, only their graph.
+        """
         with self._random("pre", index):
             parts = self.ask.pre(x_BtD, *self.bounds[index], dead=dead)
         enabled, dtype, _ = self.autocast
-        return [x.to(dtype) for x in parts] if enabled else parts
+        n = 3 * len(self.ask.asked)  # a mixer casts its input itself
+        return [x.to(dtype) for x in parts[:n]] + parts[n:] if enabled else parts
+
+    def _attend(self, parts: list[Tensor], again: bool = False):
+        with self._random("attend", 0):
+            return self.attention.forward(self.ask.asked, self.ask.mixers, parts, keep=again)
+
+    def _attend_backward(self, parts, douts, outs, lses, into) -> list:
+        with self._random("attend", 0):
+            return self.attention.backward(parts, douts, outs, lses, into)
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
         """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
@@ -127,7 +140,8 @@ class LayerCall:
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
         whole = None
         for index, x_t in tiles:
-            parts = self._pre(x_t, index)
+            # Detached: a view taken without a graph says that it wants a gradient, and has none.
+            parts = self._pre(x_t.detach(), index)
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
@@ -136,7 +150,7 @@ class LayerCall:
             a, b = self.bounds[index]
             for buffer, part in zip(whole, parts):
                 buffer[:, a:b] = part
-            del parts, part, x_t
+            parts = part = x_t = None
         return whole
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ class LayerCall:
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
-            outs, lses = self.attention.forward(self.ask.asked, parts)
+            outs, lses = self._attend(parts)
             del parts
             if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
                 save = self.transfers.save if keep == "tier" else self._kept
@@ -162,7 +176,7 @@ class LayerCall:
             del lses
             whole = None
             for index, (a, b) in enumerate(self.bounds):
-                tiles = self._post(x_BTD[:, a:b], [o[:, a:b] for o in outs], index, grad=False)[0]
+                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False)[0]
                 if len(self.bounds) == 1:
                     whole = tiles
                     break
@@ -229,7 +243,7 @@ class LayerCall:
 
     def _phases(self) -> list[bool]:
         """Whether each pass over the tiles fetches out too, in the order of the passes."""
-        if len(self.bounds) == 1:
+        if len(self.bounds) == 1 or not self.ask.n_calls:
             return [True]
         return [True, False, False] if self.outs else [False, False, False]
 
@@ -270,7 +284,10 @@ class LayerCall:
             self.queue.release(ticket)
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
-        """(dx or None, gradients of self.places). private: dy may be overwritten. keep: the graph stays for another pass."""
+        """(dx or None, gradients of the arguments that want one and of self.places).
+
+        private: dy may be overwritten; keep: the graph stays for another pass.
+        """
         if self.gone:
             raise RuntimeError(
                 "hfpatch: expected one backward through this graph, came to it a second time; "
@@ -291,8 +308,9 @@ class LayerCall:
         if before is not None and before.earlier is None:
             before.prefetch()
 
-        weights = WeightGradients(self.places, several=len(self.bounds) > 1)
-        with torch.enable_grad(), self._autocast(), weights:
+        several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
+        weights = WeightGradients(self.places, several=several)
+        with torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
             dx = run(dy_BTD, private, need_x, weights)
             weights.round()
@@ -301,7 +319,7 @@ class LayerCall:
         self.out_buffers = None
         if before is None and not queue.under_way:
             queue.drop_ring()
-        return dx, weights.sums
+        return dx, [*darguments, *weights.handed_over()]
 
     def _lse_ticket(self):
         if not self.lses:
@@ -324,14 +342,14 @@ class LayerCall:
             lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
-                    outs, lses = self.attention.forward(self.ask.asked, values)
+                    outs, lses = self._attend(values, again=True)
             tiles, leaves = self._post(x, outs, 0, grad=True)
             _walk(tiles, [dy, *self.dextras])
             del tiles
             with torch.no_grad():
                 douts = [leaf.grad for leaf in leaves]
                 fresh = [torch.empty_like(p) for p in values]
-                dsinks = self.attention.backward(values, douts, outs.__getitem__, list(lses), fresh)
+                dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses), fresh)
             del douts, leaves, outs
             self._pre_backward(parts, fresh, dsinks)
             dx = x.grad
@@ -345,7 +363,7 @@ class LayerCall:
             # The attention outputs were not saved: B first, then attention again.
             with torch.no_grad():
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
-                outs, lses = self.attention.forward(self.ask.asked, parts)
+                outs, lses = self._attend(parts, again=True)
 
         # A
         dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -363,22 +381,24 @@ class LayerCall:
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            del x_t, out_t, leaves, leaf, dout
+            x_t = out_t = leaves = leaf = dout = None
         parked = None
-        if self.policy.park and need_x:
+        if self.policy.park and need_x and self.ask.n_calls:
             parked, dx = self._park(dx), None
         elif not need_x:
             if private:
                 dy.data = dy.new_empty(0)
             dx = None
         weights.round()
+        if not self.ask.n_calls:
+            return dx
 
         with torch.no_grad():
             if parts is None:
                 parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
             if lses is None:
-                lses = list(lse_ticket.wait())
-            dsinks = self.attention.backward(parts, douts, self._whole_outs(outs), lses, parts)
+                lses = list(lse_ticket.wait()) if lse_ticket else []
+            dsinks = self._attend_backward(parts, douts, self._whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
 
@@ -447,7 +467,7 @@ def _walk(outputs, grads) -> None:
 
 class _TiledLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, x, *weights):
+    def forward(ctx, call, x, *tensors):
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(call.forward(x))
@@ -467,7 +487,7 @@ class _TiledLayer(torch.autograd.Function):
         call.dextras = dextras
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = keeps_graph()
         dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
         return None, dx, *grads
 
@@ -479,7 +499,7 @@ def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
     """
     layer = ask.layer
     places = noted(layer)
-    tensors = [place.now() for place in places if place.trained]
+    tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     policy = session.policy(layer, x)
     call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

@@ -22,14 +22,7 @@ from torch import Tensor
 from hfpatch.checkpoint.device import Block, Device, device_for
 from hfpatch.checkpoint.disk import DiskDirectory, File, Read
 from hfpatch.checkpoint.lease import Lease, Shelf
-
-# Tells one backward pass from another; -1 outside of one.
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def version(x: Tensor) -> int:
-    """How often x was written to in place; inference tensors do not count."""
-    return 0 if x.is_inference() else x._version
+from hfpatch.compat import graph_task, version
 
 
 class HostPool:
@@ -312,7 +305,7 @@ class FetchQueue:
 
     def begin(self) -> None:
         """Called where a pass may begin: starts clean where it is not the pass that filled the queue."""
-        task = _graph_task()
+        task = graph_task()
         if task != self.task:
             self.reset()
             self.drop_ring()

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hfpatch.compat import modules_of
 from hfpatch.memory.adapters import Adapters, layer_linears
 from hfpatch.memory.shape import ModelShape
 
@@ -21,7 +22,7 @@ def _kinds(module: nn.Module) -> set[str]:
 
 def base_of(module: nn.Module) -> nn.Module | None:
     """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's output (DoRA, IA3)."""
-    base = module._modules.get("base_layer")
+    base = modules_of(module).get("base_layer")
     if base is None:
         return module
     plain = "peft.LoraLayer" in _kinds(module) and not getattr(module, "lora_variant", None)

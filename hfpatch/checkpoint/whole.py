@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hfpatch.compat import same_storage
+
 
 class _Held:
     """One layer's input on its way through the tier. before: that of the layer which gave it, whose backward comes next."""
@@ -35,7 +37,12 @@ class _Held:
 
 
 def offloaded_checkpoint(session, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the session's policy says. `run` is called again in backward."""
+    """run(x) checkpointed, x [B, T, D] kept where the session's policy says, of another shape on the device.
+
+    `run` is called again in backward.
+    """
+    if x_BTD.dim() != 3:
+        return checkpoint(run, x_BTD, use_reentrant=False)
     policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
@@ -65,5 +72,5 @@ def offloaded_checkpoint(session, run, x_BTD: Tensor):
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at one place; a simulated tensor has no address."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    """Whether both start at one place."""
+    return same_storage(a, b) and a.storage_offset() == b.storage_offset()

@@ -68,13 +68,13 @@ def _adapters(args) -> Adapters | None:
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
     from hfpatch.planner.models import resolve
-    from hfpatch.planner.simulated import simulated_beyond
+    from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
     shape = replace(shape, adapters=_adapters(args))
     # Where gradients do not stay, the moment is that of the most activations.
-    own = resident(found.placement, shape, found.gpus).gradients is None
-    return judged(found, simulated_beyond(config, found, at_peak=own))
+    stays = resident(found.placement, shape, found.gpus)
+    return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 
 def _found(args, seq_len: int, common: dict):

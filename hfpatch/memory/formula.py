@@ -181,34 +181,50 @@ def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
     return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
-def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
-    """(bytes of the MLP's inner columns, of what it holds beside them, of its largest weight gradient or, of a frozen one
-    that is quantised, dense copy), for t rows.
-
-    A mixture of experts gathers a row for each expert that a token goes to, and keeps three such rows: gathered, given
-    by the experts, weighted.
-    """
-    shape, s = z.shape, z.s
-    D, joined = shape.hidden_size, 2 if shape.joined else 1
+def _inner(z: _Sizes, layer: int, t: int) -> int:
+    """Bytes of an MLP's inner columns for t rows, of all experts that a token goes to."""
+    shape = z.shape
     if not shape.is_sparse(layer):
-        wide = joined * D * shape.intermediate_size * s
-        return (
-            t * shape.intermediate_size * s,
-            0,
-            shape.dense_bytes(mlp_linears(shape, layer), s) if shape.adapters else wide,
-        )
-    rows = t * shape.experts_per_token
-    inner = rows * shape.expert_size * s + t * shape.shared_size * s
-    # Experts with biases have a gate of clamps and sums of their own (gpt-oss): five more columns of theirs are alive.
-    beside = 3 * rows * D * s + (5 * inner if shape.expert_bias else 0)
-    return inner, beside, 0 if shape.adapters else 2 * shape.experts * D * shape.expert_size * s
+        return t * shape.intermediate_size * z.s
+    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.s
+
+
+def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
+    """(bytes, of new weight gradients beside them) at three moments of the experts' backward over t rows: their output's
+    gradient is there; the activation's is; that of what was gathered is.
+
+    A row is gathered for each expert that a token goes to, given by it, weighted, and each has a gradient. Experts with
+    biases have a gate of clamps and sums of their own (gpt-oss): three more columns of theirs are alive.
+    """
+    shape, inner = z.shape, _inner(z, layer, t)
+    gathered = t * shape.experts_per_token * shape.hidden_size * z.s
+    more = 3 if shape.expert_bias else 0
+    # Frozen experts have no weight gradients.
+    down = 0 if shape.adapters else shape.experts * shape.hidden_size * shape.expert_size * z.s
+    return (
+        (5 * gathered + (4 + more) * inner, 0),
+        (gathered + (6 + more) * inner, down),
+        (2 * gathered + 2 * inner, 3 * down),
+    )
+
+
+def _mlp_weight(z: _Sizes, layer: int) -> int:
+    """Bytes of a dense MLP's largest weight gradient or, of a frozen one that is quantised, dense copy."""
+    shape = z.shape
+    if shape.adapters:
+        return shape.dense_bytes(mlp_linears(shape, layer), z.s)
+    return (2 if shape.joined else 1) * shape.hidden_size * shape.intermediate_size * z.s
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
-    inner, beside, _ = _mlp_tile(z, layer, z.rows)
-    norms = (2 + z.shape.norms) * z.u + 4 * z.shape.norms * z.rows
-    acts = 3 if z.shape.fused_mlp else 4
+    inner, shape = _inner(z, layer, z.rows), z.shape
+    norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
+    acts = 3 if shape.fused_mlp else 4
+    beside = 0
+    if shape.is_sparse(layer):
+        acts = 7 if shape.expert_bias else 4
+        beside = 2 * z.rows * shape.experts_per_token * shape.hidden_size * z.s
     return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
 
 
@@ -253,18 +269,30 @@ def _tiled(z: _Sizes, policy: Policy):
     lse = z.lse if save and off else 0
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
-        inner, beside, mlp_dw = _mlp_tile(z, index, t)
-        acts = 0 if shape.fused_mlp else 1
-        beside += acts * inner
+        inner, sparse = _inner(z, index, t), shape.is_sparse(index)
+        beside = 0 if shape.fused_mlp else inner
+        mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         if single:
-            mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside
             held = fetched + recomputed + qkv + join + lse + z.always + extra
-            return [Moment(f"{name}: tile", gradients, checkpoints, mlp + held, workspace=ring_here)]
+            if sparse:  # the attention outputs of the layer to come are on their way already
+                mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]
+            else:
+                mlps = [
+                    (max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside, 0)
+                ]
+            return [
+                Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
+                for mlp, dw in mlps
+            ]
         after = shape.trained_after(index)
         wide = 4 * after
-        tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
+        if sparse:
+            *early, (late, dw) = _experts_tile(z, index, t)
+            tile = max(*map(sum, early), late + 2 * dw // 3) + 3 * tile_D + join
+        else:
+            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
         a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
         # A parked dx comes back tile by tile: one in use, one on its way.
@@ -306,8 +334,9 @@ def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_d
     """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
     the attention's output, or that output, the layer's and a tile's MLP."""
     shape = z.shape
-    inner, beside, _ = _mlp_tile(z, layer, t)
-    tile_D = t * shape.hidden_size * z.s
+    inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
+    if shape.is_sparse(layer):  # gathered, given by the experts, weighted
+        beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
     acts = 3 if not shape.adapters else (2 if shape.joined else 1) * 3 + (shape.gated and not shape.joined)
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
@@ -318,7 +347,7 @@ def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_d
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
-    working = lambda i: 2 * _mlp_tile(z, i, z.rows)[0] + z.u + z.always  # noqa: E731
+    working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
     done = shape.over(shape.trained_of, n + 1) * z.s
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),

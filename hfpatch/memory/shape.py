@@ -15,7 +15,8 @@ KEEPABLE = ("qkv", "mid", "gate_up")
 
 
 class UnknownFamily(ValueError):
-    """A model type that families.py has no row for: the simulator can run it, the closed forms cannot describe it."""
+    """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that
+    run whole."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,14 @@ class ModelShape:
     def rotary_kinds(self) -> int:
         """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one for the rest."""
         return len(set(self.windows)) if self.local_rope and self.windows else 1
+
+    @property
+    def whole_because(self) -> str:
+        """Why its layers run whole on a GPU, as no kernel has such an attention with a backward; "" where they are tiled."""
+        if self.softcap:
+            return "no GPU kernel caps attention scores"
+        width = max(self.head_dim, self.v_head_dim)
+        return f"no GPU kernel has a backward for heads of {width} columns" if width % 8 or width > 256 else ""
 
     @property
     def fused_mlp(self) -> bool:

@@ -5,20 +5,25 @@ from dataclasses import dataclass
 
 from torch import nn
 
+OTHER_MIXER = "it mixes tokens by something else than attention"
+
 
 @dataclass(frozen=True)
 class Answers:
     """What a kind of layer answered when it was asked (models/verdict.py, or at its first call).
 
-    attention: names of the modules that called attention, in order; block: it is norm, attention, norm, MLP as `block_pre` and
-    `block_post` have it; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
-    run again in backward; reason: why it is not tiled, or None.
+    attention: names of the modules that called attention, in order; mixers: of those that mix tokens otherwise and run whole;
+    block: it is norm, attention, norm, MLP as `block_pre` and `block_post` have it; dead_post, dead_pre: names of modules whose
+    output values no gradient reads when `post`, or `pre`, is run again in backward; unread: those of dead_post that its output
+    does not depend on either; reason: why it is not tiled, or None.
     """
 
     attention: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
     block: bool = False
     dead_post: tuple[str, ...] = ()
     dead_pre: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     reason: str | None = None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch.compat import name_attention
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
@@ -75,28 +76,39 @@ class Asked:
 
 
 class Noting:
-    """pre: keeps the calls of one forward, which ends at the last of them."""
+    """pre: keeps the calls of one forward, which ends at the last of them. mixed: (args, kwargs) of each mixer, by name."""
 
     def __init__(self, n_calls: int):
-        self.n_calls, self.calls = n_calls, []
+        self.n_calls, self.calls, self.mixed = n_calls, [], {}
+
+    def _noted(self, answer: Tensor) -> Tensor:
+        if len(self.calls) + len(self.mixed) == self.n_calls:
+            raise Stopped
+        # The calls of a layer do not depend on each other (models/probe.py saw to it): any answer does.
+        return answer
 
     def __call__(self, asked: Asked):
         self.calls.append(asked)
-        if len(self.calls) == self.n_calls:
-            raise Stopped
-        # The calls of a layer do not depend on each other (models/answers.py saw to it): any answer does.
         q, v = asked.q_BHTE, asked.v_BKTE
-        return q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+    def mixer(self, name: str, args, kwargs):
+        self.mixed[name] = (args, kwargs)
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        return self._noted(x.new_zeros(()).expand(x.shape))
 
 
 class Answering:
-    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order."""
+    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order; mixers theirs, [B, t, D], by name."""
 
-    def __init__(self, answers: list[Tensor]):
-        self.answers = list(answers)
+    def __init__(self, answers: list[Tensor], mixed: dict | None = None):
+        self.answers, self.mixed = list(answers), mixed
 
     def __call__(self, asked: Asked):
         return self.answers.pop(0)
+
+    def mixer(self, name: str, args, kwargs):
+        return self.mixed[name]
 
 
 @contextmanager
@@ -121,9 +133,9 @@ def our_attention(configs, batch: Batch | None):
     before, here.batch = here.batch, batch
     with _lock:
         for config in configs:
-            entry = _entered.setdefault(id(config), [0, config._attn_implementation_internal])
+            before_it = name_attention(config, NAME)
+            entry = _entered.setdefault(id(config), [0, before_it])
             entry[0] += 1
-            config._attn_implementation_internal = NAME
     try:
         yield
     finally:
@@ -133,7 +145,7 @@ def our_attention(configs, batch: Batch | None):
                 entry = _entered[id(config)]
                 entry[0] -= 1
                 if not entry[0]:
-                    config._attn_implementation_internal = _entered.pop(id(config))[1]
+                    name_attention(config, _entered.pop(id(config))[1])
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------

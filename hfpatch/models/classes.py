@@ -51,8 +51,15 @@ def is_mixed(module: nn.Module) -> bool:
 
 
 def unswap(module: nn.Module) -> None:
-    """transformers' class again."""
-    module.__class__ = type(module)._hfpatch_base
+    """transformers' class again, under what another library (parametrize) may have put over ours meanwhile."""
+    module.__class__ = _unmixed(type(module))
+
+
+def _unmixed(cls: type) -> type:
+    if "_hfpatch_base" in vars(cls):
+        return cls._hfpatch_base
+    members = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__), members)
 
 
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------

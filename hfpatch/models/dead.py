@@ -3,6 +3,7 @@
 The last projection's output in `post` is added to the residual and no gradient asks for the sum; a q, k or v projection's in
 `pre` is rotated, and a rotation's backward wants the angles alone. Such a Linear answers with an expanded constant and keeps its
 ordinary backward, so every gradient stays as it is, to the bit. Which ones these are is asked (models/verdict.py), not written.
+Under LoRA it is the base of such a Linear, to whose value the adapter adds its own; a rotation of such values hands one on.
 """
 
 from contextlib import contextmanager
@@ -40,6 +41,27 @@ def _valueless_forward(module: nn.Linear, value: float, input: Tensor) -> Tensor
     """Stands for `module.forward` while its values are not wanted."""
     weight = dense_of(module) or module.weight
     return _Valueless.apply(input, weight, module.bias, value, module.out_features)
+
+
+class DeadRotation(torch.autograd.Function):
+    """The fused rotation's backward under a forward that moves nothing. q_BHTE, k_BKTE: expanded constants."""
+
+    @staticmethod
+    def forward(ctx, q_BHTE, k_BKTE, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = q_BHTE.dtype
+        wide = torch.promote_types(q_BHTE.dtype, cos.dtype)
+        return tuple(x.new_zeros((), dtype=wide).expand(x.shape) for x in (q_BHTE, k_BKTE))
+
+    @staticmethod
+    def backward(ctx, dq_BHTE, dk_BKTE):
+        cos, sin = ctx.saved_tensors
+        return *torch.ops.hfpatch.rope(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
+
+
+def is_dead(x: Tensor) -> bool:
+    """Whether this is a constant that stands for a value nobody reads."""
+    return not any(x.stride())
 
 
 def can_go_without(module: nn.Module | None) -> bool:

@@ -3,20 +3,31 @@
 Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledLayer` is mixed over a layer's class.
 """
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
-from hfpatch.compat import collected_now, collecting
-from hfpatch.models.answers import Answers, rope_of
+from hfpatch.compat import (
+    attention_of,
+    collected_now,
+    collecting,
+    engine_hook,
+    forward_hooks,
+    other_hooks,
+    pytree,
+    under_zero3,
+)
+from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
 from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
 from hfpatch.models.dead import without_values
-from hfpatch.models.masks import Batch
+from hfpatch.models.masks import Batch, Mask
+from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
@@ -53,16 +64,62 @@ class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
 
     def __init__(self, args, kwargs, B: int, T: int):
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
         self.kwargs, self.T = kwargs, T
+        self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self._gradients = None  # of those that want one, while backward runs
+        self.cut = self.leaves  # of the last tile
 
     def tile(self, a: int, b: int):
         """(args, kwargs) of tokens a to b."""
-        if (a, b) == (0, self.T):
-            return pytree.tree_unflatten(self.leaves, self.spec)
-        leaves = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
-        return pytree.tree_unflatten(leaves, self.spec)
+        self.cut = self.leaves
+        if (a, b) != (0, self.T):
+            self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
+        if self._gradients is not None:
+            self.cut = list(self.cut)
+            for i, whole in zip(self._wanted, self._gradients):
+                axis = self.axes[i]
+                part = whole if axis is None else whole.narrow(axis, a, b - a)
+                self.cut[i] = self.cut[i].detach().requires_grad_()
+                self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
+        return pytree().tree_unflatten(self.cut, self.spec)
+
+    def wanted(self) -> list[Tensor]:
+        """The arguments that want a gradient."""
+        return [self.leaves[i] for i in self._wanted]
+
+    @contextmanager
+    def gradients(self):
+        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that this gives."""
+        self._gradients = [torch.zeros_like(x) for x in self.wanted()]
+        try:
+            yield self._gradients
+        finally:
+            self._gradients = None
+
+    def mixer(self, module: nn.Module, args, kwargs, bounds) -> tuple[Mixer, Tensor]:
+        """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
+
+        ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
+        """
+        leaves, spec = pytree().tree_flatten((args, kwargs))
+        places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
+        new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
+        wanted = {id(self.cut[i]) for i in self._wanted}
+        if len(new) != 1 or any(id(x) in wanted for x in leaves):
+            raise ValueError(
+                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer."
+            )
+        given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
+        whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
+        axes = [None if i is None else self.axes[i] for i in given]
+        return Mixer(module, whole, spec, new[0], axes, bounds), leaves[new[0]]
+
+
+def _take(into: Tensor, stand_in: Tensor) -> None:
+    into.add_(stand_in.grad)
+    stand_in.grad = None
 
 
 # --- asking -------------------------------------------------------------------------------------------------------------
@@ -72,8 +129,9 @@ class Arguments:
 class Ask:
     """`pre` and `post` of one call of a layer, for tiles of its tokens.
 
-    asked: what each attention call asked for, as of the last `pre`; returns_tuple: whether the layer returns its output alone or
-    as the first of a tuple; records: what transformers records inside the layer besides (router logits), by key.
+    asked: what each attention call asked for, as of the last `pre`; mixers: what runs whole beside it; beside: what the layer
+    returns behind its output, no tensors, or None where it returns that alone; records: what transformers records inside the
+    layer besides (router logits), by key.
     """
 
     layer: nn.Module
@@ -83,9 +141,19 @@ class Ask:
     batch: object
     forward: object = None  # the layer's own, where it is not a TiledLayer yet
     asked: list[_Call] = field(default_factory=list)
-    returns_tuple: bool = False
+    mixers: list[Mixer] = field(default_factory=list)
+    beside: tuple | None = None
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
+
+    @property
+    def n_calls(self) -> int:
+        """How many calls `pre` stops for: none where nothing in the layer mixes tokens."""
+        return len(self.answers.attention) + len(self.answers.mixers)
+
+    def _answered(self, role):
+        names = self.answers.mixers
+        return standing_in(self.layer, names, role.mixer) if names else nullcontext()
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -93,26 +161,34 @@ class Ask:
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
     def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call.
+        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, behind them each mixer's input [B, t, D].
 
         dead: the values of Answers.dead_pre are not computed. RuntimeError where the layer does not reach its attention.
         """
+        if not self.n_calls:
+            return []
         with without_values(self.layer, self.answers.dead_pre if dead else (), device=x_BtD.device.type):
             if self.answers.block:
                 return self._block_pre(x_BtD, a, b)
-            note = Noting(len(self.answers.attention))
+            note = Noting(self.n_calls)
             try:
-                with asking(note):
+                with asking(note), self._answered(note):
                     self._forward(x_BtD, a, b)
             except Stopped:
                 pass
             else:
                 raise RuntimeError(
-                    f"hfpatch: expected {type(self.layer).__name__} to call attention {note.n_calls} times, "
-                    f"{len(note.calls)} came; use apply(model, checkpointing='off')."
+                    f"hfpatch: expected {type(self.layer).__name__} to mix tokens {note.n_calls} times, "
+                    f"{len(note.calls) + len(note.mixed)} came; use apply(model, checkpointing='off')."
                 )
         self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
-        return [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
+        parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
+        if note.mixed:
+            named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
+            mixed = [self.arguments.mixer(*call, self.batch.apart) for call in named]
+            self.mixers = [mixer for mixer, _ in mixed]
+            parts += [x for _, x in mixed]
+        return parts
 
     def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
@@ -120,17 +196,19 @@ class Ask:
         Behind it what was recorded on the way, each as [B, t, ...].
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else ()
+        idle = self.answers.dead_post if dead else self.answers.unread
         with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
             else:
-                with asking(Answering(outs_BtHE)):
+                n = len(self.answers.attention)
+                role = Answering(outs_BtHE[:n], dict(zip(self.answers.mixers, outs_BtHE[n:])))
+                with asking(role), self._answered(role):
                     y = self._forward(x_BtD, a, b)
-        self.returns_tuple = isinstance(y, tuple)
+        self.beside = y[1:] if isinstance(y, tuple) else None
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
         extras = [self._by_rows(x, x_BtD) for xs in found.values() for x in xs]
-        return [y[0] if self.returns_tuple else y, *extras]
+        return [y if self.beside is None else y[0], *extras]
 
     @staticmethod
     def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
@@ -207,13 +285,13 @@ class TiledLayer:
         if answers.reason:
             return answers.reason
         attentions = [self.get_submodule(name) for name in answers.attention]
-        for attn in attentions:
+        for attn in (*attentions, *map(self.get_submodule, answers.mixers)):
             kind = getattr(attn, "_hfpatch_base", type(attn))
             if kind.__module__.partition(".")[0] != self._hfpatch_base.__module__.partition(".")[0]:
-                return f"a {kind.__module__}.{kind.__name__} around its attention"
+                return f"a {kind.__module__}.{kind.__name__} in it"
             if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
                 return "attention dropout"
-        for name in {n for path in answers.attention for n in _ancestors(path)}:
+        for name in {n for path in answers.attention + answers.mixers for n in _ancestors(path)}:
             if _has_hooks(self.get_submodule(name)):
                 return f"hooks on {name}"
         if mask is not None:
@@ -223,7 +301,7 @@ class TiledLayer:
                     return reason
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        pattern = Pattern() if mask is None else mask.pattern()
+        pattern = mask.pattern() if isinstance(mask, Mask) else Pattern()
         heads = [getattr(attn, "head_dim", 0) or 0 for attn in attentions]
         return supported(max(heads, default=0), dtype, x.device, pattern)
 
@@ -236,7 +314,7 @@ class TiledLayer:
 
     @property
     def _under_zero3(self) -> bool:
-        return any(hasattr(p, "ds_id") for p in self.parameters())
+        return under_zero3(self)
 
     def forward(self, hidden_states, *args, **kwargs):
         x, session, batch = hidden_states, self._hfpatch_session, here.batch
@@ -248,7 +326,7 @@ class TiledLayer:
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {c._attn_implementation for c in self._hfpatch_configs}
+            known = {attention_of(c) for c in self._hfpatch_configs}
             batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
         if batch is not None and cache is None and x.dim() == 3 and not batch.weights:
             mask = kwargs.get("attention_mask")
@@ -265,12 +343,25 @@ class TiledLayer:
                 ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records)
                 y, *extras = tiled_layer(session, ask, x)
                 ask.hand_on(extras, lists)
-                return (y,) if ask.returns_tuple else y
+                return y if ask.beside is None else (y, *ask.beside)
+        answers = self._hfpatch_answers or Answers()
+        bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
+        if bounds is not None and not answers.mixers:
+            raise ValueError(
+                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, which "
+                "mixes tokens by something else than attention and would let documents see each other; do not pack."
+            )
+
+        def whole(h):
+            apart = documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds)
+            with apart if bounds is not None else nullcontext():
+                return super(TiledLayer, self).forward(h, *args, **kwargs)
+
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
-            return super().forward(x, *args, **kwargs)
+            return whole(x)
         if cache is not None:
             if cache.get_seq_length():
-                return super().forward(x, *args, **kwargs)
+                return whole(x)
             # Models make an empty cache in training too; running a layer again would write its keys twice.
             args = [None if isinstance(a, Cache) else a for a in args]
             kwargs = {n: None if isinstance(a, Cache) else a for n, a in kwargs.items()}
@@ -280,7 +371,7 @@ class TiledLayer:
         def run(h):
             # Again in backward, when the model's forward has long gone.
             with our_attention(self._hfpatch_configs if batch is not None else (), batch):
-                return super(TiledLayer, self).forward(h, *args, **kwargs)
+                return whole(h)
 
         return offloaded_checkpoint(session, run, x)
 
@@ -293,9 +384,8 @@ def _ancestors(path: str) -> list[str]:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
-    forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+    forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
+    return any(forward) or bool(other_hooks(module)) or engine_hook(module) is not None
 
 
 def _cache_of(args, kwargs):

@@ -1,8 +1,9 @@
 """The loss of any causal language model from its hidden states, without logits.
 
 The model's own forward runs. Where it calls its head it meets a stand-in that notes the hidden states and what becomes of the
-logits (a scale, a soft cap); where it asks for the loss, the head is called once, with labels, so that the engines' hooks around
-that call gather its weight. Whoever does anything else with the stand-in gets real logits.
+logits (a scale, a soft cap); where it asks for the loss, the head is called once, and for that call its `forward` is the fused
+loss: it stays the Linear that it is, and the engines' hooks around the call gather its weight. Whoever does anything else with the
+stand-in gets real logits.
 """
 
 import functools
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
+from hfpatch.compat import forward_hooks, modules_of, own_loss, parameters_of, pytree, set_own_loss
 from hfpatch.models.asking import here
 from hfpatch.models.classes import keeps_signature, swap
-from hfpatch.models.parts import FusedHead, FusedRMSNorm
+from hfpatch.models.parts import FusedRMSNorm
 
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
 
@@ -65,7 +68,7 @@ class Logits:
         return z if self.outer is None else self.outer * torch.tanh(z)
 
     def cross_entropy(self, labels, **options) -> Tensor:
-        """The loss, by one call of the head with labels."""
+        """The loss, by one call of the head."""
         if self.outer is not None:
             options["softcap"] = self.outer
         scale = self.inner * (self.outer or 1.0)
@@ -73,7 +76,7 @@ class Logits:
         if scale != 1:
             options["inplace_hidden"] = False
             hidden = hidden * scale
-        return self.owner._hfpatch_head()(hidden, labels=labels, **options)
+        return through(self.owner._hfpatch_head(), ops.linear_cross_entropy, hidden, labels, **options)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -87,9 +90,7 @@ class Logits:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        args, kwargs = torch.utils._pytree.tree_map(
-            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
-        )
+        args, kwargs = pytree().tree_map(lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -107,32 +108,48 @@ def _copies(head: nn.Module):
     return [head.original_module, *copies.values()], head.original_module if disabled else copies[active]
 
 
-def runs_its_own_way(module: nn.Module) -> bool:
-    """Whether another library has given this instance a forward or sharded weights, as tensor parallelism does."""
-    return "forward" in vars(module) or hasattr(module.weight, "placements")
-
-
 def fuse(module: nn.Module, theirs: type, part: type) -> None:
     """Mixes `part` over a module of class `theirs`, or over those that PEFT's modules_to_save wrapper holds."""
     for inner in _copies(module)[0]:
-        if type(inner) is theirs and not runs_its_own_way(inner):
+        if type(inner) is theirs and "forward" not in vars(inner) and not hasattr(inner.weight, "placements"):
             swap(inner, part)
 
 
-def is_fused_head(head: nn.Module) -> bool:
-    """Whether calling `head` with labels gives the fused loss (also through PEFT's modules_to_save wrapper)."""
-    return isinstance(_copies(head)[1], FusedHead)
+def why_not_fused(head: nn.Module) -> str | None:
+    """None where a call of `head` can answer with the fused loss (also through PEFT's modules_to_save), else what it is."""
+    inner = _copies(head)[1]
+    if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
+        return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if "forward" in vars(inner):
+        return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
+    # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
+    weight = parameters_of(inner).get("weight")
+    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
+        return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
+    return None
+
+
+def through(head: nn.Module, function, hidden: Tensor, *args, **options):
+    """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
+    own = vars(inner := _copies(head)[1])
+    before = {n: own[n] for n in ("forward",) if n in own}
+    own["forward"] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
+    try:
+        return head(hidden)
+    finally:
+        del own["forward"]
+        own.update(before)
 
 
 def head_name(model: nn.Module) -> str | None:
     """The attribute under which a model calls its head."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((n for n, m in model._modules.items() if m is head and m is not None), None)
+    return next((n for n, m in modules_of(model).items() if m is head and m is not None), None)
 
 
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
-    own = vars(model).get("_loss_function")
+    own = own_loss(model)
     if own is not None:
         return None if own is ForCausalLMLoss else "the model has a loss function of its own"
     kind = getattr(model, "loss_type", None)
@@ -163,10 +180,10 @@ class FusedCausalLM:
 
     @loss_function.setter
     def loss_function(self, value):
-        vars(self)["_loss_function"] = value
+        set_own_loss(self, value)
 
     def _hfpatch_head(self) -> nn.Module:
-        return self._modules[self._hfpatch_head_name]
+        return modules_of(self)[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
@@ -181,8 +198,7 @@ class FusedCausalLM:
         kwargs |= zip(self._hfpatch_positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
-        labels, head = kwargs.get("labels"), self._hfpatch_head()
-        fuse(head, nn.Linear, FusedHead)  # resize_token_embeddings and PEFT make new ones
+        labels = kwargs.get("labels")
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
         if torch.compiler.is_compiling():
@@ -221,9 +237,9 @@ class FusedCausalLM:
             kwargs.pop(name, None)
         out = self.get_submodule(self._hfpatch_norm_path.rpartition(".")[0])(**kwargs, return_dict=True)
         hidden = out.last_hidden_state
-        loss = self._hfpatch_head()(
-            hidden, labels=(labels if shifted is None else shifted).to(hidden.device), shift=shifted is None,
-            ignore_index=options.get("ignore_index", -100), num_items=options.get("num_items_in_batch"),
+        loss = through(
+            self._hfpatch_head(), ops.linear_cross_entropy, hidden, (labels if shifted is None else shifted).to(hidden.device),
+            shift=shifted is None, ignore_index=options.get("ignore_index", -100), num_items=options.get("num_items_in_batch"),
         )  # fmt: skip
         made = CausalLMOutputWithPast(
             loss=as_stock(loss), past_key_values=out.past_key_values, hidden_states=out.hidden_states,
@@ -256,15 +272,13 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and not any(m._forward_hooks for m in around)
+        return isinstance(around[-1], FusedRMSNorm) and not any(forward_hooks(m) for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep != 0:
             return False
-        reason, head = not_its_own_loss(self), self._hfpatch_head()
-        if reason is None and not is_fused_head(head):
-            reason = f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+        reason = not_its_own_loss(self) or why_not_fused(self._hfpatch_head())
         if reason is None:
             return True
         self._tell(reason)
@@ -295,7 +309,7 @@ def _plain_head(model) -> bool:
     config = model.config.get_text_config()
     scaled = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
     plain = not any(getattr(config, name, None) for name in scaled)
-    return plain and model._hfpatch_norm_path is not None and len(model._modules) == 2
+    return plain and model._hfpatch_norm_path is not None and len(modules_of(model)) == 2
 
 
 def as_stock(loss: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ returns a `Mask`, which the model hands to attention untouched.
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ class Batch:
         self.weights = False  # whether attention is to give its probabilities too
         self.asked_by_hook = False  # whether nobody reads the gradient that the embedded tokens ask for
         self._rows: dict = {}
+
+    @cached_property
+    def apart(self) -> tuple[int, ...] | None:
+        """Where documents start and end in the flattened tokens as the positions say, whatever is masked: for mixers, which see
+        masked tokens as transformers has them do. None where every row is one."""
+        visible, positions, offsets = self._said
+        documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
+        return None if documents is None else documents.bounds
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:

@@ -5,6 +5,8 @@ import sys
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch.compat import attention_of, engine_hook
+
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
@@ -13,7 +15,7 @@ def replaced_attention(config) -> bool:
 
     That function may see tokens that this process does not have, so nothing here may take its place.
     """
-    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    function = ALL_ATTENTION_FUNCTIONS.get(attention_of(config))
     return function is not None and not function.__module__.startswith("transformers.")
 
 
@@ -21,7 +23,7 @@ def weights_move(model: nn.Module) -> bool:
     """Whether accelerate's hooks bring weights to the device for each call, or lay the model out over several devices."""
     devices = set()
     for module in model.modules():
-        hook = vars(module).get("_hf_hook")
+        hook = engine_hook(module)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "offload", False):
                 return True
@@ -43,7 +45,7 @@ def refuse_packed_shards(config, documents, position_ids: Tensor | None) -> None
 
     A document may start exactly where this rank's shard does, which the shard alone does not show.
     """
-    if config._attn_implementation != "sdpa" or not replaced_attention(config):
+    if attention_of(config) != "sdpa" or not replaced_attention(config):
         return
     ulysses = sys.modules.get(_ULYSSES)
     later = ulysses is not None and ulysses.get_sequence_parallel_rank() > 0

@@ -9,10 +9,11 @@ import types
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hfpatch import ops
+from hfpatch.compat import buffers_of, modules_of, parameters_of, twin_of
+from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -35,11 +36,7 @@ class FusedRMSNorm:
 
 def _copy_with(module: nn.Module, parameters=None, modules=None) -> nn.Module:
     """A module of the same class and settings with other parameters or children, for a probe."""
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_parameters"] = dict(parameters or {})
-    twin.__dict__["_modules"] = dict(modules or {})
-    return twin
+    return twin_of(module, parameters or {}, modules or {})
 
 
 def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
@@ -55,12 +52,12 @@ def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     if "forward" in vars(norm):
         return "its forward is replaced on the instance (Liger or use_kernels)"
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
-    names = set(norm._parameters)
-    if eps is None or not names <= {"weight"} or norm._modules or norm._buffers:
+    names = set(parameters_of(norm))
+    if eps is None or not names <= {"weight"} or modules_of(norm) or buffers_of(norm):
         return "no RMSNorm with one weight and an epsilon"
     if list(inspect.signature(type(norm).forward).parameters)[2:]:
         return "its forward takes more than hidden states"
-    weight = norm._parameters.get("weight")
+    weight = parameters_of(norm).get("weight")
     return _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
 
 
@@ -95,9 +92,9 @@ def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
     ):
         weight = nn.Parameter(make(64).to(w_dtype), requires_grad=False) if weighted else None
         x = (3 * make(7, 64)).to(x_dtype)
-        probe._parameters.pop("weight", None)
+        parameters_of(probe).pop("weight", None)
         if weighted:
-            probe._parameters["weight"] = weight
+            parameters_of(probe)["weight"] = weight
         try:
             with torch.no_grad():
                 theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
@@ -134,8 +131,8 @@ def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
     """(part, activation) for this MLP, or the reason why it stays as it is."""
     if "forward" in vars(mlp):
         return "its forward is replaced on the instance (Liger or use_kernels)"
-    part = next((part for part, names in _MLPS if names <= set(mlp._modules)), None)
-    if part is None or mlp._parameters:
+    part = next((part for part, names in _MLPS if names <= set(modules_of(mlp))), None)
+    if part is None or parameters_of(mlp):
         return "no gated MLP"
     generator = torch.Generator().manual_seed(0)
 
@@ -146,9 +143,9 @@ def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
         return made
 
     inner = {"gate_proj": (16, 24), "up_proj": (16, 24), "gate_up_proj": (16, 48), "down_proj": (24, 16)}
-    others = {n: m for n, m in mlp._modules.items() if n not in inner}  # the activation
-    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in mlp._modules if n in inner} | others)
-    ours = _copy_with(mlp, modules=twin._modules)
+    others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
+    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
+    ours = _copy_with(mlp, modules=modules_of(twin))
     ours.__class__ = type("Probe", (part, nn.Module), {})
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):
@@ -192,6 +189,8 @@ def rotation(base: type):
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
+        if plain and is_dead(q) and is_dead(k):
+            return DeadRotation.apply(q, k, cos, sin)
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
 
     return rotate
@@ -233,7 +232,7 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- ends ---------------------------------------------------------------------------------------------------------------
+# --- embedding ---------------------------------------------------------------------------------------------------------------
 
 
 class FusedEmbedding:
@@ -244,12 +243,3 @@ class FusedEmbedding:
         if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
             return embedding(input, self.weight, self.padding_idx)
         return super().forward(input)
-
-
-class FusedHead:
-    """The head. Called with labels it returns the loss: the engines' hooks around the call gather its weight."""
-
-    def forward(self, input: Tensor, labels: Tensor | None = None, **options):
-        if labels is None:
-            return F.linear(input, self.weight, self.bias)
-        return ops.linear_cross_entropy(input, self.weight, labels, bias=self.bias, **options)

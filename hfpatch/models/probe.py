@@ -1,23 +1,26 @@
 """Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from hfpatch.models.answers import Answers, looks_like_a_block
+from hfpatch.compat import pytree
+from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.asking import Asked, asking, our_attention
 from hfpatch.models.dead import can_go_without, without_values
 from hfpatch.models.layer import Arguments, Ask
 from hfpatch.models.masks import Batch
+from hfpatch.models.mixers import find_mixers, standing_in
 
 TOKENS = 12
-OTHER_MIXER = "it mixes tokens by something else than attention"
 
 
 class _Counting:
     """Answers every call with NaN and remembers whether a later call saw one."""
 
-    def __init__(self):
-        self.modules, self.independent, self.reasons = [], True, []
+    def __init__(self, value: float = float("nan")):
+        self.modules, self.independent, self.reasons, self.value = [], True, [], value
 
     def __call__(self, asked: Asked) -> Tensor:
         inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
@@ -25,7 +28,12 @@ class _Counting:
         self.modules.append(asked.module)
         self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
         q, v = asked.q_BHTE, asked.v_BKTE
-        return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), float("nan"))
+        return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
+
+    def mixer(self, name, args, kwargs) -> Tensor:
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        self.independent &= bool(torch.isfinite(x).all())
+        return torch.full_like(x, self.value)
 
 
 class _Captured(Exception):
@@ -61,50 +69,78 @@ def ask(stack: nn.Module, layer: nn.Module) -> Answers:
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> Answers:
-    """The Answers of one layer, by running `forward` (its own) on a few tokens."""
-    count = _Counting()
-    x_BTD = x_BTD.detach()
-    try:
-        with torch.no_grad(), our_attention(configs, batch), asking(count):
-            out = forward(x_BTD, *args, **kwargs)
-    except Exception as error:  # a family's own code
-        return Answers(reason=f"asked, it raised {type(error).__name__}")
+    """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers go on as if it was not asked."""
+    with torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else []):
+        try:
+            return _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+        except Exception as error:  # a family's own code
+            return Answers(reason=f"asked, it raised {type(error).__name__}")
+
+
+def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
+    row = partial(_first_row, B=x_BTD.shape[0])
+    x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
+    count = _Counting(0.0)
+
+    run = lambda x: forward(x, *args, **kwargs)  # noqa: E731
+    with torch.no_grad(), our_attention(configs, batch), asking(count):
+        out = run(x_BTD)
     if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
         return Answers(reason="it returns more than hidden states")
-    if not count.modules:
-        return Answers(reason=OTHER_MIXER)
     if count.reasons:
         return Answers(reason=count.reasons[0])
-    if not count.independent:
-        return Answers(reason="its attention calls depend on each other")
+    known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
+    with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
+        mixers = find_mixers(layer, run, x_BTD, known)
+    if mixers is None:
+        return Answers(reason=OTHER_MIXER)
     names = {id(m): n for n, m in layer.named_modules()}
     attention = tuple(names[id(m)] for m in count.modules)
-    return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention).answers()
+    if any(name == mixer or name.startswith(f"{mixer}.") for name in attention for mixer in mixers):
+        return Answers(reason=OTHER_MIXER)
+    count = _Counting()
+    with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer):
+        run(x_BTD)
+    if not count.independent:
+        return Answers(mixers=mixers, reason="what mixes its tokens takes one from the other")
+    return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers).answers()
+
+
+def _first_row(x, B: int):
+    return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
+
+
+def _far(x):
+    return x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
 
 class _Probe:
     """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
 
-    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention):
+    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers):
         self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
         self.arguments = Arguments(args, kwargs, *x_BTD.shape[:2])
-        self.attention = attention
+        self.attention, self.mixers = attention, mixers
         self.T = x_BTD.shape[1]
         with torch.no_grad():
             parts = self._ask().pre(self.x, 0, self.T)
         self.dparts = [torch.randn_like(p) for p in parts]
-        self.outs = [torch.randn(*q.shape[:3], v.shape[3], dtype=q.dtype) for q, v in zip(parts[::3], parts[2::3])]
+        n = 3 * len(attention)
+        like = [q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])] + parts[n:]
+        self.outs = [torch.randn_like(x) for x in like]
         self.dy = torch.randn_like(x_BTD)
 
-    def _ask(self, **known) -> Ask:
-        answers = Answers(attention=self.attention, **known)
-        return Ask(self.layer, self.arguments, answers, self.configs, self.batch, forward=self.forward)
+    def _ask(self, arguments=None, **known) -> Ask:
+        answers = Answers(attention=self.attention, mixers=self.mixers, **known)
+        return Ask(self.layer, arguments or self.arguments, answers, self.configs, self.batch, forward=self.forward)
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()
         wanted = [x, *(p for p in self.layer.parameters() if p.requires_grad)]
         outs, douts, more = run(x)
         pairs = [(o, d) for o, d in zip(outs, douts) if o.requires_grad]
+        if not pairs:
+            return []
         outs, douts = zip(*pairs)
         return torch.autograd.grad(outs, wanted + more, douts, allow_unused=True)
 
@@ -120,15 +156,17 @@ class _Probe:
 
     def answers(self) -> Answers:
         with torch.enable_grad():
-            block = looks_like_a_block(self.layer) and self._same_as_block()
+            block = looks_like_a_block(self.layer) and not self.mixers and self._same_as_block()
             post, pre = self._post(), self._pre()
-            names = [n for n, m in self.layer.named_modules() if can_go_without(m)]
+            inside = tuple(f"{name}." for name in self.mixers)  # run whole, elsewhere
+            names = [n for n, m in self.layer.named_modules() if can_go_without(m) and not n.startswith(inside)]
             dead_post = tuple(n for n in names if self._dead(n, self._post, post))
             dead_pre = tuple(n for n in names if self._dead(n, self._pre, pre))
-            together = {"dead_post": dead_post, "dead_pre": dead_pre}
+            unread = tuple(n for n in dead_post if self._unread(n))
+            together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
-        return Answers(attention=self.attention, block=block, **together)
+        return Answers(attention=self.attention, mixers=self.mixers, block=block, **together)
 
     def _dead(self, name: str, run, expected) -> bool:
         """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
@@ -141,10 +179,21 @@ class _Probe:
                 return False
         return True
 
+    def _unread(self, name: str) -> bool:
+        """Whether the output of `post` does not depend on this module's value."""
+        with torch.no_grad():
+            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            with without_values(self.layer, (name,), float("nan")):
+                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
+
     def _same_as_block(self) -> bool:
+        # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out alone.
+        args, kwargs = pytree().tree_map(_far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec))
+        far = Arguments(args, kwargs, *self.x.shape[:2])
         try:
             with torch.no_grad():
                 pairs = [
+                    (self._ask(far, block=True).pre(self.x, 0, self.T), self._ask(far).pre(self.x, 0, self.T)),
                     (self._ask(block=True).pre(self.x, 0, self.T), self._ask().pre(self.x, 0, self.T)),
                     (self._ask(block=True).post(self.x, self.outs, 0, self.T), self._ask().post(self.x, self.outs, 0, self.T)),
                 ]  # fmt: skip

@@ -6,6 +6,7 @@ Decides once a step whether that can be, and who sees whom (models/documents.py)
 import torch
 from torch import Tensor
 
+from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -21,9 +22,13 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atte
 
 
 class OurAttention:
-    """Mixed over the class of the module that holds the decoder layers. `_hfpatch_configs`: the configs that its modules read."""
+    """Mixed over the class of the module that holds the decoder layers.
 
-    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers = (), None, False
+    `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
+    `_hfpatch_mixers`: whether some layers mix tokens by something else.
+    """
+
+    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours = (), None, False, True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -51,13 +56,13 @@ class OurAttention:
         config = self.config
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        if not plain or kwargs["use_cache"] or not _full_attention(config) or config._attn_implementation != "sdpa":
+        if not plain or kwargs["use_cache"] or not _full_attention(config) or attention_of(config) != "sdpa":
             return self._hfpatch_stock(kwargs)
-        config._attn_implementation_internal = CAUSAL_NAME
+        name_attention(config, CAUSAL_NAME)
         try:
             return self._hfpatch_stock(kwargs)
         finally:
-            config._attn_implementation_internal = "sdpa"
+            name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
         if weights_move(self):
@@ -120,22 +125,27 @@ class OurAttention:
                     "pass use_cache=False, which isolates the documents."
                 )
             return None
-        if self._hfpatch_mixers and packed():
-            raise ValueError(
-                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
-                "layers mix tokens by something else than attention and would let documents see each other; do not pack."
-            )
+        if not self._hfpatch_ours:
+            return self._hfpatch_without(packed)
         batch = Batch(B, T, given.device, rows_mask, positions, kwargs.get("cu_seq_lens_q"), here.idle_BT)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents, positions)
-            return None
+            return self._hfpatch_without(packed)
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
-        if batch.weights and config._attn_implementation != "eager":
-            return None  # transformers' other functions have no weights to give
-        if mask is not None and rows_mask is None or config._attn_implementation not in _KNOWN:
-            return None
-        return batch if getattr(config, "is_causal", True) else None
+        known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
+        if mask is not None and rows_mask is None or attention_of(config) not in known:
+            return self._hfpatch_without(packed)
+        return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
+
+    def _hfpatch_without(self, packed) -> None:
+        """The layers run as transformers has them, whose mixers know nothing of documents: ValueError where that matters."""
+        if self._hfpatch_mixers and packed():
+            raise ValueError(
+                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
+                "layers mix tokens by something else than attention and would let documents see each other; do not pack, or load "
+                "the model with attn_implementation='sdpa'."
+            )
 
 
 def _full_attention(config) -> bool:
@@ -146,4 +156,4 @@ def _full_attention(config) -> bool:
     return plain and set(kinds) == {"full_attention"}
 
 
-_outside = torch._dynamo.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))
+_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))

@@ -6,6 +6,7 @@ packed and with hidden tokens. A kind of layer that differs beyond rounding is n
 
 import copy
 import time
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
-from hfpatch.models.answers import Answers
+from hfpatch.models.answers import OTHER_MIXER, Answers
 from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
@@ -23,6 +24,8 @@ from hfpatch.models.stack import OurAttention
 
 CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
 SECONDS = 3.0  # after that no more is tried
+LATE = f"the verdict took more than {SECONDS:.0f} s"
+SHARED_KEYS = "its layers share keys with later ones, and would store them again when they run again"
 TILE = 16
 DOCUMENTS = (0, 17, TOKENS)
 
@@ -31,18 +34,45 @@ class _Different(Exception):
     """Its message says what differed."""
 
 
-def ask_model(decoder: Decoder, verdict: bool) -> list[Answers | None]:
-    """One Answers for each layer; None where the layer is to be asked at its first call (no verdict was wanted)."""
+@dataclass(frozen=True)
+class Verdict:
+    """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted); ours: whether the
+    stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None."""
+
+    answers: tuple[Answers | None, ...]
+    ours: bool = True
+    alone: str | None = None
+
+
+def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
+    """What the layers of this model answered, and what may be trusted."""
+    n = len(decoder.layers)
+    if not hasattr(decoder.stack, "config"):
+        return Verdict((), False, "its layers are in a module without a config")
+    shared = SHARED_KEYS if _shares_keys(decoder.stack.config) else None
     if not verdict:
-        return [None] * len(decoder.layers)
+        return Verdict((None,) * n, alone=shared)
     kinds = [kind_of(layer) for layer in decoder.layers]
     try:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds))
     except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        found = dict.fromkeys(kinds, Answers(reason=f"no small instance of it could be tried ({reason})"))
+        return Verdict((Answers(reason=f"no small instance of it could be tried ({reason})"),) * n, False, shared)
     unknown = Answers(reason="no layer of its kind in the small instance")
-    return [found.get(kind, unknown) for kind in kinds]
+    return Verdict(tuple(found.answers.get(kind, unknown) for kind in kinds), found.ours, shared or found.alone)
+
+
+def _shares_keys(config) -> bool:
+    return bool(getattr(config, "num_kv_shared_layers", None))
+
+
+@dataclass
+class _Found:
+    """The same of a small instance: answers by kind."""
+
+    answers: dict[tuple, Answers]
+    ours: bool = True
+    alone: str | None = None
 
 
 class _Config:
@@ -59,33 +89,42 @@ class _Config:
 
 
 @cache
-def _verdict(stack_class: type, config: _Config, kinds: tuple) -> dict[tuple, Answers]:
+def _verdict(stack_class: type, config: _Config, kinds: tuple) -> _Found:
     with quiet_process():
-        began = time.perf_counter()
+        began = time.thread_time()
         stack = small_stack(stack_class, config.config, list(kinds))
         stack = _in_double(stack)
         layers = _layers_of(stack)
         named = {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}
-        answers = {kind: probe.ask(stack, layers[i]) for kind, i in named.items()}
-        # What mixes tokens beside attention knows nothing of documents, in transformers either.
-        packed = not any(answer.reason == probe.OTHER_MIXER for answer in answers.values())
+        found = _Found({})
+        for kind, i in named.items():
+            late = time.thread_time() - began > SECONDS
+            found.answers[kind] = Answers(reason=LATE) if late else probe.ask(stack, layers[i])
+        # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
+        packed = not any(answer.reason == OTHER_MIXER for answer in found.answers.values())
         expected = _Expected(stack, packed)
-        try:
-            expected.compare(answers)
-        except _Different as error:
-            if len(answers) == 1:
-                return {kind: Answers(reason=str(error)) for kind in answers}
-            for kind in answers:
-                others = {k: a if k == kind else Answers(reason="not now") for k, a in answers.items()}
-                if time.perf_counter() - began > SECONDS:
-                    answers[kind] = Answers(reason=f"the verdict took more than {SECONDS:.0f} s")
-                    continue
-                try:
-                    expected.compare(others)
-                except _Different as error:
-                    answers[kind] = Answers(reason=str(error))
-            expected.compare(answers)
-        return answers
+        return _settled(found.answers, expected, lambda: time.thread_time() - began > SECONDS)
+
+
+def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found:
+    """The most that agrees with transformers: tiled, kind by kind, whole with our attention, whole with its own, left alone."""
+    difference = expected.differs(_Found(asked))
+    if difference is None:
+        return _Found(asked)
+    answers = dict(asked)
+    for kind, answer in asked.items():
+        if len(asked) > 1 and not answer.reason:
+            others = {k: a if k == kind else replace(a, reason=a.reason or "not now") for k, a in asked.items()}
+            reason = LATE if late() else expected.differs(_Found(others))
+            answers[kind] = replace(answer, reason=reason)
+    whole = {kind: replace(answer, reason=answer.reason or difference) for kind, answer in answers.items()}
+    for found in (_Found(answers), _Found(whole), _Found(whole, ours=False)):
+        if late():
+            return _Found(whole, ours=False)
+        difference = expected.differs(found)
+        if difference is None:
+            return found
+    return _Found(whole, ours=False, alone=f"run again, {difference}")
 
 
 def _layers_of(stack: nn.Module) -> list[nn.Module]:
@@ -138,23 +177,32 @@ class _Expected:
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
-    def compare(self, answers: dict[tuple, Answers]) -> None:
-        """_Different where the stack with these answers gives other gradients."""
+    def differs(self, found: _Found) -> str | None:
+        """What is other than in transformers where a stack runs so, None where nothing is."""
+        try:
+            self._compare(found)
+        except _Different as error:
+            return str(error)
+        return None
+
+    def _compare(self, found: _Found) -> None:
         ours = copy.deepcopy(self.stack)
         configs = (ours.config,)
         swap(ours, OurAttention)
         layers = _layers_of(ours)
         session = Session(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
-        ours._hfpatch_configs, ours._hfpatch_session = configs, session
+        ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
         for layer in layers:
-            answer = answers.get(kind_of(layer), Answers(reason="not asked"))
+            answer = found.answers.get(kind_of(layer), Answers(reason="not asked"))
             swap(layer, TiledLayer)
             layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         for name, (_, batch) in self.batches.items():
+            if name == "packed" and not found.ours:
+                continue  # what transformers makes of it is its own affair
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
-                raise _Different(f"tiled, it raises {type(error).__name__} on a {name} batch") from error
+                raise _Different(f"it raises {type(error).__name__} on a {name} batch") from error
             wanted = self.wanted[name]
             if got.keys() != wanted.keys():
                 raise _Different(f"other parameters have gradients on a {name} batch")
@@ -162,5 +210,5 @@ class _Expected:
                 error = (got[what] - value).norm()
                 if not error <= CLOSE * value.norm().clamp_min(1e-3):
                     raise _Different(
-                        f"tiled, it differs from transformers on a {name} batch ({what}: {error / value.norm():.0e})"
+                        f"it differs from transformers on a {name} batch ({what}: {error / value.norm():.0e})"
                     )

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from hfpatch.compat import assert_async, is_fake, shapes_of_out_dtype
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 
@@ -77,7 +77,8 @@ def as_on_cuda():
     """Inside, fake CPU tensors take the route of CUDA tensors, and so their allocations (matmuls add in float32)."""
     token = _AS_CUDA.set(True)
     try:
-        yield
+        with shapes_of_out_dtype():
+            yield
     finally:
         _AS_CUDA.reset(token)
 
@@ -115,7 +116,7 @@ def check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
     ok_N = ((labels_N >= 0) & (labels_N < vocab_size)) | (labels_N == ignore_index)
     expected = f"labels must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
     if not readable(labels_N):
-        torch._assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
+        assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
     elif not ok_N.all():
         raise ValueError(
             f"hfpatch: {expected}, {int(labels_N[~ok_N][0])} came; check the tokenizer against the model's vocabulary."
@@ -138,7 +139,7 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
         elif num_valid < count:
             raise ValueError(f"{message}, {num_valid} came for {count}; count the labels that the op gets.")
     elif num_valid is not None and not is_fake(labels_N):
-        torch._assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; count the labels that the op gets.")
+        assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; count the labels that the op gets.")
     if num_valid is None or tokens - num_valid <= tokens // 32:
         return None, tokens
     return torch.argsort(ignored_N.to(torch.uint8), stable=True), num_valid

@@ -19,6 +19,7 @@ from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
 from hfpatch.memory.seconds import step_time
+from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
@@ -209,12 +210,20 @@ def _why(run: _Run, policy, stays) -> str:
     return ", ".join(reasons)
 
 
-def judged(plan: Plan, simulated: int) -> Plan:
-    """The plan beside a simulation's activations: where those are larger they count."""
+def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
+    """The plan beside a simulation's activations and its bytes on the host: where those are larger they count.
+
+    stays: the placement's Resident.
+    """
     planned = plan.gpu_bytes["activations"]
     more = max(0, simulated - planned)
-    fits = plan.fits and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
-    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=more > CONTRADICTION * planned)
+    planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
+    on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
+    more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
+    roomy = plan.host_usable_bytes is None or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
+    fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
+    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(planned_on_host, GiB)
+    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
 
 
 def _best(run: _Run, names) -> Plan:
@@ -321,6 +330,12 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+    reason = getattr(shape, "whole_because", "")
+    if reason and checkpointing not in WHOLE:
+        raise UnknownFamily(
+            f"hfpatch: expected layers that run tile by tile, {name} came, whose layers run whole ({reason}), which no closed form "
+            "describes; run it with --simulate, which executes the model itself."
+        )
     if isinstance(gpu, Gpu):
         row = gpu
     elif gpu == "this":

@@ -7,6 +7,7 @@ accumulator, softmax_d, and dk, dv of every query head) and native/cuda/Embeddin
 import torch
 from torch import Tensor
 
+from hfpatch.compat import schema_of
 from hfpatch.memory.formula import attended
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, nam
 
 
 def _argument(func, args, kwargs, name, default=None):
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return default

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfpatch.compat import buffers_of, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
 from hfpatch.simulate.shadow import Shadows
 
@@ -140,6 +140,11 @@ def _host_buffers(follower: Follower):
         yield
 
 
+def _on_cuda(supported):
+    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here too."""
+    return lambda head_dim, dtype, device, *pattern: supported(head_dim, dtype, torch.device("cuda"), *pattern)
+
+
 @contextlib.contextmanager
 def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
@@ -153,6 +158,10 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         heads = sys.modules.get("hfpatch.checkpoint.heads")
         if heads is not None and cuda:
             stack.enter_context(mock.patch.object(heads, "pick", lambda q, k: "flash"))
+        for name in ("ops.attention", "models.layer", "models.asking"):
+            user = sys.modules.get(f"hfpatch.{name}")
+            if user is not None and cuda:
+                stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             held = (value for module in model.modules() for value in vars(module).values())
@@ -194,7 +203,7 @@ class _FakeWeights:
         self.saved = []
         memo = {}
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_of(module), buffers_of(module)):
                 for name, tensor in table.items():
                     if tensor is None:
                         continue
@@ -276,7 +285,7 @@ def simulate(
     ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
     was_training = model.training
     model.train()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
     with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):

@@ -15,12 +15,13 @@ CHANGES = {
     "cohere": {"logit_scale": 0.0625},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
 }
 TILED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
     "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
-    "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
+    "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
 )  # fmt: skip
 
 

@@ -93,30 +93,18 @@ def test_packed_documents_are_isolated(name):
         assert_close(grads, wanted)
 
 
-def test_a_family_that_cannot_be_cut_runs_whole_and_says_so():
-    """Falcon-H1 mixes tokens beside its attention too: a small instance, run tiled, differs, so its layers are not tiled."""
-    stock = families.small_model("falcon_h1")
+def test_a_family_that_our_attention_cannot_serve_keeps_its_own():
+    """Bloom adds a bias to scores and reads the mask itself: with our masks it would raise."""
+    stock = families.small_model("bloom")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE)
-    assert "checkpointed whole" in str(report) and "differs from transformers" in str(report)
+    assert "checkpointed whole" in str(report)
     out, loss, grads = step(ours, batch())
     _, wanted_loss, wanted = step(stock, batch())
     assert out.logits is None and abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
     assert_close(grads, wanted)
-
-
-def test_packed_rows_of_a_mixer_are_refused():
-    """Qwen3-Next: its attention layers are tiled, its delta nets run whole, and know nothing of documents."""
-    stock = families.small_model("qwen3_next", torch.float32)
-    ours = copy.deepcopy(stock)
-    report = hfpatch.apply(ours, checkpointing=TILE)
-    assert "3 of 4 layers are checkpointed whole" in str(report) and "something else than attention" in str(report)
-    out, loss, grads = step(ours, batch())
-    _, wanted_loss, wanted = step(stock, batch())
-    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
-    positions = torch.cat([torch.arange(17), torch.arange(23)])[None].expand(2, -1)
-    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
-        ours(**batch(), position_ids=positions)
+    hfpatch.apply(ours, checkpointing="off")
+    assert_close(step(ours, batch())[2], wanted)
 
 
 def test_without_a_verdict_a_layer_is_asked_at_its_first_call():

@@ -10,6 +10,7 @@ import tiny
 
 import hfpatch
 from hfpatch.commands import main as cli
+from hfpatch.memory.formula import Policy, step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config
@@ -218,15 +219,36 @@ def test_command_simulates_too(capsys):
 def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     import hfpatch.planner.simulated as simulated
 
-    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 6 * GiB)
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (6 * GiB, 0))
     arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k", "--host-ram", "256GiB", "--simulate",
                  "--checkpointing", "least"]  # fmt: skip
     assert cli.main(arguments) == 3
     out = capsys.readouterr().out
     assert "fits" in out.splitlines()[0] and "contradicts the plan" in out and "6.0 GiB of activations" in out
-    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 60 * GiB)
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (60 * GiB, 0))
     assert cli.main(arguments) == 3
     assert "does NOT fit" in capsys.readouterr().out
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 60 * GiB))  # of 16 planned
+    assert cli.main(arguments) == 3 and "contradicts the plan" in capsys.readouterr().out
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 0))
+    assert cli.main(arguments) == 0
+
+
+def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
+    """No kernel caps scores there: nothing promises Gemma 2 the memory of tiles, and the simulator runs what a GPU would."""
+    arguments = ["plan", "--model", "google/gemma-2-9b", "--seq-len", "131072", "--placement", "gpu8bit"]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "no GPU kernel caps attention scores" in said and "--simulate" in said
+    small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    arguments[2] = str(tmp_path)
+    arguments[4] = "2048"
+    assert cli.main([*arguments, "--simulate", "--json"]) == 0
+    capped = json.loads(capsys.readouterr().out)
+    tiled = step_memory(ModelShape.from_config(small), Policy("host"), batch=1, tokens=2048)
+    assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
+    assert capped["why"].startswith("simulated")
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):

@@ -248,7 +248,9 @@ def test_flops_of_stock_llama():
     # 6 per parameter of the matmuls and token, attention counted over its causal half: the usual count.
     found = simulate(build(preset_config("llama-3.1-8b")), 1, 8192)
     weights = 8030261248 - 128256 * 4096 - 65 * 4096
-    assert sum(found.flops["matmul"].values()) == 6 * weights * 8192
+    # Some versions of transformers make the rotary angles by a matmul of [64, 1] and [1, T].
+    angles = 2 * 64 * 8192
+    assert sum(found.flops["matmul"].values()) - 6 * weights * 8192 in (0, angles)
     assert found.flops["attention"] == {"forward": 32 * 2 * 8192**2 * 4096, "backward": 32 * 5 * 8192**2 * 4096}
 
 

@@ -1,0 +1,129 @@
+"""Layers that mix tokens by something else than attention: the mixer runs whole, the rest tile by tile, documents apart."""
+
+import copy
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+from test_families import assert_close, batch, step
+
+import hfpatch
+from hfpatch.models.answers import OTHER_MIXER, Answers
+
+TILE = hfpatch.Checkpointing(offload="host", tile=16)
+# Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
+UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
+HYBRIDS = {  # the mixer of its first layer, a projection behind it
+    "lfm2": ("conv", "feed_forward.w1"),
+    "falcon_h1": ("mamba", "feed_forward.gate_proj"),
+    "qwen3_next": ("linear_attn", "mlp.shared_expert.gate_proj"),
+    "qwen3_5_text": ("linear_attn", "mlp.gate_proj"),
+    "granitemoehybrid": ("mamba", "shared_mlp.input_linear"),
+    "nemotron_h": ("mixer", None),  # a layer is a mixer, an attention, an MLP or experts, and no two of them
+    "jamba": ("mamba", "feed_forward.gate_proj"),
+    "bamba": ("mamba", "feed_forward.gate_proj"),
+}
+
+
+def names():
+    return [n if n in ("lfm2", "falcon_h1") else pytest.param(n, marks=pytest.mark.long) for n in HYBRIDS]
+
+
+def lengths(module, found):
+    """Notes in `found` how many tokens each call of the module is given."""
+    count = lambda m, args, kwargs: found.append((*args, *kwargs.values())[0].shape[1])  # noqa: E731
+    return module.register_forward_pre_hook(count, with_kwargs=True)
+
+
+@pytest.fixture(scope="module")
+def falcon():
+    return families.small_model("falcon_h1")
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
+    """Twice, forward and backward, as with any checkpointing; also with holes in the mask."""
+    stock = families.small_model(name)
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
+    assert not any("checkpointed whole" in note for note in report.notes), report
+    mixer, behind = HYBRIDS[name]
+    assert ours.model.layers[0]._hfpatch_answers.mixers == (mixer,)
+    plain = batch()
+    holes = {**plain, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    holes["attention_mask"][0, 11:13], holes["attention_mask"][1, -5:] = 0, 0
+    runs, tiles = [], []
+    inside = next(m for m in ours.model.layers[0].get_submodule(mixer).modules() if isinstance(m, torch.nn.Linear))
+    handles = [lengths(inside, runs)]
+    if behind:
+        handles.append(lengths(ours.model.layers[0].get_submodule(behind), tiles))
+    for given in (plain, holes):
+        _, loss, grads = step(ours, given)
+        _, wanted_loss, wanted = step(stock, given)
+        assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+        assert_close(grads, wanted)
+        assert runs == [40, 40] and max(tiles, default=0) <= 16
+        runs.clear(), tiles.clear()
+    for handle in handles:
+        handle.remove()
+
+
+def packed_and_apart(rows: int):
+    """A batch whose rows hold two documents each, cut elsewhere, and the batches of one document."""
+    given = batch()
+    given = {k: v[:rows] for k, v in given.items()}
+    cuts = (17, 9)[:rows]
+    given["position_ids"] = torch.stack([torch.cat([torch.arange(c), torch.arange(40 - c)]) for c in cuts])
+    for row, cut in enumerate(cuts):
+        given["labels"][row, [0, cut]] = -100
+    n = {"num_items_in_batch": (given["labels"] != -100).sum()}
+    spans = [(row, a, b) for row, cut in enumerate(cuts) for a, b in ((0, cut), (cut, 40))]
+    pieces = [{k: given[k][r : r + 1, a:b] for k in ("input_ids", "labels")} | n for r, a, b in spans]
+    return given | n, pieces
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", *(pytest.param(n, marks=pytest.mark.long) for n in HYBRIDS if n != "falcon_h1")]
+)
+@pytest.mark.parametrize("way", ["tiled", "whole"])
+def test_packed_documents_do_not_see_each_other(name, way, falcon):
+    """On the kernels that are there, none of which is told of documents; with a mask of ones, offsets, and in evaluation."""
+    stock = falcon if name == "falcon_h1" else families.small_model(name)
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
+    if way == "whole":
+        for layer in ours.model.layers:
+            layer._hfpatch_answers = replace(layer._hfpatch_answers, reason="asked for")
+    given, pieces = packed_and_apart(2)
+    _, wanted_loss, wanted = step(stock, None, pieces)
+    for mask in (None, torch.ones(2, 40, dtype=torch.long)):
+        _, loss, grads = step(ours, {**given, "attention_mask": mask})
+        assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+        assert_close(grads, wanted)
+    offsets = torch.tensor([0, 17, 40, 49, 80], dtype=torch.int32)
+    with torch.no_grad():
+        loss = ours.eval()(**given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False).loss.item()
+    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+
+
+def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
+    ours = copy.deepcopy(falcon)
+    hfpatch.apply(ours, checkpointing=TILE)
+    given, _ = packed_and_apart(2)
+    for layer in ours.model.layers:
+        layer._hfpatch_answers = Answers(reason=OTHER_MIXER)
+    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+        ours(**given)
+    ours.model._hfpatch_ours = False  # its attention stays transformers'
+    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+        ours(**given)
+
+
+def test_what_a_mixer_saves_can_be_run_again(falcon):
+    """Without the outputs of attention and mixer kept, and with segments of layers."""
+    wanted = step(copy.deepcopy(falcon), batch())[2]
+    for settings in ({"save_attention": False, "tile": 16}, {"every": 2, "tile": 16}, {"tile": 40}):
+        ours = copy.deepcopy(falcon)
+        hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED)
+        assert_close(step(ours, batch())[2], wanted)

@@ -1,0 +1,105 @@
+"""Vision-language models, image and text through the wrapper: the language tower is tiled, the rest is transformers' own."""
+
+import copy
+
+import pytest
+import torch
+from test_families import assert_close, step
+from test_mixers import lengths
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hfpatch
+from hfpatch.models.finding import find_decoder
+from hfpatch.models.scaled import scaled_config
+
+IMAGE = 60
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+TOWER |= {
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "out_hidden_size": 64,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "head_dim": 16,
+}
+TOWER |= {
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16,
+    "projection_dim": 32,
+    "intermediate_ratio": 4,
+}
+TOWER |= {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
+OURS = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 61, "vision_start_token_id": 62,
+        "vision_end_token_id": 63, "boi_token_index": 61, "eoi_token_index": 62, "mm_tokens_per_image": 4}  # fmt: skip
+PATCHES = {"pixel_values": (16, 96)}  # of a 16 x 16 image, two frames of three colours
+PIXELS = {"pixel_values": (1, 3, 16, 16)}
+# Layers of the language tower, tokens of the image, what comes with it, whether its layers run tile by tile.
+MODELS = {
+    "qwen3_vl": (2, 4, PATCHES, True),  # three positions a token, image features added behind the first layers
+    "qwen2_5_vl": (2, 4, PATCHES, True),
+    "mistral3": (2, 4, PIXELS, True),
+    "llava": (2, 16, PIXELS, True),
+    "gemma3": (6, 4, PIXELS, False),  # its image tokens see each other both ways, by a mask of its own
+}
+
+
+def small(name):
+    """(model, batch of one row of 40 tokens with an image in it)"""
+    n_layers, n_image, shapes, _ = MODELS[name]
+    made = CONFIG_MAPPING[name]()
+    made.text_config = scaled_config(made.text_config, n_layers)
+    for config, values in ((made.vision_config, TOWER), (made, OURS)):
+        for key, value in values.items():
+            if hasattr(config, key):
+                setattr(config, key, value)
+    if name == "llava":
+        made.vision_feature_layer = -1
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(made, attn_implementation="eager").double().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            step = torch.randn_like(p)
+            p.add_(0.1 * step) if p.dim() < 2 else p.copy_(step * min(p.shape[0], p[0].numel()) ** -0.5)
+    ids = torch.randint(1, 50, (1, 40))
+    ids[0, 5], ids[0, 6 : 6 + n_image] = 62, IMAGE
+    labels = ids.clone()
+    labels[0, : 6 + n_image] = -100
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    batch |= {key: torch.randn(shape, dtype=torch.float64) for key, shape in shapes.items()}
+    if shapes is PATCHES:
+        batch |= {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == IMAGE).int()}
+    if name == "mistral3":
+        batch["image_sizes"] = torch.tensor([[16, 16]])
+    if name == "gemma3":
+        batch["token_type_ids"] = (ids == IMAGE).long()
+    return model, batch
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")]
+)
+def test_an_image_and_text(name):
+    stock, batch = small(name)
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
+    stack = find_decoder(ours).stack
+    tower = {id(m) for m in stack.modules()}
+    kept = [(type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower]
+    assert sum(a is not b for a, b in kept) == 2, "beside the language tower the model and its head alone are ours"
+    found = []
+    lengths(stack.layers[-1].mlp, found)
+    out, loss, grads = step(ours, batch)
+    _, wanted_loss, wanted = step(stock, batch)
+    assert out.logits is None, "the loss is fused"
+    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+    assert_close(grads, wanted)
+    assert any("vis" in n for n in grads), "the image's tower learns too"
+    assert (max(found) <= 16) == MODELS[name][3]
