@@ -282,15 +282,17 @@ class Search:
             ways = [way for base in self.bases(several) for way in (base, *self.streamed(base))]
             return [self.price(replace(way, plain=self.plains()[0])) for way in ways]
 
-        admitted = lambda options: [o for o in options if budget.admits_host(o)]  # noqa: E731
-        every = priced(several=False)
-        found = admitted(every) or admitted(priced(several=True)) or every
+        every, several = priced(several=False), ()
+        found = [o for o in every if budget.admits(o)]
+        if not found:
+            several = priced(several=True)
+            found = [o for o in several if budget.admits(o)]
+        if not found:  # the one that lacks the fewest bytes, of whichever memory
+            return min([*every, *several], key=lambda o: (budget.lack(o), o.seconds))
         # Attention twice is dear, and saves nothing that counts.
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
-        least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
-        # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
-        return min([least, *every], key=budget.lack) if budget.lack(least) else least
+        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
 
 
 def _first(holds, low: int, high: int) -> int:

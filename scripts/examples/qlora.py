@@ -6,6 +6,7 @@
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -32,7 +33,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             parameter.data = parameter.data.to(torch.bfloat16)
     print(hfpatch.apply(model))  # <- the one line
 
-    tokens = tokenizer(open(text_file, encoding="utf-8").read())["input_ids"]
+    tokens = tokenizer(Path(text_file).read_text(encoding="utf-8"))["input_ids"]
     rows = [tokens[i : i + SEQ_LENGTH] for i in range(0, len(tokens) - SEQ_LENGTH + 1, SEQ_LENGTH)]
     trainer = Trainer(
         model=model,
