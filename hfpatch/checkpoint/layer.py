@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.heads import Attention
 from hfpatch.checkpoint.kept import Kept
+from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.compat import keeps_graph
@@ -295,8 +296,13 @@ class LayerCall(Kept):
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            x_t = out_t = leaves = leaf = None
-        if not need_x:
+            x_t = out_t = leaves = leaf = dout = None
+        parked = None
+        if self.policy.park and need_x and self.ask.n_calls:
+            parked, dx = self._park(dx), None
+        elif not need_x:
+            if private:
+                dy.data = dy.new_empty(0)
             dx = None
         weights.round()
         if not self.ask.n_calls:
@@ -312,8 +318,14 @@ class LayerCall(Kept):
             self.out_buffers = None
 
         # D
+        if parked is not None:
+            dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
+            tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
         for index, x_t, _, _ in self.tiles(next(passes)):
             a, b = self.bounds[index]
+            if parked is not None:
+                with torch.no_grad():
+                    dx[:, a:b] = tile_of_dx(index)
             x_t = x_t.detach().requires_grad_(need_x)
             graph = self._pre(x_t, index, dead=True)
             self._pre_backward(graph, [g[:, a:b] for g in parts], dsinks if index == 0 else None)
@@ -334,6 +346,26 @@ class LayerCall(Kept):
             return None
         parts = list(ticket.wait())
         return [p.clone() for p in parts] if retain and self.qkv[0].resident else parts
+
+    def _park(self, dx: Tensor) -> Saved:
+        """dx in the tier while attention runs backward. Its memory goes, though the caller's frames still name it."""
+        with torch.no_grad():
+            parked = self.transfers.save(dx)
+            self.transfers.settle()
+            dx.data = dx.new_empty(0)
+        return parked
+
+
+def _one_ahead(fetch, count: int):
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under way."""
+    tickets = {0: fetch(0)}
+
+    def take(i):
+        if i + 1 < count:
+            tickets[i + 1] = fetch(i + 1)
+        return tickets.pop(i).wait()[0]
+
+    return take
 
 
 def _walk(outputs, grads) -> None:

@@ -247,6 +247,8 @@ class Session:
         if self.shards is not None and not whole:
             kept = B * self.shards.bounds(bounds)[-1][1]
         sizes = Counter({kept * s.hidden_size * itemsize: -(-tiled // policy.every)})
+        if policy.park and not whole:
+            sizes[rows * s.hidden_size * itemsize] += 1
         if policy.every > 1 or whole:
             return sizes
         if policy.save_attention:

@@ -284,7 +284,8 @@ def _tiled(z: _Sizes, policy: Policy):
     each = z.u, z.out + z.lse
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
-    host = stored if off else 0
+    park = policy.park and off and not single
+    host = stored + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
     ring = 0
@@ -338,7 +339,8 @@ def _tiled(z: _Sizes, policy: Policy):
         if shape.ranks > 1 and not stream and groups > 2:
             outs -= 2 * min(outs, z.out) // groups  # those of the rounds that are under way have gone
         whole = 0 if "qkv" in policy.keep and not off else qkv
-        c = z.u + z.out + whole + outs + lse + z.always + extra + grads
+        # A parked dx comes back tile by tile: one in use, one on its way.
+        c = (0 if park else z.u) + z.out + whole + outs + lse + z.always + extra + grads
         done = after * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),

@@ -225,7 +225,7 @@ class Search:
         return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain` and `stream_attention`."""
+        """Every policy but for `plain`, `park` and `stream_attention`."""
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
@@ -233,9 +233,13 @@ class Search:
                         yield Policy(place, every, save, False, tile, keep=keep)
 
     def streamed(self, base: Policy) -> list[Policy]:
-        """The same with attention outputs fetched per group, where they wait elsewhere."""
-        possible = base.offload != "gpu" and base.save_attention and base.every == 1
-        return [replace(base, stream_attention=True)] if possible else []
+        """The same with dx parked during attention's backward, with attention outputs fetched per group, and with both, where
+        they wait elsewhere."""
+        several = max(1, base.tile // self.sizes["batch"]) < self.sizes["tokens"]
+        parks = (False, True) if base.offload != "gpu" and several else (False,)
+        streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
+        ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
+        return [way for way in ways if way != base]
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def best(self, budget: Budget) -> Option | None:
@@ -250,7 +254,15 @@ class Search:
             # On the device nothing is copied, unless that fills it.
             keeps = policy.offload == "gpu" and policy.plain < self.shape.num_layers
             crowded = keeps and budget.device is not None and 2 * option.device > budget.device
-            return crowded, option.host, policy.offload, policy.stream_attention, option.device, -policy.tile
+            return (
+                crowded,
+                option.host,
+                policy.offload,
+                policy.stream_attention,
+                policy.park,
+                option.device,
+                -policy.tile,
+            )
 
         return min((o for o in found if o.seconds <= SAME * least), key=taste)
 
@@ -283,15 +295,17 @@ class Search:
             ways = [way for base in bases for way in (base, *self.streamed(base))]
             return [self.price(replace(way, plain=self.plains()[0])) for way in ways]
 
-        admitted = lambda options: [o for o in options if budget.admits_host(o)]  # noqa: E731
-        every = priced(several=False)
-        found = admitted(every) or admitted(priced(several=True)) or every
+        every, several = priced(several=False), ()
+        found = [o for o in every if budget.admits(o)]
+        if not found:
+            several = priced(several=True)
+            found = [o for o in several if budget.admits(o)]
+        if not found:  # the one that lacks the fewest bytes, of whichever memory
+            return min([*every, *several], key=lambda o: (budget.lack(o), o.seconds))
         # Attention twice is dear, and saves nothing that counts.
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
-        least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
-        # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
-        return min([least, *every], key=budget.lack) if budget.lack(least) else least
+        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
 
 
 def _intervals(num_layers: int) -> list[int]:

@@ -104,11 +104,13 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
     inputs = -(-n // policy.every) * rows * shape.hidden_size
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
-    outputs = memory.host - inputs - kept
     single = tiles(batch, tokens, policy.tile)[0] == 1
+    one = 0 if single or not policy.park else rows * shape.hidden_size
+    outputs = memory.host - inputs - kept - one
     # x comes back for each phase that reads it; the sum after attention serves in its place.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
-    return memory.host, passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    back = passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    return memory.host - one, back + 2 * n * one
 
 
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:

@@ -425,6 +425,7 @@ class Policy:
     save_attention: keep out and lse, so that the attention forward runs once.
     stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
     tile: tokens a tile.
+    park: a layer's input gradient waits with its checkpoints while attention runs backward.
     plain: how many of the last layers keep all that autograd saves, and run nothing again.
     keep: what the other layers keep beside x, out and lse, of KEEPABLE.
     """
@@ -436,3 +437,4 @@ class Policy:
     tile: int = 8192
     plain: int = 0
     keep: tuple = ()
+    park: bool = False

@@ -32,6 +32,7 @@ def policy_text(policy) -> str:
     kept = f"{', '.join(names)} and {last}" if names else last
     every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
     streamed = ", attention streamed per KV group" if policy["stream_attention"] else ""
+    streamed += ", dx parked during attention" if policy["park"] else ""
     plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 

@@ -24,6 +24,7 @@ SHORT = [
     ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
     ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"), ("host", "keep one", "lengths"),
     ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"), ("host", "keep", "raise in mlp"),
+    ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 

@@ -129,3 +129,16 @@ def test_a_patched_model_is_sized_by_what_it_trains():
         assert found.adapters.base == adapters.base
         torch.nn.Module.requires_grad_(layer.input_layernorm)  # a norm is trained as well
         assert as_trained(shape, layer) is shape
+
+
+def test_a_short_host_is_planned_with_fewer_inputs():
+    """Neither memory has room for every layer's input: auto is no worse than the interval set by hand."""
+    run = {
+        "seq_len": 8192,
+        "gpu": "rtx4090",
+        "host_ram": "64GiB",
+        "adapters": Adapters(16, "4bit"),
+        "max_seq_len": True,
+    }
+    auto, second, _ = plan("llama-3.1-8b", **run).longest
+    assert auto["seq_len"] >= second["seq_len"] > 320_000

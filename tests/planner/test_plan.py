@@ -145,6 +145,7 @@ def test_settings_reach_the_policy(tmp_path):
         "tile": 2048,
         "plain": 0,
         "keep": (),
+        "park": False,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 

@@ -1,5 +1,7 @@
 """`hfpatch train --load_in_4bit`, in the names of TRL and transformers, on the CPU."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file
 
@@ -23,6 +25,22 @@ def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
     assert kinds == set(more.get("lora_target_modules", kinds)) and len(kinds) in (2, 7)
     assert all("lora_" in name for name in saved)
     assert any(tensor.abs().max() > 0 for name, tensor in saved.items() if "lora_B" in name)
+
+
+@BNB
+def test_the_example_trains_adapters(run_train, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    import runpy
+    from pathlib import Path
+
+    assert run_train("base", max_steps=1)[0] == 0
+    example = runpy.run_path(str(Path(__file__).parents[2] / "scripts/examples/qlora.py"))
+    trainer = example["main"](str(tmp_path / "base"), json.__file__, str(tmp_path / "out"))
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e][1] > 0
+    assert any(
+        t.abs().max() > 0 for n, t in load_file(tmp_path / "out/adapter_model.safetensors").items() if "lora_B" in n
+    )
+    assert "float32 over" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, words", [
