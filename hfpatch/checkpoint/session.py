@@ -64,7 +64,7 @@ class Session:
         self.rooms: dict[torch.device, Room] = {}
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
         self.planned: dict[Policy, int] = {}  # bytes on the device, by the closed form
-        self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None from the second step on
+        self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self._private: dict[type, tuple] = {}
@@ -127,7 +127,7 @@ class Session:
             self.opened.clear()
         if learnt:
             say(f"{learnt}: layers keep less from now on.")
-        if self.began is not None and self.planned:
+        if self.began is not None and room.stepped:
             took, self.began = time.monotonic() - self.began, None
             say(
                 f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."
