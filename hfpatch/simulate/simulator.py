@@ -155,7 +155,11 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        for name in ("checkpoint.heads", "checkpoint.exchange", "models.asking"):  # of tiled layers, and of those that run whole
+        for name in (
+            "checkpoint.heads",
+            "checkpoint.exchange",
+            "models.asking",
+        ):  # of tiled layers, and of those that run whole
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:
                 stack.enter_context(mock.patch.object(user, "pick", lambda q, k: "flash"))
