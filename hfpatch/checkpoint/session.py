@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import time
 import weakref
 from collections import Counter
 
@@ -19,6 +20,7 @@ from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, tile_bounds
+from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
 from hfpatch.memory.sequence import rounds_of
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
@@ -62,6 +64,7 @@ class Session:
         self.rooms: dict[torch.device, Room] = {}
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
         self.planned: dict[Policy, int] = {}  # bytes on the device, by the closed form
+        self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self._private: dict[type, tuple] = {}
@@ -124,6 +127,11 @@ class Session:
             self.opened.clear()
         if learnt:
             say(f"{learnt}: layers keep less from now on.")
+        if self.began is not None and room.stepped:
+            took, self.began = time.monotonic() - self.began, None
+            say(
+                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."
+            )
 
     def is_plain(self, layer: nn.Module, policy: Policy) -> bool:
         """Whether this is one of the last layers, which keep everything."""
@@ -187,9 +195,10 @@ class Session:
         self.planned[option.policy] = option.device
         if room is not None:
             kept = describe(option.policy, self.shape.num_layers)
+            pin = option.host / PIN_BYTES_PER_SECOND
             say(
                 f"{B} x {T:,} tokens: {kept}; {option.device / 2**30:.1f} of {free[0] / 2**30:.1f} GiB free on the device, "
-                f"{option.host / 2**30:.1f} GiB on the host."
+                f"{option.host / 2**30:.1f} GiB on the host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}."
             )
         return option.policy
 
@@ -233,7 +242,9 @@ class Session:
         sizes = self._block_sizes(policy, whole, B, T, x.element_size())
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:
+            began = time.monotonic()
             transfers.pool.reserve(sizes)
+            self.pinning += time.monotonic() - began
 
     @property
     def transfers(self) -> Transfers | None:

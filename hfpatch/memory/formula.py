@@ -155,6 +155,9 @@ class _Sizes:
         self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
         self.kv = self.rows * (shape.kv_size + shape.v_size) * s
         self.lse = self.rows * shape.num_heads * 4
+        # What norms of q and k keep: what goes into them, and a factor a head or row.
+        factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
+        self.normed = self.rows * (bool(factors) * (shape.q_size + shape.kv_size) * s + 4 * factors)
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
@@ -255,7 +258,7 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
     if shape.is_sparse(layer):
         acts = 7 if shape.expert_bias else 4
         beside = 2 * z.rows * shape.experts_per_token * shape.hidden_size * z.s
-    return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
+    return norms + z.normed + z.q + z.kv + z.out + z.lse + acts * inner + beside
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -317,7 +320,9 @@ def _tiled(z: _Sizes, policy: Policy):
                 mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
                 mlps = [(mlp + beside - known, 0)]
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
-            held = -spared + fetched + recomputed + qkv + join + lse + z.always + extra
+            # The graph of what stands before attention waits for its gradients; that of experts has it above.
+            graph = 0 if sparse or "qkv" in policy.keep else z.normed
+            held = graph - spared + fetched + recomputed + qkv + join + lse + z.always + extra
             found = [
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
                 for mlp, dw in mlps

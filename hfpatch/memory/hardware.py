@@ -16,6 +16,8 @@ LINK_SHARE = 0.80
 CONTEXT_BYTES = 1 * GiB
 # Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
+# Registering host memory with the driver, pages made on the way, bytes/s of one process. Assumed.
+PIN_BYTES_PER_SECOND = 3 * GiB
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain, combinations
 
 from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_flops, step_memory
-from hfpatch.memory.hardware import GPUS, Gpu
+from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.memory.seconds import step_time
 from hfpatch.memory.shape import KEEPABLE
 
@@ -22,8 +22,8 @@ TILES = (1024, 2048, 4096, 8192, 16384)
 TILE_MOST = 8192
 # Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
-# Of pinned memory that is kept for speed alone: what a minute pins, at an assumed 3 GiB a second.
-PINNED_MOST = 180 * GiB
+# Of pinned memory that is kept for speed alone: what a minute of the first step pins.
+PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
 SAME = 1 + 1e-9  # predicted seconds this close are equal: less memory decides
 NOMINAL = "a100-80gb"  # whose rates decide where the device's are unknown

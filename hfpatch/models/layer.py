@@ -194,6 +194,8 @@ class Ask:
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
+        if self.answers.mixers:
+            return ()
         if torch.is_autocast_enabled(device):
             return tuple(n for n in names if n == "qkv")
         sources = self._sources()

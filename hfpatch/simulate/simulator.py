@@ -155,10 +155,14 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        for name in ("heads", "exchange"):
-            found = sys.modules.get(f"hfpatch.checkpoint.{name}")
-            if found is not None and cuda:
-                stack.enter_context(mock.patch.object(found, "pick", lambda q, k: "flash"))
+        for name in (
+            "checkpoint.heads",
+            "checkpoint.exchange",
+            "models.asking",
+        ):  # of tiled layers, and of those that run whole
+            user = sys.modules.get(f"hfpatch.{name}")
+            if user is not None and cuda:
+                stack.enter_context(mock.patch.object(user, "pick", lambda q, k: "flash"))
         for name in ("ops.attention", "models.layer", "models.asking"):
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:

@@ -57,6 +57,9 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     ("llama-3.1-8b", 16384, 1, "stock-checkpointing"), ("llama-3.1-8b", 16384, 1, "off"),
     *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=4096)) for p in KEEPS[2:5]),
     *(("llama-3.1-8b", 8192, 1, p) for p in KEEPS[1:3]), ("llama-3.1-8b", 8193, 1, KEEPS[0]),
+    # Norms of q and k keep what they are given, in a plain layer and in one tile's graph.
+    ("Qwen/Qwen3-8B", 8192, 1, Policy("gpu", plain=2)), ("Qwen/Qwen3-8B", 16384, 1, Policy("host", tile=16384)),
+    ("google/gemma-3-12b", 8192, 1, Policy("gpu", plain=1, keep=("gate_up",))),  # windows in a layer that runs whole
 ])  # fmt: skip
 def test_agrees_with_the_simulator(preset, tokens, batch, policy):
     compare(preset, tokens, batch, policy)
