@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
     from hfpatch import ops as ops
+    from hfpatch.checkpoint.device import arrived as arrived
     from hfpatch.memory.policy import Checkpointing as Checkpointing
+    from hfpatch.models.lora import prepare_for_lora as prepare_for_lora
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
     from hfpatch.planner.plan import Plan as Plan
@@ -22,7 +24,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
+    "arrived": "hfpatch.checkpoint.device",
     "undo": "hfpatch.patch",
+    "prepare_for_lora": "hfpatch.models.lora",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.plan",
@@ -33,7 +37,10 @@ _PUBLIC = {
 # The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what came later.
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
-__all__ = ["Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "ops", "plan", "profile", "undo"]
+__all__ = [
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "arrived", "ops", "plan", "prepare_for_lora",
+    "profile", "undo",
+]  # fmt: skip
 
 
 def _refuse_old(packages) -> None:

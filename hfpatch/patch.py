@@ -3,19 +3,27 @@
 Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names and checkpoints stay.
 """
 
+import weakref
 from collections import Counter
+from functools import partial
 
 from torch import nn
 
+from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session
+from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, modules_of, names_attention
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
+from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER
-from hfpatch.models.classes import is_mixed, swap, unswap
+from hfpatch.models.classes import is_mixed, replaced_forward, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
+from hfpatch.models.head import fuse, head_name, why_not_fused
 from hfpatch.models.layer import TiledLayer
-from hfpatch.models.loss import FusedCausalLM, fuse, head_name, not_its_own_loss, why_not_fused
+from hfpatch.models.log_probs import TrlHead
+from hfpatch.models.lora import widened
+from hfpatch.models.loss import FusedCausalLM, not_its_own_loss
 from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
@@ -33,8 +41,9 @@ _TOO_LATE = {
 }
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_prefill",
+    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
 
 
@@ -64,11 +73,11 @@ def _unpin(module: nn.Module) -> None:
 
     transformers 4.57 leaves the first after output_hidden_states=True, accelerate's mixed precision the second.
     """
-    forward, inner = vars(module).get("forward"), vars(module).get("_original_forward")
+    forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
     if getattr(forward, "__func__", None) is type(module).forward:
         del module.forward
     elif getattr(inner, "__func__", None) is type(module).forward and is_mixed(module):
-        del module.forward, module._original_forward
+        drop_wrapped_forward(module)
 
 
 def _base_config(model: nn.Module):
@@ -99,7 +108,7 @@ def _settings(checkpointing) -> Checkpointing | None:
 def apply(
     model: nn.Module,
     *,
-    rope: bool = True,
+    rope: "bool | str" = True,
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
@@ -111,11 +120,13 @@ def apply(
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
     Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
-    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings.
+    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to "other
+    models": a TRL trainer made with this model patches its reference model likewise, so that equal weights give equal numbers.
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
-    rope: fused rotary embedding of q and k, one launch for both.
+    rope: fused rotary embedding of q and k, one launch for both; "float64": besides, angles in float64, worth it above
+        131,072 tokens, where those of float32 are off by more than bfloat16 rounds.
     rms_norm: fused RMSNorm, and residual add with the norm after it.
     mlp: fused activation times up.
     loss: head and cross-entropy by chunks of tokens, logits never whole.
@@ -123,7 +134,7 @@ def apply(
         memory; "off" leaves transformers' own checkpointing as
         it is; a hfpatch.Checkpointing says what to keep and where.
     eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
-    train_logits: the same in training; "auto": outputs.logits is None.
+    train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
         Without it each layer is asked at its first call, and trusted.
 
@@ -137,6 +148,8 @@ def apply(
     for name, value in (("eval_logits", eval_logits), ("train_logits", train_logits)):
         if value not in ("auto", True, False):
             raise ValueError(f'hfpatch: {name} must be "auto", True or False, {value!r} came; leave it "auto".')
+    if rope not in (True, False, "float64"):
+        raise ValueError(f'hfpatch: rope must be True, False or "float64", {rope!r} came; leave it True.')
     _refuse_wrapped(model)
     _refuse_liger(model)
     config = _base_config(model)
@@ -155,8 +168,19 @@ def apply(
             fuse_parts(decoder, report)
         else:
             report.skipped.append((option, "not asked for"))
+    if rope == "float64":
+        _count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if loss:
         _fuse_loss(decoder, eval_logits, train_logits, report)
+        if decoder.causal is not None:
+            vars(decoder.causal)["_hfpatch_beside"] = partial(
+                apply,
+                **asked,
+                checkpointing=checkpointing,
+                eval_logits=eval_logits,
+                train_logits=train_logits,
+                verdict=verdict,
+            )
     else:
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
@@ -216,9 +240,7 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
     for module in decoder.stack.modules():
         if not type(module).__name__.endswith("Attention") or is_mixed(module):
             continue
-        reason = parts.rope_reason(type(module))
-        if "forward" in vars(module):
-            reason = "its forward is replaced on the instance (Liger or use_kernels)"
+        reason = replaced_forward(module) or parts.rope_reason(type(module))
         if reason:
             left[type(module).__name__, reason] += 1
             continue
@@ -230,14 +252,18 @@ def _fuse_rope(decoder: Decoder, report: Report) -> None:
 def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:
     model = decoder.causal
     name = None if model is None else head_name(model)
-    if model is None or "forward" in vars(model):
-        why = (
-            "no head with labels in this model" if model is None else "the model's forward is replaced on the instance"
-        )
+    trl = None if model is None else TrlHead.of(vars(model).get("forward"))
+    if model is None or trl is None and "forward" in vars(model):
+        why = "no head with labels in this model" if model is None else replaced_forward(model)
         report.skipped.append(("loss", why))
         return
+    if trl is not None:
+        del model.forward
+        report.notes.append(
+            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies without logits."
+        )
     swap(model, FusedCausalLM)
-    model._hfpatch_head_name, model._hfpatch_norm_path = name, decoder.norm_path
+    model._hfpatch_trl, model._hfpatch_head_name, model._hfpatch_norm_path = trl, name, decoder.norm_path
     model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
     if reason:
@@ -250,9 +276,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
     if "forward" in vars(stack):
-        report.skipped.append(
-            ("checkpointing", "the decoder's forward is replaced on the instance (Liger or use_kernels)")
-        )
+        report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
     if not found.ours and found.alone:
         report.skipped.append(("checkpointing", found.alone))
@@ -266,29 +290,39 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     if found.alone:
         report.skipped.append(("checkpointing", found.alone))
         return
-    replaced = [type(m).__name__ for m in layers if "forward" in vars(m)]
+    replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
     if replaced:
-        report.skipped.append(("checkpointing", f"{replaced[0]}: its forward is replaced on the instance"))
+        report.skipped.append(("checkpointing", replaced[0]))
         return
-    shape = _shape(stack.config)
+    shape = as_trained(_shape(stack.config), layers[0])
     session = Session(settings, shape, len(layers))
+    session.owner = weakref.ref(decoder.causal or stack)
     stack._hfpatch_session = session
     names = Counter(type(layer).__name__ for layer in layers)
-    for layer, answer in zip(layers, found.answers):
+    for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         swap(layer, TiledLayer)
+        layer._hfpatch_index = index
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         layer._hfpatch_asks = ask_layer
-        # ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same).
-        layer._z3_leaf = True
+        gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
+        rest = stack.embed_tokens  # a family's own, that scales what it looks up; a parametrized one stays as it is
+        if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
+            swap(rest, parts.FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
-    if shape is not None and not whole:
+    wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
+    if wide:
+        report.notes.append(
+            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
+            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
+        )
+    if shape is not None and not whole and not shape.whole_because:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
@@ -299,10 +333,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
 
 def _configs(decoder: Decoder) -> tuple:
     """The configs that the stack and what is in it read, each once."""
-    found = {
-        id(c): c for m in decoder.stack.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")
-    }
-    return tuple(found.values())
+    configs = (getattr(m, "config", None) for m in decoder.stack.modules())
+    return tuple({id(c): c for c in configs if names_attention(c)}.values())
 
 
 def _shape(config) -> ModelShape | None:
@@ -335,17 +367,22 @@ def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is."""
+    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is.
+
+    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model).
+    """
     sessions = set()
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
             unswap(module)
+        trl = vars(module).get("_hfpatch_trl")
+        if trl is not None:
+            vars(module)["forward"] = trl.theirs
         session = vars(module).get("_hfpatch_session")
         if session is not None:
             sessions.add(session)
-            if "_z3_leaf" in vars(module):
-                del module._z3_leaf
+            gather_as_one(module, False)
         for mark in _MARKS:
             vars(module).pop(mark, None)
     for session in sessions:

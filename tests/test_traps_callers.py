@@ -366,48 +366,7 @@ def test_undo_under_peft():
     assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
-# --- TRL ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["apply first", "trainer first"])
-def test_sft_trainer(order, tmp_path):
-    """SFTTrainer brings a loss of its own; norms, MLP and layers stay ours, the loss is stock's, whatever the order."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"t{i}": i for i in range(tiny.VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t3")),
-        pad_token="t0",
-        eos_token="t2",
-        unk_token="t3",
-    )
-    rows = datasets.Dataset.from_dict({"input_ids": tiny.ids(8, seed=4).tolist()})
-
-    def losses(name):
-        model = tiny.llama()
-        if name == "apply first":
-            hfpatch.apply(model, checkpointing=tiny.TILED)
-        settings = trl.SFTConfig(
-            output_dir=str(tmp_path / name), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False, seed=3,
-            learning_rate=1e-2, gradient_checkpointing=False, dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)
-        if name == "trainer first":
-            hfpatch.apply(trainer.model, checkpointing=tiny.TILED)
-        trainer.train()
-        kinds = {type(m).__module__ for m in model.model.layers}
-        assert kinds == ({"hfpatch.models.layer"} if name != "stock" else {type(model.model.layers[0]).__module__})
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL's own, about settings that this tiny run does not have
-        plain, got = losses("stock"), losses(order)
-    assert len(got) == 2 and got == pytest.approx(plain, abs=1e-4)
+# --- Liger -------------------------------------------------------------------------------------------------------------------
 
 
 def test_callback_refuses_liger(tmp_path):

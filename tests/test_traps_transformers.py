@@ -443,3 +443,30 @@ def test_layers_of_another_kind_are_checkpointed_whole(offload):
         assert (got[name] - value).norm() <= 1e-5 * value.norm().clamp_min(1e-3), name
     hfpatch.undo(ours)
     assert tiny.classes(ours) == tiny.classes(stock)
+
+
+def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():
+    """One whole graph for all lengths, as of transformers' own model."""
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock).eval()
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        ours, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph
+    )
+    for tokens in (12, 17):
+        ids = tiny.ids()[:, :1].expand(2, tokens).contiguous()
+        visible, positions = torch.ones_like(ids), torch.arange(tokens).expand(2, tokens).contiguous()
+        visible[0, -3:] = 0
+        batch = {
+            "input_ids": ids,
+            "attention_mask": visible,
+            "position_ids": positions,
+            "labels": ids,
+            "use_cache": False,
+        }
+        with torch.no_grad():
+            got, want = compiled(**batch), stock(**batch)
+        torch.testing.assert_close(got.logits, want.logits)
+        torch.testing.assert_close(got.loss, want.loss)
+    assert len(graphs) == 1

@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hfpatch.compat import version
+
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """A host buffer of nbytes (uint8). Every host buffer of the session is made here.
@@ -177,12 +179,8 @@ class ToHost:
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        if self.device.side is None:
-            self.device.side = self.device.stream()
-        side = self.device.side
         self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
-        for event in _arrivals(inputs, self.device):
-            self.device.wait(event, side)
+        side = _side_stream(self.device, inputs)
         with self.device.on(side), torch.no_grad():
             self.values = compute(*inputs)
             self.host = self.device.to_host(self.values)
@@ -200,18 +198,47 @@ class ToHost:
             self.device.wait(self.event, self.stream)
 
 
+def _side_stream(device: Device, inputs):
+    """The device's side stream, which from here on finds `inputs` complete."""
+    if device.side is None:
+        device.side = device.stream()
+    for event in _arrivals(inputs, device):
+        device.wait(event, device.side)
+    return device.side
+
+
+def beside(compute, *inputs: Tensor) -> list[Tensor]:
+    """compute(*inputs), a list of tensors, on the side stream: ToHost waits for them alone, the current stream for them too."""
+    device = device_for(inputs[0].device)
+    side = _side_stream(device, inputs)
+    with device.on(side), torch.no_grad():
+        found = compute(*inputs)
+        event = device.mark(side)
+    device.wait(event, device.current())
+    for x in found:
+        if x.device.type == "cuda":
+            x.record_stream(device.current())
+        x._hfpatch_arrived = (event, x._version)
+    return found
+
+
 def _arrivals(inputs, device: Device) -> list:
     noted = [vars(x).get("_hfpatch_arrived") for x in inputs]
-    if any(note is None or note[1] != x._version for note, x in zip(noted, inputs)):
+    if any(note is None or note[1] != version(x) for note, x in zip(noted, inputs)):
         return [device.mark()]
     return [event for event, _ in noted]
 
 
 def arrived(batch) -> None:
-    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued."""
+    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued.
+
+    For hand-written loops with gradient accumulation: call it on each batch (a dict of tensors) right after its copy to the
+    device, and fetch a step's batches before its first forward: what is then looked up about a batch (documents, the number
+    of labels) waits for its copy alone, not for the micro-step before. `hfpatch.Callback` does it in any Trainer.
+    """
     events: dict = {}
     for x in batch.values() if hasattr(batch, "values") else ():
         if isinstance(x, Tensor):
             if x.device not in events:
                 events[x.device] = device_for(x.device).mark()
-            x._hfpatch_arrived = (events[x.device], x._version)
+            x._hfpatch_arrived = (events[x.device], version(x))

@@ -42,6 +42,14 @@ class Attention:
         """How many groups, hence outputs, each call has."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
+    def join(self, outs: list[Tensor]) -> list[Tensor]:
+        """Each call's out [B, t, H, E] from those of its groups."""
+        joined, outs = [], list(outs)
+        for n in self.counts():
+            mine, outs = outs[:n], outs[n:]
+            joined.append(mine[0] if n == 1 else torch.cat(mine, 2))
+        return joined
+
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,13 +1,15 @@
 """A decoder layer as one autograd function: tile by tile everywhere but in attention, whose forward is never run twice.
 
-Forward keeps the layer's input x, the attention outputs and their log-sum-exp, and hands them to `offload.py`. Backward:
+Forward keeps the layer's input x, the attention outputs and their log-sum-exp (and what else the policy says: kept.py), and hands
+them to `offload.py`. Backward:
 
     A  for each tile: post(x, out) again under autograd; dx over the incoming gradient, dout into one buffer
     B  q, k, v again, tile by tile
     C  attention backward per group of KV heads; dq over q, dk over k, dv over v
     D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
 
-x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D.
+x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D. What is kept
+is not computed: q, k and v make B needless, the sum after attention the projection before it, and x in A.
 `pre` and `post` are asked of the layer's own forward (models/layer.py, `Ask`); it may call attention more than once.
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
@@ -19,54 +21,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.heads import Attention
-from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers, version
+from hfpatch.checkpoint.kept import Kept
+from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
-from hfpatch.memory.formula import Policy
+from hfpatch.compat import keeps_graph
+from hfpatch.memory.formula import Policy, tile_bounds
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
-RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
-
-
-def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
-    """Where the tiles of at most `tile` tokens, over all rows of the batch, start and end."""
-    step = max(1, tile // batch)
-    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
 # --- what one call of a layer remembers ---------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class LayerCall:
+@dataclass(eq=False, kw_only=True)
+class LayerCall(Kept):
     """One forward of one layer, and all that its backward needs."""
 
     layer: nn.Module
     session: "object"
-    policy: Policy
     ask: "object"  # models.layer.Ask: pre and post of a tile
-    device: torch.device
     places: list
-    private: tuple
-    shards: "object | None" = None  # checkpoint.shards.Shards: x is kept in parts, one a tensor-parallel rank
-    bounds: list[tuple[int, int]] = field(default_factory=list)
+    private: tuple = ()
     attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded
     shape: tuple = ()
     dtype: torch.dtype | None = None
-    x: Saved | None = None
-    outs: list[Saved] = field(default_factory=list)
-    lses: list[Saved] = field(default_factory=list)
     rng: dict = field(default_factory=dict)
-    queue: FetchQueue | None = None  # of its device and tier; None where nothing is kept
     earlier: "LayerCall | None" = (
         None  # the call before in the same segment, of which only the first keeps its input (every > 1)
     )
     position: int = 0  # in its segment
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
-    out_buffers: list | None = None
-    gone: bool = False
 
     def __post_init__(self):
         device = self.device.type
@@ -78,10 +66,6 @@ class LayerCall:
         self.random = any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in self.layer.modules())
 
     # -- pieces ------------------------------------------------------------------------------------------------------
-    @property
-    def transfers(self) -> Transfers:
-        return self.queue.transfers
-
     def _autocast(self):
         enabled, dtype, cache = self.autocast
         return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
@@ -124,16 +108,17 @@ class LayerCall:
         with self._random("attend", 0):
             return self.attention.backward(parts, douts, outs, lses, into)
 
-    def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool):
-        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs."""
-        joined, outs = [], list(outs_BtGE)
-        for n in self.attention.counts():
-            mine, outs = outs[:n], outs[n:]
-            out = mine[0] if len(mine) == 1 else torch.cat(mine, 2)
-            out = out.contiguous()  # DTensor weights (tensor parallelism) take no strided tile of a batch
-            joined.append(out.detach().requires_grad_(True) if grad else out)
+    def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool, **kept):
+        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs.
+
+        kept: what is `known` inside the tile, or to be `noted`.
+        """
+        # DTensor weights (tensor parallelism) take no strided tile of a batch.
+        joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
+        if grad:
+            joined = [out.detach().requires_grad_(True) for out in joined]
         with self._random("post", index):
-            return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad), joined
+            return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad, **kept), joined
 
     def _qkv(self, tiles):
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
@@ -153,30 +138,39 @@ class LayerCall:
         return whole
 
     # -- forward -----------------------------------------------------------------------------------------------------
-    def forward(self, x_BTD: Tensor, keep: str | None = "tier") -> list[Tensor]:
+    def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
 
-        keep: "tier" saves by the policy, "gpu" keeps all on the device (a segment run again), None nothing.
+        where: "tier" saves by the policy, "gpu" keeps inputs and attention outputs on the device (a segment run again),
+        None nothing.
         """
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
-        if keep == "gpu":
-            self.x = self.x or self._kept(x_BTD)
-        elif keep == "tier" and self.earlier is None:
+        if where == "gpu":
+            self.x = self.x or self.on_device(x_BTD)
+        elif where == "tier" and self.earlier is None:
             whole = self.shards is None
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
+        alone = where == "tier" and self.policy.every == 1
+        inside = self.keep_inside if alone else ()
         try:
             parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
             self.ask.store(parts)
             outs, lses = self._attend(parts)
+            if alone and "qkv" in self.keep:
+                self.qkv = [self.save(p) for p in parts]
             del parts
-            if keep == "gpu" or (keep == "tier" and self.policy.save_attention and self.policy.every == 1):
-                save = self.transfers.save if keep == "tier" else self._kept
+            if where == "gpu" or (alone and self.policy.save_attention):
+                save = self.transfers.save if where == "tier" else self.on_device
                 self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
             del lses
             whole = None
             for index, (a, b) in enumerate(self.bounds):
-                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False)[0]
+                noted = dict.fromkeys(inside)
+                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False, noted=noted)[0]
+                if inside:
+                    self.save_inside(noted)
+                del noted
                 if len(self.bounds) == 1:
                     whole = tiles
                     break
@@ -187,25 +181,14 @@ class LayerCall:
                 del tiles, tile
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
-            if keep is not None:
+            if where is not None:
                 self.transfers.settle()
         if self.autocast[0]:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return whole
 
-    @staticmethod
-    def _kept(x: Tensor) -> Saved:
-        return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
-
     # -- backward ----------------------------------------------------------------------------------------------------
-    def release(self) -> None:
-        """Returns every block; the graph cannot be walked again."""
-        for saved in (self.x, *self.outs, *self.lses):
-            if saved is not None:
-                saved.release()
-        self.outs, self.lses, self.out_buffers, self.gone = [], [], None, True
-
     def _materialise(self) -> None:
         """every > 1: runs the segment's layers again up to this one, keeping what their backward will want."""
         calls, call = [], self.earlier
@@ -219,74 +202,13 @@ class LayerCall:
                 if call is not base:
                     call.x = None
                 with AsInForward(call.places):
-                    x = call.forward(x, keep="gpu")[0]
-        self.x = self._kept(x)
+                    x = call.forward(x, where="gpu")[0]
+        self.x = self.on_device(x)
 
-    def _tile_requests(self, with_out: bool):
-        """One request a tile for the fetch queue: x into the ring, out into its whole buffers (or the ring when streamed)."""
-        if with_out:
-            self.out_buffers = None  # those of a backward that was cut short may still be read
-
-        def request(a, b, kept):
-            pieces = [(self.x, *kept, None)]
-            if with_out and self.outs and not self.outs[0].resident:
-                if self.policy.stream_attention:
-                    pieces += [(o, a, b, None) for o in self.outs]
-                else:
-                    if self.out_buffers is None:
-                        self.out_buffers = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
-                        self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
-                    pieces += [(o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)]
-            return pieces
-
-        return [lambda a=a, b=b, kept=kept: request(a, b, kept) for (a, b), kept in zip(self.bounds, self.kept_bounds)]
-
-    def _phases(self) -> list[bool]:
-        """Whether each pass over the tiles fetches out too, in the order of the passes."""
-        if len(self.bounds) == 1 or not self.ask.n_calls:
-            return [True]
-        return [True, False, False] if self.outs else [False, False, False]
-
-    def prefetch(self) -> None:
-        """Queues this call's first pass, so that its first tiles are under way before its backward starts."""
-        if self.x is None or self.x.resident or self.gone:
-            return
-        stream = self.policy.stream_attention and self.outs
-        B = self.x.shape[0]
-        nbytes = B * self.kept_bounds[0][1] * self.x.row_bytes
-        nbytes += B * self.bounds[0][1] * (sum(o.row_bytes for o in self.outs) if stream else 0)
-        self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes + 256 * (1 + len(self.outs)))
-        self.queue.push(self, self._tile_requests(self._phases()[0]))
-
-    @property
-    def kept_bounds(self) -> list[tuple[int, int]]:
-        """Where each tile of x lies in what is kept of it."""
-        return self.bounds if self.shards is None else self.shards.bounds(self.bounds)
-
-    def _whole(self, kept: Tensor, length: int) -> Tensor:
-        return kept if self.shards is None else self.shards.whole(kept, length)
-
-    def _tiles(self, with_out: bool):
-        """Yields (index, x tile, out tiles) of one pass; a tile's memory is re-used once the next is asked for."""
-        for index, (a, b) in enumerate(self.bounds):
-            if self.x.resident:
-                outs = [o.tensor()[:, a:b] for o in self.outs] if with_out else []
-                start, end = self.kept_bounds[index]
-                yield index, self._whole(self.x.tensor()[:, start:end], b - a), outs
-                continue
-            ticket = self.queue.next()
-            tensors = ticket.wait()
-            outs = tensors[1:]
-            if with_out and self.outs and self.outs[0].resident:
-                outs = [o.tensor()[:, a:b] for o in self.outs]
-            yield index, self._whole(tensors[0], b - a), outs
-            del tensors, outs
-            self.queue.release(ticket)
-
-    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, keep: bool):
+    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
         """(dx or None, gradients of the arguments that want one and of self.places).
 
-        private: dy may be overwritten; keep: the graph stays for another pass.
+        private: dy may be overwritten; retain: the graph stays for another pass.
         """
         if self.gone:
             raise RuntimeError(
@@ -297,13 +219,8 @@ class LayerCall:
         queue.begin()
         if self.earlier is not None and self.x is None:
             self._materialise()
-        streamed = not self.x.resident
-        if streamed:
-            if not queue.starts_with(self):
-                queue.reset()
-                self.prefetch()
-            for with_out in self._phases()[1:]:
-                queue.push(self, self._tile_requests(with_out))
+        if not self.x.resident:
+            self.push_passes()
         before = self.previous()
         if before is not None and before.earlier is None:
             before.prefetch()
@@ -312,66 +229,64 @@ class LayerCall:
         weights = WeightGradients(self.places, several=several)
         with torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
-            dx = run(dy_BTD, private, need_x, weights)
+            dx = run(dy_BTD, private, need_x, weights, retain)
             weights.round()
-        if not keep:
+        if not retain:
             self.release()
         self.out_buffers = None
         if before is None and not queue.under_way:
             queue.drop_ring()
-        return dx, [*darguments, *weights.sums]
-
-    def _lse_ticket(self):
-        if not self.lses:
-            return None
-        return self.transfers.fetch([(s, 0, s.shape[1], None) for s in self.lses])
+        return dx, [*darguments, *weights.handed_over()]
 
     def _pre_backward(self, parts, grads, dsinks) -> None:
         """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
         sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
         _walk([*parts, *sinks], [*grads, *(dsinks or [])])
 
-    def _backward_one(self, dy, private, need_x, weights):
-        """All four phases on one tile: x is fetched once and one graph of `pre` serves B and D."""
-        lse_ticket = self._lse_ticket()
-        for _, x, outs in self._tiles(with_out=True):
+    def _backward_one(self, dy, private, need_x, weights, retain):
+        """All four phases on one tile: x is fetched once and, where q, k, v are not kept, one graph of `pre` serves B and D."""
+        lse_ticket, qkv_ticket = self.ticket(self.lses), self.ticket(self.qkv)
+        for _, x, outs, known in self.tiles(self.passes()[0]):
             x = x.detach().requires_grad_(need_x)
-            parts = self._pre(x, 0)
+            parts = None if qkv_ticket else self._pre(x, 0)
             # The graph must not see its outputs overwritten by the gradients.
-            values = [p.detach().contiguous() for p in parts]
+            values = list(qkv_ticket.wait()) if qkv_ticket else [p.detach().contiguous() for p in parts]
             lses = lse_ticket.wait() if lse_ticket else None
             if not outs:
                 with torch.no_grad():
                     outs, lses = self._attend(values, again=True)
-            tiles, leaves = self._post(x, outs, 0, grad=True)
+            tiles, leaves = self._post(x, outs, 0, grad=True, known=known)
+            known.clear()
             _walk(tiles, [dy, *self.dextras])
             del tiles
             with torch.no_grad():
                 douts = [leaf.grad for leaf in leaves]
-                fresh = [torch.empty_like(p) for p in values]
-                dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses), fresh)
-            del douts, leaves, outs
+                fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
+                dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
+            del douts, leaves, outs, values
+            parts = parts or self._pre(x, 0, dead=True)
             self._pre_backward(parts, fresh, dsinks)
             dx = x.grad
         return dx
 
-    def _backward_tiles(self, dy, private, need_x, weights):
-        lse_ticket = self._lse_ticket()
-        parts = None
-        outs, lses = None, None
-        if self._phases()[0] is False:
+    def _backward_tiles(self, dy, private, need_x, weights, retain):
+        lse_ticket, qkv_ticket = self.ticket(self.lses), self.ticket(self.qkv)
+        parts, outs, lses, passes = None, None, None, iter(self.passes())
+        if self.mixes and not self.outs:
             # The attention outputs were not saved: B first, then attention again.
             with torch.no_grad():
-                parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+                parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
                 outs, lses = self._attend(parts, again=True)
 
         # A
         dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
         douts = None
-        for index, x_t, out_t in self._tiles(with_out=outs is None):
+        for index, x_t, out_t, known in self.tiles(next(passes)):
             a, b = self.bounds[index]
-            x_t = x_t.detach().requires_grad_(need_x)
-            tiles, leaves = self._post(x_t, out_t if outs is None else [o[:, a:b] for o in outs], index, grad=True)
+            x_t = (known["mid"][0] if x_t is None else x_t).detach().requires_grad_(need_x)
+            out_t = out_t if outs is None else [o[:, a:b] for o in outs]
+            tiles, leaves = self._post(x_t, out_t, index, grad=True, known=known)
+            known.clear()
             _walk(tiles, [None if d is None else d[:, a:b] for d in (dy, *self.dextras)])
             del tiles
             with torch.no_grad():
@@ -381,8 +296,13 @@ class LayerCall:
                     douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
-            x_t = out_t = leaves = leaf = None
-        if not need_x:
+            x_t = out_t = leaves = leaf = dout = None
+        parked = None
+        if self.policy.park and need_x and self.ask.n_calls:
+            parked, dx = self._park(dx), None
+        elif not need_x:
+            if private:
+                dy.data = dy.new_empty(0)
             dx = None
         weights.round()
         if not self.ask.n_calls:
@@ -390,16 +310,22 @@ class LayerCall:
 
         with torch.no_grad():
             if parts is None:
-                parts = self._qkv((i, x_t) for i, x_t, _ in self._tiles(with_out=False))
+                parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
             if lses is None:
                 lses = list(lse_ticket.wait()) if lse_ticket else []
-            dsinks = self._attend_backward(parts, douts, self._whole_outs(outs), lses, parts)
+            dsinks = self._attend_backward(parts, douts, self.whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
 
         # D
-        for index, x_t, _ in self._tiles(with_out=False):
+        if parked is not None:
+            dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
+            tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
+        for index, x_t, _, _ in self.tiles(next(passes)):
             a, b = self.bounds[index]
+            if parked is not None:
+                with torch.no_grad():
+                    dx[:, a:b] = tile_of_dx(index)
             x_t = x_t.detach().requires_grad_(need_x)
             graph = self._pre(x_t, index, dead=True)
             self._pre_backward(graph, [g[:, a:b] for g in parts], dsinks if index == 0 else None)
@@ -410,28 +336,36 @@ class LayerCall:
             del x_t
         return dx
 
-    def _whole_outs(self, outs):
-        """A function giving group g's whole attention output, freed (or fetched one ahead) as the groups go by."""
-        if outs is None and self.out_buffers is not None:
-            outs = self.out_buffers
-        if outs is not None:
+    def _again(self, names) -> list[Tensor]:
+        """q, k, v computed once more."""
+        return self._qkv((i, x_t) for i, x_t, _, _ in self.tiles(names))
 
-            def take(g):
-                out, outs[g] = outs[g], None
-                return out
+    def _kept_qkv(self, ticket, retain: bool) -> list[Tensor] | None:
+        """q, k, v as they were kept, to be overwritten by their gradients; None where they were not."""
+        if ticket is None:
+            return None
+        parts = list(ticket.wait())
+        return [p.clone() for p in parts] if retain and self.qkv[0].resident else parts
 
-            return take
-        if self.outs[0].resident:
-            return lambda g: self.outs[g].tensor()
-        fetch = lambda g: self.transfers.fetch([(self.outs[g], 0, self.outs[g].shape[1], None)])  # noqa: E731
-        tickets = {0: fetch(0)}
+    def _park(self, dx: Tensor) -> Saved:
+        """dx in the tier while attention runs backward. Its memory goes, though the caller's frames still name it."""
+        with torch.no_grad():
+            parked = self.transfers.save(dx)
+            self.transfers.settle()
+            dx.data = dx.new_empty(0)
+        return parked
 
-        def stream(g):
-            if g + 1 < len(self.outs):
-                tickets[g + 1] = fetch(g + 1)
-            return tickets.pop(g).wait()[0]
 
-        return stream
+def _one_ahead(fetch, count: int):
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under way."""
+    tickets = {0: fetch(0)}
+
+    def take(i):
+        if i + 1 < count:
+            tickets[i + 1] = fetch(i + 1)
+        return tickets.pop(i).wait()[0]
+
+    return take
 
 
 def _walk(outputs, grads) -> None:
@@ -463,24 +397,32 @@ class _TiledLayer(torch.autograd.Function):
         call.dextras = dextras
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keep)
+        dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
 
 
-def tiled_layer(session, ask, x: Tensor) -> list[Tensor]:
+def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
 
-    session: checkpoint.session.Session; ask: models.layer.Ask of this call. Without a gradient to come nothing is kept.
+    session: checkpoint.session.Session, which gave the policy; ask: models.layer.Ask of this call. Without a gradient to come
+    nothing is kept.
     """
     layer = ask.layer
     places = noted(layer)
     tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
-    policy = session.policy(layer, x)
-    call = LayerCall(layer, session, policy, ask, x.device, places, (), session.shards)
+    call = LayerCall(
+        layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places, shards=session.shards,
+        mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
+    )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         with torch.no_grad():
-            return call.forward(x, keep=None)
+            return call.forward(x, where=None)
+    call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
+    if call.keep != policy.keep and session.checkpointing.keep != "auto":
+        raise ValueError(
+            f"hfpatch: expected layers that can keep {', '.join(policy.keep)}, a {type(layer).__name__} came that spares itself "
+            'nothing by some of it (adapters, autocast, or another block); leave keep "auto".'
+        )
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)

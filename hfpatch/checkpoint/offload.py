@@ -22,14 +22,7 @@ from torch import Tensor
 from hfpatch.checkpoint.device import Block, Device, device_for
 from hfpatch.checkpoint.disk import DiskDirectory, File, Read
 from hfpatch.checkpoint.lease import Lease, Shelf
-
-# Tells one backward pass from another; -1 outside of one.
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
-def version(x: Tensor) -> int:
-    """How often x was written to in place; inference tensors do not count."""
-    return 0 if x.is_inference() else x._version
+from hfpatch.compat import graph_task, version
 
 
 class HostPool:
@@ -217,6 +210,7 @@ class Transfers:
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
         self.to_host, self.to_device = self.device.stream(), self.device.stream()
         self.unsettled: list[tuple[Tensor, object]] = []
+        self.copied: deque = deque()  # (sources, event of their copies), the oldest first
 
     # -- to the tier -------------------------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
@@ -242,13 +236,19 @@ class Transfers:
         nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
         return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
 
-    def settle(self) -> None:
-        """Lets go of the sources of all copies, their streams waiting for the copies first."""
+    def settle(self, under_way: int = 0) -> None:
+        """Lets go of the sources of copies, their streams waiting for these first.
+
+        under_way: how many calls' worth, the latest, may go on: what is saved tile by tile is let go a tile later.
+        """
         if self.unsettled:
-            copied = self.device.mark(self.to_host)
-            for stream in {stream for _, stream in self.unsettled}:
-                self.device.wait(copied, stream)
+            self.copied.append((list(self.unsettled), self.device.mark(self.to_host)))
             self.unsettled.clear()
+        while len(self.copied) > under_way:
+            sources, copied = self.copied[0]
+            for stream in {stream for _, stream in sources}:
+                self.device.wait(copied, stream)
+            self.copied.popleft()
 
     # -- from the tier -----------------------------------------------------------------------------------------------
     def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Lease | None = None) -> Ticket:
@@ -312,7 +312,7 @@ class FetchQueue:
 
     def begin(self) -> None:
         """Called where a pass may begin: starts clean where it is not the pass that filled the queue."""
-        task = _graph_task()
+        task = graph_task()
         if task != self.task:
             self.reset()
             self.drop_ring()

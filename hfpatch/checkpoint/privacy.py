@@ -9,12 +9,13 @@ import sys
 import torch
 from torch import Tensor
 
+from hfpatch import compat
+
 
 def holders(grad: Tensor) -> tuple[int, int, int]:
     """How many hold this tensor: in Python, in C++, and its storage."""
     # Where PyTorch does not tell, nothing counts as private: the gradient is copied, never overwritten.
-    users = grad._use_count() if hasattr(grad, "_use_count") else sys.maxsize
-    return sys.getrefcount(grad), users, torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), *compat.holders(grad)
 
 
 class _Probe(torch.autograd.Function):

@@ -2,20 +2,51 @@
 
 import dataclasses
 import os
+import sys
+import time
 import weakref
+from collections import Counter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.layer import LayerCall, tile_bounds
+from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.privacy import private_holders
-from hfpatch.checkpoint.shards import Shards, tensor_parallel_group
+from hfpatch.checkpoint.quantised import as_trained
+from hfpatch.checkpoint.room import Gauge, Room
+from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
-from hfpatch.memory.formula import ModelShape, Policy
-from hfpatch.memory.policy import Checkpointing, auto_tile, choose
+from hfpatch.memory.formula import ModelShape, Policy, tile_bounds
+from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
+from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
+from hfpatch.memory.sequence import rounds_of
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
+
+
+def _rounded(tokens: int) -> int:
+    """Up to the next sixteenth of a power of two."""
+    step = max(1, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
+
+
+def metered(device: torch.device) -> bool:
+    """Whether the device's free memory is known, and no other than what checkpoints may be kept in."""
+    return device.type == "cuda"
+
+
+def arrival_counts() -> bool:
+    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a plain layer and a tiled one
+    it is not the same, and ranks choose by their own memory and lengths."""
+    return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def say(line: str) -> None:
+    """To the user, by one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"hfpatch: {line}", file=sys.stderr, flush=True)
 
 
 class Session:
@@ -30,6 +61,12 @@ class Session:
         self.policies: dict[tuple, Policy] = {}
         self.queues: dict[tuple, FetchQueue] = {}  # by (device, tier): each with transfers of its own
         self.shards: Shards | None = None
+        self.rooms: dict[torch.device, Room] = {}
+        self.owner = lambda: None  # weak reference to the module whose parameters a step trains
+        self.planned: dict[Policy, int] = {}  # bytes on the device, by the closed form
+        self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
+        self.opened: set[tuple] = set()  # shapes whose host memory is reserved
+        self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
@@ -42,62 +79,128 @@ class Session:
         return Session, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
-    def policy(self, layer: nn.Module | None, x_BTD: Tensor) -> Policy:
+    def policy(self, layer: nn.Module | None, x_BTD: Tensor, sequence=None) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 
-        Raises ValueError where the host cannot hold what was asked for.
+        layer: None for one that cannot be tiled; sequence: the ranks that share its rows (checkpoint.exchange.Sequence), which
+        all choose alike. Raises ValueError where the host cannot hold what was asked for.
         """
+        self.sequence = sequence
         for queue in self.queues.values():
             queue.begin()
         B, T, _ = x_BTD.shape
+        device, training = x_BTD.device, torch.is_grad_enabled()
+        room = self._room(device)
+        first = room is not None and training and getattr(layer, "_hfpatch_index", None) == 0
+        if first:
+            self._look_back(room)
         whole = layer is None or self.shape is None
-        key = (B, T, x_BTD.dtype, x_BTD.device, whole)
+        # Lengths that are close have one policy: it is chosen for the longest of them.
+        longest = T if room is None else _rounded(T)
+        key = (B, longest, x_BTD.dtype, device, whole, sequence)
         policy = self.policies.get(key)
         if policy is None:
-            policy = self._resolve(B, T, x_BTD, whole, layer is not None and is_sharded(layer))
-            if x_BTD.device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
-                processors = torch.cuda.get_device_properties(x_BTD.device).multi_processor_count
-                self._refuse_large_splits(B, T, processors, memory.gpu_free(x_BTD.device))
-            if policy.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={policy.every} runs several layers at once, which parameters sharded layer by layer "
-                    "do not allow; use Checkpointing(every=1) with a directory as offload where host memory is short."
-                )
-            # Layers that run again from one input keep what they are given; only a layer of its own gives x in parts.
-            group = tensor_parallel_group(layer) if not whole and policy.every == 1 else None
-            if group is not None and self.shards is None:
-                self.shards = Shards(group)
-            if torch.is_grad_enabled():
-                self._open(policy, whole, B, T, x_BTD)
-            self.policies[key] = policy  # last: what failed before is tried again
-        elif torch.is_grad_enabled() and (x_BTD.device, policy.offload) not in self.queues:
+            self.shape = as_trained(self.shape, layer)
+            policy = self._chosen(layer, x_BTD, longest, whole)
+        opened = (*key, T)
+        if training and (opened not in self.opened or (device, policy.offload) not in self.queues):
             self._open(policy, whole, B, T, x_BTD)
+            self.opened.add(opened)
+        self.policies[key] = policy  # last: what failed before is tried again
+        if first:
+            room.begin(self.planned.get(policy))
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, sharded: bool) -> Policy:
+    def _room(self, device: torch.device) -> Room | None:
+        if not metered(device):
+            return None
+        if device not in self.rooms:
+            owner = self.owner
+            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters())
+        return self.rooms[device]
+
+    def _look_back(self, room: Room) -> None:
+        """Where the last step showed that there is less memory than was thought, or more, shapes get other policies."""
+        learnt = room.look()
+        if learnt is not None:
+            self.policies.clear()
+            self.opened.clear()
+        if learnt:
+            say(f"{learnt}: layers keep less from now on.")
+        if self.began is not None and room.stepped:
+            took, self.began = time.monotonic() - self.began, None
+            say(
+                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."
+            )
+
+    def is_plain(self, layer: nn.Module, policy: Policy) -> bool:
+        """Whether this is one of the last layers, which keep everything."""
+        return layer._hfpatch_index >= self.n_layers - policy.plain
+
+    def _chosen(self, layer: nn.Module | None, x_BTD: Tensor, T: int, whole: bool) -> Policy:
+        B, device = x_BTD.shape[0], x_BTD.device
+        group = None if whole else tensor_parallel_group(layer)
+        policy = self._resolve(B, T, x_BTD, whole, layer is not None and is_sharded(layer), group)
+        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
+        if policy.every > 1 and is_sharded(layer):
+            raise ValueError(
+                f"hfpatch: every={policy.every} runs several layers at once, which parameters sharded layer by layer "
+                "do not allow; use Checkpointing(every=1) with a directory as offload where host memory is short."
+            )
+        # Layers that run again from one input keep what they are given; only a layer of its own gives x in parts.
+        if group is not None and policy.every == 1 and self.shards is None:
+            self.shards = Shards(group)
+        return policy
+
+    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, sharded: bool, group=None) -> Policy:
+        """group: ranks that run each layer between them, and so must choose alike."""
         settings = self.checkpointing
         if sharded and settings.every == "auto":
             settings = dataclasses.replace(settings, every=1)
-        if x.device.type != "cuda" and settings.offload == "auto":
+        room = self._room(x.device)
+        if room is None and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
+        plain = 0 if settings.plain == "auto" else settings.plain
+        if arrival_counts():
+            settings = dataclasses.replace(settings, plain=plain)
         if self.shape is None:
             # Sizes that no closed form describes: everything that is worth keeping goes to the host.
             tier = "disk" if settings.directory else "host" if settings.offload == "auto" else settings.offload
             every = 1 if whole or settings.every == "auto" else settings.every
             save = not whole and (every == 1 if settings.save_attention == "auto" else settings.save_attention)
             tile = auto_tile(B * T) if settings.tile == "auto" else settings.tile
-            return Policy(offload=tier, every=every, save_attention=save, tile=tile)
+            keep = () if whole or settings.keep == "auto" else tuple(settings.keep)
+            return Policy(offload=tier, every=every, save_attention=save, tile=tile, plain=plain, keep=keep)
         if whole:
-            settings = dataclasses.replace(
-                settings, every=1, save_attention=False
-            )  # each layer keeps its input, no more
-        return choose(
-            settings, self.shape, batch=B, tokens=T, itemsize=x.element_size(),
-            gpu_free=memory.gpu_free(x.device) if x.device.type == "cuda" else None,
-            host_free=self._host_free(),
-            n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            # Each layer keeps its input, no more: no closed form knows what else they would.
+            settings = dataclasses.replace(settings, every=1, save_attention=False, plain=plain, keep=())
+        # An engine that shards weights gathers two layers' and one layer's gradients.
+        gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
+        free = [None if room is None else room.bytes(gathered), self._host_free()]
+        shape, together = self.shape, group is not None
+        if self.sequence is not None and not whole:
+            free, together = self.sequence.least(*free), True
+            shape = dataclasses.replace(shape, ranks=self.sequence.size)
+        elif together:
+            free = least_of(group, free, x.device)
+        if room is not None and together:
+            room.alone = False
+        option = decide(
+            settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
+            n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpu=room and room.gpu,
         )  # fmt: skip
+        self.planned[option.policy] = option.device
+        if room is not None:
+            kept = describe(option.policy, self.shape.num_layers)
+            pin = option.host / PIN_BYTES_PER_SECOND
+            say(
+                f"{B} x {T:,} tokens: {kept}; {option.device / 2**30:.1f} of {free[0] / 2**30:.1f} GiB free on the device, "
+                f"{option.host / 2**30:.1f} GiB on the host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}."
+            )
+        return option.policy
 
     def _host_free(self) -> int | None:
         """Free host memory, what this session's own pool holds in wait counted as free."""
@@ -107,8 +210,12 @@ class Session:
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
         s = self.shape
-        heads = heads_per_group(B, T, s.num_heads, s.num_kv_heads) * (s.num_heads // s.num_kv_heads)
-        scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        heads = s.num_heads // self._groups(B, T)
+        if self.sequence is None:
+            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        else:
+            ranks = self.sequence.size
+            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
         activations = 6 * B * T * s.hidden_size * 2
         if scratch + activations > free:
             raise ValueError(
@@ -116,6 +223,13 @@ class Session:
                 f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
                 "call torch.use_deterministic_algorithms(False) or shorten the sequence."
             )
+
+    def _groups(self, B: int, T: int) -> int:
+        """In how many parts a layer's heads go through the kernels."""
+        s = self.shape
+        if self.sequence is None:
+            return s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
+        return rounds_of(B, T * self.sequence.size, s.num_heads, s.num_kv_heads, self.sequence.size).count
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Copies for this policy; blocks of another length are given back first."""
@@ -128,7 +242,9 @@ class Session:
         sizes = self._block_sizes(policy, whole, B, T, x.element_size())
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:
+            began = time.monotonic()
             transfers.pool.reserve(sizes)
+            self.pinning += time.monotonic() - began
 
     @property
     def transfers(self) -> Transfers | None:
@@ -137,16 +253,26 @@ class Session:
 
     def _block_sizes(self, policy: Policy, whole: bool, B: int, T: int, itemsize: int) -> dict[int, int]:
         """How many host blocks of which size one step takes: {bytes: count}."""
-        n, s, rows = -(-self.n_layers // policy.every), self.shape, B * T
-        kept = rows
+        tiled, s, rows = self.n_layers - min(policy.plain, self.n_layers), self.shape, B * T
+        bounds, kept = tile_bounds(B, T, policy.tile), rows
         if self.shards is not None and not whole:
-            kept = B * self.shards.bounds(tile_bounds(B, T, policy.tile))[-1][1]
-        sizes = {kept * s.hidden_size * itemsize: n}
-        if policy.save_attention and policy.every == 1:
-            groups = s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
-            for nbytes in (rows * s.q_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
-                sizes[nbytes] = sizes.get(nbytes, 0) + n * groups
-        return sizes
+            kept = B * self.shards.bounds(bounds)[-1][1]
+        sizes = Counter({kept * s.hidden_size * itemsize: -(-tiled // policy.every)})
+        if policy.park and not whole:
+            sizes[rows * s.hidden_size * itemsize] += 1
+        if policy.every > 1 or whole:
+            return sizes
+        if policy.save_attention:
+            groups = self._groups(B, T)
+            for nbytes in (rows * s.out_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
+                sizes[nbytes] += tiled * groups
+        if "qkv" in policy.keep:
+            for columns in (s.q_size, s.kv_size, s.v_size):
+                sizes[rows * columns * itemsize] += tiled
+        for a, b in bounds:
+            sizes[B * (b - a) * s.hidden_size * itemsize] += tiled * ("mid" in policy.keep)
+            sizes[B * (b - a) * s.intermediate_size * itemsize] += 2 * tiled * ("gate_up" in policy.keep)
+        return +sizes
 
     # -- the order of calls ------------------------------------------------------------------------------------------
     def private(self, x: Tensor) -> tuple:
@@ -176,3 +302,5 @@ class Session:
             queue.transfers.close()
         self.queues.clear()
         self.policies.clear()
+        self.opened.clear()
+        self.rooms.clear()

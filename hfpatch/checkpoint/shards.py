@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hfpatch.compat import other_hooks
+
 
 def tensor_parallel_group(layer: nn.Module):
     """The group of ranks that hold this layer's weights between them and see the same input; None where there is none.
@@ -18,7 +20,7 @@ def tensor_parallel_group(layer: nn.Module):
     norms): then inputs differ and nothing is shared.
     """
     norm = getattr(layer, "input_layernorm", None)
-    if norm is None or "forward" in vars(norm) or norm._forward_pre_hooks:
+    if norm is None or "forward" in vars(norm) or other_hooks(norm):
         return None
     for parameter in layer.parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -26,6 +28,13 @@ def tensor_parallel_group(layer: nn.Module):
             if any(placement.is_shard() for placement in parameter.placements):
                 return mesh.get_group()
     return None
+
+
+def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
+    """Each number's least over the ranks of a group, all of which call this together; None stays None."""
+    least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return [None if n < 0 else n for n in least.tolist()]
 
 
 class Shards:

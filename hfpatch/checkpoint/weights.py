@@ -11,6 +11,8 @@ there the tensors of the moment are the same weights.
 import torch
 from torch import Tensor, nn
 
+from hfpatch.compat import is_flat, is_view_of_flat, parameters_of, under_zero3, version
+
 STANDS_FOR = "_hfpatch_stands_for"
 
 
@@ -22,11 +24,12 @@ class Place:
     def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool):
         self.module, self.name, self.trained = module, name, tensor.requires_grad
         self.tensor = None if gathered else tensor
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.version = version(tensor)
 
     @property
     def _table(self) -> dict:
-        return self.module._parameters if self.name in self.module._parameters else vars(self.module)
+        own = parameters_of(self.module)
+        return own if self.name in own else vars(self.module)
 
     def now(self) -> Tensor:
         return self._table[self.name]
@@ -38,7 +41,7 @@ class Place:
         """The tensor that forward used. RuntimeError where it was written to since."""
         if self.tensor is None:
             return self.now()
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
+        if version(self.tensor) != self.version:
             raise RuntimeError(
                 f"hfpatch: expected the weights that forward used, {type(self.module).__name__}.{self.name} was modified in "
                 "place before its backward; step the optimizer (or edit weights) after backward."
@@ -49,9 +52,7 @@ class Place:
 def is_sharded(module: nn.Module) -> bool:
     """Whether an engine gathers this module's parameters around its calls (ZeRO-3, FSDP)."""
     names = {c.__name__ for c in type(module).__mro__}
-    return "FSDPModule" in names or any(
-        hasattr(p, "ds_id") or hasattr(p, "_is_flat_param") for p in module.parameters()
-    )
+    return "FSDPModule" in names or under_zero3(module) or any(map(is_flat, module.parameters()))
 
 
 def noted(layer: nn.Module) -> list[Place]:
@@ -63,13 +64,14 @@ def noted(layer: nn.Module) -> list[Place]:
     places, seen, sharded = [], set(), is_sharded(layer)
     for module in layer.modules():
         plain = ((n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf)
-        for name, tensor in [*module._parameters.items(), *plain]:
+        own = parameters_of(module)
+        for name, tensor in [*own.items(), *plain]:
             if tensor is not None and id(tensor) not in seen:
                 if hasattr(tensor, STANDS_FOR):  # Ctrl-C in the very moment of putting the parameters back
                     tensor = getattr(tensor, STANDS_FOR)
                     Place(module, name, tensor, False).put(tensor)
                 seen.add(id(tensor))
-                gathered = sharded or name not in module._parameters or hasattr(tensor, "_fsdp_flattened")
+                gathered = sharded or name not in own or is_view_of_flat(tensor)
                 places.append(Place(module, name, tensor, gathered))
     return places
 
@@ -128,6 +130,12 @@ class WeightGradients:
         for index, original in enumerate(self.originals):
             if self.sums[index] is not None:
                 self.sums[index] = self.sums[index].to(original.dtype)
+
+    def handed_over(self) -> list[Tensor | None]:
+        """The gradients, of `trained`. None stays here: what still holds a stand-in (sinks that attention was asked for) holds
+        its hook, and so this; the engine then copies each gradient and the first one lives as long as the loss."""
+        sums, self.sums = self.sums, []
+        return sums
 
     def __exit__(self, *exc):
         for place, tensor in self.before:

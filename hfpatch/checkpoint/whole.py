@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hfpatch.compat import same_storage
+
 
 class _Held:
     """One layer's input on its way through the tier. before: that of the layer which gave it, whose backward comes next."""
@@ -34,14 +36,13 @@ class _Held:
         return x
 
 
-def offloaded_checkpoint(session, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the session's policy says, of another shape on the device.
+def offloaded_checkpoint(session, policy, run, x_BTD: Tensor):
+    """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on the device.
 
     `run` is called again in backward.
     """
-    if x_BTD.dim() != 3:
+    if policy is None:
         return checkpoint(run, x_BTD, use_reentrant=False)
-    policy = session.policy(None, x_BTD)
     if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
     transfers = session.queues[x_BTD.device, policy.offload].transfers
@@ -70,5 +71,5 @@ def offloaded_checkpoint(session, run, x_BTD: Tensor):
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at one place; a simulated tensor has no address."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    """Whether both start at one place."""
+    return same_storage(a, b) and a.storage_offset() == b.storage_offset()

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hfpatch import OLDEST
+from hfpatch.memory.locks import left_builds
 from hfpatch.profiling.timeline import size
 
 PACKAGES = ("hfpatch", "torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl", "peft",
@@ -46,10 +47,18 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "files", nargs="*", metavar="FILE", help="accelerate or training configs to look into (YAML, JSON)"
     )
+    parser.add_argument(
+        "--model", help="what hfpatch does to this model in place of all that: a preset, a folder, a hub id"
+    )
+    parser.add_argument("--families", action="store_true", help="the same of many families, as README's table")
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
+    if args.model or args.families:
+        from hfpatch.commands import support
+
+        return support.main(args)
     facts = gather(args.files)
     found = problems(facts)
     if args.json:
@@ -70,6 +79,7 @@ def gather(files=()) -> dict:
     if versions["hfpatch"] is None:
         versions["hfpatch"] = importlib.import_module("hfpatch").__version__
     facts = {"versions": versions, "drivers": _driver(), "limits": _limits(), "configs": _configs(files)}
+    facts["left_builds"] = left_builds()
     facts |= _torch_facts() if versions["torch"] else {"torch_cuda": None, "gpus": [], "attention": {}}
     names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES",
              "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
@@ -252,6 +262,9 @@ def _limit_problems(facts):
             f"The container may use {share:.0f} of the machine's {whole:.0f} GiB: offloaded memory counts against it."
         )
         yield Problem(what, "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much")
+    for lock in facts.get("left_builds", ()):
+        what = f"{lock} is left from a build of a C++ extension that was killed: DeepSpeed waits for it for ever."
+        yield Problem(what, f"rm {lock}")
     if len(gpus) > 1 and limits["shared_memory_bytes"] is not None and limits["shared_memory_bytes"] < GiB:
         what = (
             f"/dev/shm has {limits['shared_memory_bytes'] >> 20} MiB: NCCL and data workers of several GPUs need more."
@@ -276,7 +289,7 @@ def _config_problems(facts):
             if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(value):
                 what = f"{path} turns on FSDP's own activation checkpointing ({key}), which goes around hfpatch's."
                 yield Problem(what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers")
-            if name in ("use_liger_kernel", "use_kernels") and _set(value):
+            if name == "use_liger_kernel" and _set(value):
                 what = f"{path} sets {key}: it would replace what hfpatch replaced."
                 yield Problem(what, f"set {key} to false; hfpatch brings its own kernels")
             if name == "fsdp_version" and str(value) == "1":

@@ -43,6 +43,8 @@ _WORDS = (
     (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
      r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete", BAD_INPUT, _BROKEN),
 )  # fmt: skip
+# What a data loader's worker raised comes with its traceback as text.
+_IN_WORKER = re.compile(r"^Caught \w+ in \w+ worker process .*(?=hfpatch: )")
 _SECRET = re.compile(r"\bhf_\w{6,}")
 
 
@@ -89,6 +91,7 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
 def explain(error: BaseException) -> tuple[str, int] | None:
     """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure; None for a bug."""
     text = " ".join(str(error).split())
+    text = _IN_WORKER.sub("", text)
     if text.startswith("hfpatch:"):
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:

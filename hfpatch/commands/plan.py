@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 
+from hfpatch.memory.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import Checkpointing
@@ -26,9 +27,13 @@ def add_arguments(parser) -> None:
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
+    add("--sp-size", type=int, default=1, help="GPUs that share each sequence: Ulysses, context parallelism (1)")
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     where = "auto, least (device memory), gpu, host, a directory, off; or stock, stock-checkpointing: transformers without hfpatch"
+    add("--lora-r", type=int, default=0, help="train LoRA adapters of this rank over a frozen base (0: all weights)")
+    add("--base", default="bf16", choices=list(BASES), help="of --lora-r: how the base's weights are kept (bf16)")
+    add("--lora-target", default=ALL_LINEAR, help="of --lora-r: names of Linear layers with commas (all-linear)")
     add("--checkpointing", default="auto", metavar="WHERE", help=where)
     add("--every", default="auto", type=flag(parse_word), help="keep every k-th layer's input (auto)")
     add("--save-attention", default="auto", type=flag(parse_word), help="keep attention outputs: true, false (auto)")
@@ -52,15 +57,25 @@ def _checkpointing(args):
     return replace(Checkpointing.of(args.checkpointing), **fields)
 
 
+def _adapters(args) -> Adapters | None:
+    """What --lora-r and its companions ask for. ValueError where they come without it."""
+    if args.lora_r:
+        return Adapters.of(args.lora_r, args.base, args.lora_target)
+    if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
+        raise ValueError("hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16.")
+    return None
+
+
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
     from hfpatch.planner.models import resolve
-    from hfpatch.planner.simulated import simulated_beyond
+    from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
+    shape = replace(shape, adapters=_adapters(args))
     # Where gradients do not stay, the moment is that of the most activations.
-    own = resident(found.placement, shape, found.gpus).gradients is None
-    return judged(found, simulated_beyond(config, found, at_peak=own))
+    stays = resident(found.placement, shape, found.gpus, isinstance(found.policy, str))
+    return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 
 def _found(args, seq_len: int, common: dict):
@@ -68,10 +83,11 @@ def _found(args, seq_len: int, common: dict):
     try:
         found = plan(args.model, seq_len=seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
     except UnknownFamily:
-        if not args.simulate:
+        if not args.simulate or args.lora_r:
             raise
         from hfpatch.planner.simulated import simulated_plan
 
+        del common["adapters"]
         return simulated_plan(args.model, seq_len=seq_len, placement=args.placement, **common)
     return _simulated(args, found) if args.simulate else found
 
@@ -80,13 +96,13 @@ def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
-        "checkpointing": _checkpointing(args),
+        "checkpointing": _checkpointing(args), "adapters": _adapters(args), "sp_size": args.sp_size,
     }  # fmt: skip
     if args.png and not args.sweep:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
     if args.sweep:
         lengths = parse_lengths(args.sweep)
-        names = candidates(args.placement, args.gpus)
+        names = candidates(args.placement, args.gpus, bool(args.lora_r))
         plans = [plan(args.model, seq_len=n, placement=p, **common) for p in names for n in lengths]
         print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
         if args.png:

@@ -6,10 +6,10 @@ import time
 import torch
 
 from hfpatch.commands.failures import Parser
-from hfpatch.memory.formula import Policy
+from hfpatch.memory.formula import ModelShape, Policy
 from hfpatch.memory.limits import check_ranges, flag, parse_length, parse_word
-from hfpatch.memory.policy import auto_tile
-from hfpatch.memory.presets import PRESETS, preset_config
+from hfpatch.memory.policy import Checkpointing, auto_tile, choose
+from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
 from hfpatch.simulate.simulator import simulate
 
@@ -18,7 +18,7 @@ _TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or
 
 def main(argv=None) -> int:
     parser = Parser(prog="python -m hfpatch.commands.simulate", description=__doc__)
-    parser.add_argument("--preset", default="llama-3.1-8b", choices=PRESETS)
+    parser.add_argument("--preset", default="llama-3.1-8b", help=f"{', '.join((*PRESETS, *MODELS))}")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
     parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
     parser.add_argument("--batch", type=int, default=1)
@@ -28,7 +28,7 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--policy", nargs="*", default=[], metavar="FIELD=VALUE",
         help="fields of the policy that hfpatch follows: offload=host every=1 save_attention=true "
-        "stream_attention=false tile=8192 (the default)",
+        "stream_attention=false tile=8192 (the default); or least: the one of least device memory",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
@@ -36,20 +36,10 @@ def main(argv=None) -> int:
     config = preset_config(args.preset)
     if args.layers:
         config["num_hidden_layers"] = args.layers
-    fields = {}
-    for pair in args.policy:
-        name, equals, value = pair.partition("=")
-        if not equals or name not in Policy.__dataclass_fields__:
-            known = ", ".join(Policy.__dataclass_fields__)
-            raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
-        fields[name] = parse_word(value)
-        wanted = type(Policy.__dataclass_fields__[name].default)
-        if type(fields[name]) is not wanted or name == "offload" and value not in ("gpu", "host", "disk"):
-            raise ValueError(f"hfpatch: --policy {name}= takes {_TAKES[wanted]}, {value!r} came; write such a value.")
-    fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
-    model = prepare(build(config, getattr(torch, args.dtype)), args.impl)
+    policy = _policy(args, ModelShape.from_config(config))
     started = time.perf_counter()
-    found = simulate(model, args.batch, args.seq_len, steps=args.steps, policy=Policy(**fields))
+    model = prepare(build(config, getattr(torch, args.dtype)), args.impl)
+    found = simulate(model, args.batch, args.seq_len, steps=args.steps, policy=policy)
     result = found.to_dict() | {
         "beyond_gib": found.beyond_bytes / 2**30,
         "host_gib": found.host_peak_bytes / 2**30,
@@ -65,6 +55,24 @@ def main(argv=None) -> int:
         print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
     print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")
     return 0
+
+
+def _policy(args, shape: ModelShape) -> Policy:
+    """What --policy says, every layer's input and attention output on the host where it says nothing."""
+    if args.policy == ["least"]:
+        return choose(Checkpointing.of("least"), shape, batch=args.batch, tokens=args.seq_len)
+    fields = {}
+    for pair in args.policy:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in Policy.__dataclass_fields__:
+            known = ", ".join(Policy.__dataclass_fields__)
+            raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
+        fields[name] = parse_word(value)
+        wanted = type(Policy.__dataclass_fields__[name].default)
+        if type(fields[name]) is not wanted or name == "offload" and value not in ("gpu", "host", "disk"):
+            raise ValueError(f"hfpatch: --policy {name}= takes {_TAKES[wanted]}, {value!r} came; write such a value.")
+    fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
+    return Policy(**fields)
 
 
 if __name__ == "__main__":

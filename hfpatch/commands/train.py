@@ -48,6 +48,7 @@ def train(argv) -> int:
 
     from transformers import EarlyStoppingCallback
 
+    from hfpatch.memory.locks import left_builds
     from hfpatch.training import folders, placement, prepare, trainer
     from hfpatch.training.callback import Callback
     from hfpatch.training.dataset import Collator, show
@@ -58,6 +59,7 @@ def train(argv) -> int:
 
     config = prepare.load_config(model_args)
     checks.length(data_args.seq_length, config)
+    checks.sharing(model_args.sp_size, config)
     source = prepare.source(data_args.data, data_args, digest=not data_args.streaming, say=say)
     with args.main_process_first(desc="tokenizing"):
         tokenizer = prepare.load_tokenizer(model_args, data_args, source)
@@ -66,7 +68,12 @@ def train(argv) -> int:
         data = prepare.load_datasets(data_args, source, tokenizer, config, seed=data_seed, say=say)
     for line in data.summaries:
         say(f"hfpatch: {line}")
-    collator = Collator(pad_id=prepare.pad_id(config, tokenizer), multiple=data_args.pad_multiple)
+    pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
+    collator = Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares)
+    for lock in left_builds() if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else ():
+        say(
+            f"hfpatch: {lock} is left from a build that was killed; if this run stands still, stop it and remove that file."
+        )
     if data_args.show_batch:
         rows = [row for _, row in zip(range(data_args.show_batch), data.train)]
         say(show(rows, tokenizer))

@@ -30,6 +30,7 @@ class Family:
     expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
     sinks: bool = False
+    block: bool = True  # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
     local_rope: bool = False  # windows have a rotation of their own
     windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
     defaults: dict = field(default_factory=dict)
@@ -69,8 +70,8 @@ FAMILIES = {
     "olmo2": Family(**_BIASED, qk_norm="full", norm_after=True),
     "olmo3": Family(**_BIASED, qk_norm="full", norm_after=True, windows="types",
                     defaults={"sliding_window": 4096, "window_pattern": 4}),
-    "granite": Family(**_BIASED, mlp_bias="mlp_bias"),
-    "smollm3": Family(**_BIASED, mlp_bias="mlp_bias", windows="types",
+    "granite": Family(**_BIASED, mlp_bias="mlp_bias", block=False),
+    "smollm3": Family(**_BIASED, mlp_bias="mlp_bias", windows="types", block=False,
                       defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "use_sliding_window": False}),
     "seed_oss": Family(qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias",
                        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128}),

@@ -10,6 +10,8 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 
 from dataclasses import dataclass
 
+from hfpatch.memory.adapters import mlp_linears
+from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
 __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
@@ -18,7 +20,8 @@ STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 LOSS_BYTES_PER_TOKEN = 48
 EMBEDDING_SLICE = 128 << 20  # ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
-RING_SLOTS = 3
+RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
+ALIGNED = 128  # rows that matmuls of a tile come in
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,30 @@ class Flops:
         return self.matmul + self.attention_forward + self.attention_backward
 
 
+def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
+    """(count, tokens of each but the last) of tiles of at most `tile` tokens over all rows of the batch: as few as do, of one
+    length."""
+    most = max(1, tile // batch)
+    count = -(-tokens // most)
+    step = -(-tokens // count)
+    if count > 1 and most > ALIGNED:
+        step = min(most, -(-step // ALIGNED) * ALIGNED)
+    return -(-tokens // step), step
+
+
+def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+    """Where those tiles start and end."""
+    step = tiles(batch, tokens, tile)[1]
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+def head_groups(batch: int, tokens: int, shape: ModelShape) -> int:
+    """In how many parts a layer's heads go through attention: groups of KV heads, or rounds of ranks that share the rows."""
+    if shape.ranks > 1:
+        return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
+    return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+
+
 def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
     """KV heads that go through attention together, as ops/attention.py decides it."""
     blocks = batch * (shape.num_heads // shape.num_kv_heads) * -(-tokens // 128)
@@ -94,6 +121,10 @@ def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
 def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int, s: int) -> int:
     """Scratch of a flash attention backward over kv_heads: fp32 dq, softmax_d, and dk, dv of every query head."""
     repeat = shape.num_heads // shape.num_kv_heads
+    if shape.ranks > 1:
+        tokens *= shape.ranks
+        rounds = rounds_of(batch, tokens, shape.num_heads, shape.num_kv_heads, shape.ranks)
+        kv_heads, repeat = max(1, rounds.width // rounds.repeat), min(rounds.width, rounds.repeat)
     heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
     expanded = 2 * batch * heads * tokens * shape.head_dim * s if repeat > 1 else 0
     return 4 * batch * heads * padded * (width + 1) + expanded
@@ -124,18 +155,24 @@ class _Sizes:
         self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
         self.kv = self.rows * (shape.kv_size + shape.v_size) * s
         self.lse = self.rows * shape.num_heads * 4
+        # What norms of q and k keep: what goes into them, and a factor a head or row.
+        factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
+        self.normed = self.rows * (bool(factors) * (shape.q_size + shape.kv_size) * s + 4 * factors)
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
-        self.first = shape.layer_parameters_of(0) * s
-        self.body = shape.body_parameters * s
-        self.gradients = shape.parameters * s
+        self.head = shape.trained_head * s
+        self.first = shape.trained_of(0) * s
+        self.body = shape.over(shape.trained_of) * s
+        self.gradients = shape.trained_parameters * s
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
-        self.head_gradient = self.embedding + shape.norm_parameters * s
+        self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
 
     def embedding_moments(self, fused: bool) -> list:
         """The backward of the token embedding, all other gradients being there."""
+        if self.shape.adapters:
+            return []
         D, V = self.shape.hidden_size, self.shape.vocab_size
         columns = max(1, EMBEDDING_SLICE // (4 * max(1, self.rows))) if fused else D
         if columns >= D:
@@ -165,41 +202,63 @@ def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize:
         raise ValueError(
             f"hfpatch: a policy, off, stock or stock-checkpointing was expected, {policy!r} came; pass one."
         )
-    return StepMemory(shape.parameters * itemsize, sizes.gradients, tuple(moments), host)
+    return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
 
 
 def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
     rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s)
     single = chunks == 1 or z.s == 4
-    wide = z.embedding if single else z.shape.embedding_parameters * 4
+    wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one chunk.
     loss = 2 * z.u + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
-    return Moment("loss", z.embedding, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.embedding)
+    return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
-def _mlp_tile(z: _Sizes, layer: int, t: int) -> tuple[int, int, int]:
-    """(bytes of the MLP's inner columns, of what it holds beside them, of its largest weight gradient), for t rows.
-
-    A mixture of experts gathers a row for each expert that a token goes to, and keeps three such rows: gathered, given
-    by the experts, weighted.
-    """
-    shape, s = z.shape, z.s
-    D, joined = shape.hidden_size, 2 if shape.joined else 1
+def _inner(z: _Sizes, layer: int, t: int) -> int:
+    """Bytes of an MLP's inner columns for t rows, of all experts that a token goes to."""
+    shape = z.shape
     if not shape.is_sparse(layer):
-        return t * shape.intermediate_size * s, 0, joined * D * shape.intermediate_size * s
-    rows = t * shape.experts_per_token
-    inner = rows * shape.expert_size * s + t * shape.shared_size * s
-    # Experts with biases have a gate of clamps and sums of their own (gpt-oss): five more columns of theirs are alive.
-    beside = 3 * rows * D * s + (5 * inner if shape.expert_bias else 0)
-    return inner, beside, 2 * shape.experts * D * shape.expert_size * s
+        return t * shape.intermediate_size * z.s
+    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.s
+
+
+def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
+    """(bytes, of new weight gradients beside them) at three moments of the experts' backward over t rows: their output's
+    gradient is there; the activation's is; that of what was gathered is.
+
+    A row is gathered for each expert that a token goes to, given by it, weighted, and each has a gradient. Experts with
+    biases have a gate of clamps and sums of their own (gpt-oss): three more columns of theirs are alive.
+    """
+    shape, inner = z.shape, _inner(z, layer, t)
+    gathered = t * shape.experts_per_token * shape.hidden_size * z.s
+    more = 3 if shape.expert_bias else 0
+    # Frozen experts have no weight gradients.
+    down = 0 if shape.adapters else shape.experts * shape.hidden_size * shape.expert_size * z.s
+    return (
+        (5 * gathered + (4 + more) * inner, 0),
+        (gathered + (6 + more) * inner, down),
+        (2 * gathered + 2 * inner, 3 * down),
+    )
+
+
+def _mlp_weight(z: _Sizes, layer: int) -> int:
+    """Bytes of a dense MLP's largest weight gradient or, of a frozen one that is quantised, dense copy."""
+    shape = z.shape
+    if shape.adapters:
+        return shape.dense_bytes(mlp_linears(shape, layer), z.s)
+    return (2 if shape.joined else 1) * shape.hidden_size * shape.intermediate_size * z.s
 
 
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
-    inner, beside, _ = _mlp_tile(z, layer, z.rows)
-    norms = (2 + z.shape.norms) * z.u + 4 * z.shape.norms * z.rows
-    acts = 3 if z.shape.fused_mlp else 4
-    return norms + z.q + z.kv + z.out + z.lse + acts * inner + beside
+    inner, shape = _inner(z, layer, z.rows), z.shape
+    norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
+    acts = 3 if shape.fused_mlp else 4
+    beside = 0
+    if shape.is_sparse(layer):
+        acts = 7 if shape.expert_bias else 4
+        beside = 2 * z.rows * shape.experts_per_token * shape.hidden_size * z.s
+    return norms + z.normed + z.q + z.kv + z.out + z.lse + acts * inner + beside
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -212,28 +271,32 @@ def _tiled(z: _Sizes, policy: Policy):
     """Moments of hfpatch's tiled layers (the phases A to D of checkpoint/layer.py), and host bytes."""
     shape, s, n = z.shape, z.s, z.shape.num_layers - min(policy.plain, z.shape.num_layers)
     D, O = shape.hidden_size, shape.out_size
-    step = max(1, policy.tile // z.batch)
-    single = step >= z.tokens
-    t = min(z.tokens, step) * z.batch
+    count, step = tiles(z.batch, z.tokens, policy.tile)
+    single, t = count == 1, step * z.batch
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
-    group = heads_per_group(z.batch, z.tokens, shape)
-    groups = shape.num_kv_heads // group
+    group, groups = heads_per_group(z.batch, z.tokens, shape), head_groups(z.batch, z.tokens, shape)
+    scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
+    grads = (z.q + z.kv) // groups
+    if shape.ranks > 1:
+        grads = exchange_bytes(shape, z.batch, z.tokens, s, ahead=not policy.stream_attention)
 
     # What the layers keep, and where.
     kept_x, kept_out = -(-n // policy.every), n if save else 0
     each = z.u, z.out + z.lse
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
-    host = stored if off else 0
+    park = policy.park and off and not single
+    host = stored + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
     ring = 0
     if off and n:
-        # q, k and v come back whole, for attention.
-        streamed = (O if stream else 0) + sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
-        ring = (2 if single else RING_SLOTS) * t * (D + streamed) * s
+        # q, k and v come back whole, for attention; the sum after attention in the place of x, but where that stays.
+        back = {name: kept_columns(shape, name) for name in policy.keep if name != "qkv"}
+        columns = (O if stream else 0) + sum(back.values()) + (D if single or "mid" not in back else 0)
+        ring = (2 if single else RING_SLOTS) * t * max(D, columns) * s
 
     tile_D = t * D * s
     join = t * O * s if groups > 1 else 0
@@ -242,40 +305,69 @@ def _tiled(z: _Sizes, policy: Policy):
     lse = z.lse if save and off else 0
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
-        inner, beside, mlp_dw = _mlp_tile(z, index, t)
-        acts = 0 if shape.fused_mlp else 1
-        beside += acts * inner
+        inner, sparse = _inner(z, index, t), shape.is_sparse(index)
+        beside = 0 if shape.fused_mlp else inner
+        mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
+        # What is kept is not made again: gate and up, the projection's output, and the normed input that q, k, v come from.
+        known = 2 * inner if "gate_up" in policy.keep else 0
+        spared = tile_D * ("mid" in policy.keep)
         if single:
-            mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw) + beside
-            held = fetched + recomputed + qkv + join + lse + z.always + extra
-            return [Moment(f"{name}: tile", gradients, checkpoints, mlp + held, workspace=ring_here)]
-        mlp = shape.mlp_parameters_of(index)
-        wide = 4 * (mlp + shape.o_weights + D)
-        tile = max(5 * inner, 4 * inner + mlp_dw) + beside + 3 * tile_D + join
-        a = z.u + z.out + fetched + recomputed + (0 if saved else qkv) + wide + tile + lse + z.always + extra
+            if sparse:  # the attention outputs of the layer to come are on their way already
+                mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]
+            else:
+                mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
+                mlps = [(mlp + beside - known, 0)]
+            spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
+            # The graph of what stands before attention waits for its gradients; that of experts has it above.
+            graph = 0 if sparse or "qkv" in policy.keep else z.normed
+            held = graph - spared + fetched + recomputed + qkv + join + lse + z.always + extra
+            found = [
+                Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
+                for mlp, dw in mlps
+            ]
+            if shape.ranks > 1:
+                c = 2 * (z.u + z.out + qkv) + lse + z.always + extra + grads
+                found.append(Moment(f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch))
+            return found
+        after = shape.trained_after(index)
+        wide = 4 * after
+        if sparse:
+            *firsts, (late, dw) = _experts_tile(z, index, t)
+            tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
+        else:
+            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + (4 if known else 3) * tile_D + join - known - spared
+        early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
+        a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
-        c = z.u + z.out + qkv + outs + lse + z.always + extra + (z.q + z.kv) // groups
-        scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
-        done = (mlp + shape.o_weights + D) * s  # this layer's gradients that are rounded by then
+        if shape.ranks > 1 and not stream and groups > 2:
+            outs -= 2 * min(outs, z.out) // groups  # those of the rounds that are under way have gone
+        whole = 0 if "qkv" in policy.keep and not off else qkv
+        # A parked dx comes back tile by tile: one in use, one on its way.
+        c = (0 if park else z.u) + z.out + whole + outs + lse + z.always + extra + grads
+        done = after * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
             Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
         ]
 
     moments = [_loss_moment(z, on_device + plain)]
+    if n:
+        # What the forward holds anyway is among what stays on the device.
+        twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
+        moments.append(_forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice))
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
         return moments + z.embedding_moments(fused=True), 0
-    after = z.head_gradient + shape.over(shape.layer_parameters_of, n) * s
+    after = z.head_gradient + shape.over(shape.trained_of, n) * s
     moments += layer_moments("last layer", n - 1, after, on_device, 0, not off) if not off or policy.plain else []
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
         segment = (k - 1) * (z.u + z.out + z.lse)
-        here = z.head_gradient + z.body - shape.over(shape.layer_parameters_of, 0, k) * s
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * s
         moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, not off)
     first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
@@ -286,11 +378,25 @@ def _tiled(z: _Sizes, policy: Policy):
     return moments, host
 
 
+def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int) -> Moment:
+    """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
+    the attention's output, or that output, the layer's and a tile's MLP."""
+    shape = z.shape
+    inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
+    if shape.is_sparse(layer):  # gathered, given by the experts, weighted
+        beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
+    # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
+    acts = 3 if not shape.adapters else (2 if shape.joined else 1) * 3 + (shape.gated and not shape.joined)
+    mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
+    working = max(z.q + z.kv, z.u + mlp)
+    return Moment("last layer's forward", 0, on_device, 2 * z.u + z.out + z.lse + working + z.always)
+
+
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
-    working = lambda i: 2 * _mlp_tile(z, i, z.rows)[0] + z.u + z.always  # noqa: E731
-    done = shape.over(shape.layer_parameters_of, n + 1) * z.s
+    working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
+    done = shape.over(shape.trained_of, n + 1) * z.s
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
         Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),
@@ -334,6 +440,9 @@ def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -
     """Weights that one token meets once more in a layer's backward; products that nobody reads are left out there."""
     after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
     before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
+    if shape.adapters:
+        after += shape.trained_after(layer)
+        before += (1 if single or "qkv" in policy.keep else 2) * shape.trained_before(layer)
     if "qkv" in policy.keep:
         before -= shape.qkv_weights if not single else shape.dead_before
     if "mid" in policy.keep:
@@ -344,8 +453,8 @@ def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -
 
 
 def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a weight and token,
-    attention three times its forward, nothing that runs again."""
+    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a trained weight and
+    token, 4 a frozen one, attention three times its forward, nothing that runs again."""
     rows, n = batch * tokens, shape.num_layers
     layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
     # Two products over the causal half (or a window): q with k, and with v.
@@ -353,13 +462,19 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         2
         * batch
         * (shape.q_size + shape.out_size)
-        * sum(k * attended(tokens, w) for w, k in shape.window_counts.items())
+        * sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts.items())
+        / shape.ranks
     )
     least = 6 * rows * (layers + shape.embedding_parameters)
+    if shape.adapters:
+        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and v lead nowhere.
+        least = rows * (
+            4 * (layers + shape.embedding_parameters) + 6 * shape.trained_parameters - 2 * shape.qkv_weights
+        )
     again, forwards = 0.0, 1.0
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)
-        single = max(1, policy.tile // batch) >= tokens
+        single = tiles(batch, tokens, policy.tile)[0] == 1
         again = shape.over(lambda i: recomputed_weights(shape, policy, i, single=single), 0, tiled)
         if policy.every > 1:
             skipped = tiled - -(-tiled // policy.every)

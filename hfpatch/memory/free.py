@@ -106,16 +106,20 @@ def gpu_free(device=None) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def to_come(parameters, optimizer=None, states_per_parameter: int = 2) -> int:
-    """Bytes of a device that a step will take and that do not exist yet: gradients that no backward has made, and the
-    optimizer's states where it has not stepped.
+def _own(parameter):
+    """What this rank holds of a parameter that an engine shards (FSDP, ZeRO-3), else the parameter."""
+    part = getattr(parameter, "ds_tensor", None)
+    local = getattr(parameter, "to_local", None)
+    return part if part is not None else parameter if local is None else local()
 
-    parameters: torch parameters; frozen ones count nothing. optimizer: its parameters without states are counted with
-    states_per_parameter tensors of their size and type (two for Adam); None counts no states, for steps taken elsewhere.
+
+def to_come(parameters, *, states: int = 0, device=None) -> int:
+    """Bytes of a device that a step will take and that do not exist yet: gradients that no backward has made, and optimizer
+    states.
+
+    parameters: torch parameters; frozen ones count nothing. states: tensors of its size and type that the optimizer will
+    make for each (two for Adam), 0 where they are there, or never will be. device: only what lives there; None: all.
     """
-    own = [p for p in parameters if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in own if p.grad is None)
-    if optimizer is None:
-        return gradients
-    fresh = [p for p in own if not optimizer.state.get(p)]
-    return gradients + states_per_parameter * sum(p.numel() * p.element_size() for p in fresh)
+    own = [(p, _own(p)) for p in parameters if p.requires_grad]
+    sizes = [(t.numel() * t.element_size(), p.grad is None) for p, t in own if device is None or t.device == device]
+    return sum(nbytes * (states + fresh) for nbytes, fresh in sizes)

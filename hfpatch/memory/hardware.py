@@ -16,6 +16,8 @@ LINK_SHARE = 0.80
 CONTEXT_BYTES = 1 * GiB
 # Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
+# Registering host memory with the driver, pages made on the way, bytes/s of one process. Assumed.
+PIN_BYTES_PER_SECOND = 3 * GiB
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Gpu:
 
     attention_forward, attention_backward: causal attention with head dim 128 at 16k tokens and more, FLOP/s counted
     over the causal half. processors: that run one block of attention each (SMs, compute units). measured: the rates were
-    taken on this machine, so no share is applied to them.
+    taken on this machine, so no share is applied to them. peer: one direction of the links to the machine's other GPUs, 0
+    where they meet over the host link.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Gpu:
     source: str
     processors: int = 108
     measured: bool = False
+    peer: float = 0.0
 
     @property
     def matmul_flops(self) -> float:
@@ -49,6 +53,11 @@ class Gpu:
         return self.link if self.measured else LINK_SHARE * self.link
 
     @property
+    def peer_rate(self) -> float:
+        """Bytes/s that exchanges between the GPUs of a machine are planned with, one direction."""
+        return LINK_SHARE * self.peer if self.peer else self.link_rate
+
+    @property
     def usable_bytes(self) -> int:
         """Memory left for tensors."""
         return self.memory_bytes - CONTEXT_BYTES
@@ -57,6 +66,9 @@ class Gpu:
 _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
 _HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
+
+# Between GPUs, GB/s one direction, half of what the same data sheets give for both: NVLink 600, 900, 1800; Infinity Fabric 7 x 128.
+_PEER = {"a100-40gb": 300.0, "a100-80gb": 300.0, "h100": 450.0, "h200": 450.0, "b200": 900.0, "mi300x": 448.0}
 
 #   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors
 _ROWS = (
@@ -73,9 +85,12 @@ _ROWS = (
 )  # fmt: skip
 
 GPUS = {
-    name: Gpu(name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors)
+    name: Gpu(
+        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors,
+        peer=_PEER.get(name, 0.0) * 1e9,
+    )
     for name, gib, tera, tb, link, fwd, bwd, processors, source in _ROWS
-}
+}  # fmt: skip
 _ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
 
 

@@ -19,7 +19,7 @@ RANGES = {
     "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_length": (2, None), "pad_multiple": (1, None),
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None), "tile": (1, None),
-    "every": (1, None),
+    "every": (1, None), "sp_size": (1, None),
 }  # fmt: skip
 
 

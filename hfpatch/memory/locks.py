@@ -1,4 +1,9 @@
-"""A lock on an open file that the kernel frees with its process, whatever PID namespace that is in (flock, not pids)."""
+"""A lock on an open file that the kernel frees with its process, whatever PID namespace that is in (flock, not pids); and locks
+of torch's builds, which nobody frees."""
+
+import os
+import time
+from pathlib import Path
 
 try:
     import fcntl
@@ -17,3 +22,21 @@ def try_lock(fd: int, *, wait: bool = False) -> bool | None:
     except OSError:
         return None
     return True
+
+
+BUILD_SECONDS = 600  # no file of an operator takes longer to compile
+
+
+def left_builds() -> list[str]:
+    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left: whoever needs one waits for ever."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions").expanduser()
+    found = []
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        try:
+            latest = max(file.stat().st_mtime for file in lock.parent.iterdir())
+        except (OSError, ValueError):  # gone while we look: somebody builds
+            continue
+        if time.time() - latest > BUILD_SECONDS:
+            found.append(str(lock))
+    return found

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
 
-from hfpatch.memory.formula import GiB, ModelShape, Policy, step_flops, step_memory
-from hfpatch.memory.hardware import GPUS, Gpu
+from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_flops, step_memory
+from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.memory.seconds import step_time
 from hfpatch.memory.shape import KEEPABLE
 
 PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
-# What checkpoint/layer.py carries out of a policy's `plain` and `keep`; the optimisation offers nothing else.
-EXECUTED = frozenset()
 TILES = (1024, 2048, 4096, 8192, 16384)
 TILE_MOST = 8192
 # Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
+# Of pinned memory that is kept for speed alone: what a minute of the first step pins.
+PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
 HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
-SAME = 1.005  # predicted seconds this close are equal: less memory decides
+SAME = 1 + 1e-9  # predicted seconds this close are equal: less memory decides
 NOMINAL = "a100-80gb"  # whose rates decide where the device's are unknown
 
 
@@ -139,10 +139,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may take on the device and on the host, None where unknown."""
+    """Bytes that a step may take on the device and on the host, None where unknown; pinned: on the host, where something is
+    kept for speed alone."""
 
     device: int | None
     host: int | None
+    pinned: int | None = PINNED_MOST
 
     def admits(self, option: Option) -> bool:
         return self.admits_device(option) and self.admits_host(option)
@@ -151,7 +153,9 @@ class Budget:
         return self.device is None or option.device + reserve(option.device) <= self.device
 
     def admits_host(self, option: Option) -> bool:
-        return self.host is None or option.host <= self.host
+        # What is kept to save time must not take longer to pin than it may save.
+        most = [n for n in (self.host, self.pinned if option.policy.keep else None) if n is not None]
+        return option.host <= min(most, default=option.host)
 
     def lack(self, option: Option) -> int:
         """Bytes that are missing for it on the device and on the host."""
@@ -165,24 +169,25 @@ def reserve(nbytes: int) -> int:
 
 
 class Search:
-    """The policies that settings allow for one batch shape, each priced once.
+    """The policies that settings allow for one batch shape, each priced once."""
 
-    executed: of "plain" and KEEPABLE, what may be offered.
-    """
-
-    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, executed=None):
+    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None):
         self.settings, self.shape, self.gpu = settings, shape, gpu or GPUS[NOMINAL]
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-        self.executed = EXECUTED if executed is None else executed
-        self.price = cache(self.price)
+        self.price, self.memory = cache(self.price), cache(self.memory)
+
+    def memory(self, policy: Policy) -> tuple[StepMemory, Option]:
+        """The step's memory, also as an option without its seconds."""
+        memory = step_memory(self.shape, policy, **self.sizes)
+        host = memory.host if policy.offload == "host" else 0
+        return memory, Option(policy, max(m.beyond for m in memory.moments), host, math.nan)
 
     def price(self, policy: Policy) -> Option:
         """What the closed forms say of a policy."""
-        memory = step_memory(self.shape, policy, **self.sizes)
+        memory, option = self.memory(policy)
         flops = step_flops(self.shape, policy, batch=self.sizes["batch"], tokens=self.sizes["tokens"])
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
-        host = memory.host if policy.offload == "host" else 0
-        return Option(policy, max(m.beyond for m in memory.moments), host, time.total - time.optimizer)
+        return replace(option, seconds=time.total - time.optimizer)
 
     # -- what settings allow -----------------------------------------------------------------------------------------
     def places(self) -> tuple:
@@ -196,7 +201,7 @@ class Search:
         if every != "auto":
             spans = (every,)
         else:
-            spans = range(2, self.shape.num_layers + 1) if several and save is not True else () if several else (1,)
+            spans = _intervals(self.shape.num_layers) if several and save is not True else () if several else (1,)
         saves = (True, False) if save == "auto" else (save,)
         return [(k, s) for k in spans for s in saves if not (s and k > 1 and save == "auto")]
 
@@ -210,17 +215,17 @@ class Search:
     def keeps(self) -> list:
         if self.settings.keep != "auto":
             return [tuple(self.settings.keep)]
-        names = [n for n in self.shape.keepable if n in self.executed]
+        names = self.shape.keepable
         return list(chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)))
 
     def plains(self) -> range:
         """How many layers may keep everything."""
         if self.settings.plain != "auto":
             return range(self.settings.plain, self.settings.plain + 1)
-        return range(self.shape.num_layers + 1) if "plain" in self.executed else range(1)
+        return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain` and `stream_attention`."""
+        """Every policy but for `plain`, `park` and `stream_attention`."""
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
@@ -228,9 +233,13 @@ class Search:
                         yield Policy(place, every, save, False, tile, keep=keep)
 
     def streamed(self, base: Policy) -> list[Policy]:
-        """The same with attention outputs fetched per group, where they wait elsewhere."""
-        possible = base.offload != "gpu" and base.save_attention and base.every == 1
-        return [replace(base, stream_attention=True)] if possible else []
+        """The same with dx parked during attention's backward, with attention outputs fetched per group, and with both, where
+        they wait elsewhere."""
+        several = max(1, base.tile // self.sizes["batch"]) < self.sizes["tokens"]
+        parks = (False, True) if base.offload != "gpu" and several else (False,)
+        streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
+        ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
+        return [way for way in ways if way != base]
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def best(self, budget: Budget) -> Option | None:
@@ -239,16 +248,23 @@ class Search:
         if not found:
             return None
         least = min(o.seconds for o in found)
-        equal = [o for o in found if o.seconds <= SAME * least]
 
         def taste(option: Option):
             policy = option.policy
             # On the device nothing is copied, unless that fills it.
             keeps = policy.offload == "gpu" and policy.plain < self.shape.num_layers
             crowded = keeps and budget.device is not None and 2 * option.device > budget.device
-            return crowded, option.host, policy.offload, policy.stream_attention, option.device
+            return (
+                crowded,
+                option.host,
+                policy.offload,
+                policy.stream_attention,
+                policy.park,
+                option.device,
+                -policy.tile,
+            )
 
-        return min(equal, key=taste)
+        return min((o for o in found if o.seconds <= SAME * least), key=taste)
 
     def _fitting(self, budget: Budget, several: bool) -> list[Option]:
         """One option a base, attention streamed where it does not fit otherwise."""
@@ -257,36 +273,47 @@ class Search:
         return [option for option in found if option]
 
     def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
-        """The policy with as many plain layers as fit: each makes the step shorter.
-
-        Their bytes fall while a plain layer takes the place of a tiled one that keeps more, then rise.
-        """
-        plains = self.plains()
-        price = lambda plain: self.price(replace(base, plain=plain))  # noqa: E731
-        low, high = plains[0], plains[-1]
-        if not budget.admits_device(price(low)):
-            low = _first(lambda i: i == high or price(i).device <= price(i + 1).device, low, high)
-            if not budget.admits_device(price(low)):
-                return None
-        most = _first(lambda i: i == high or not budget.admits_device(price(i + 1)), low, high)
-        return price(most) if budget.admits_host(price(most)) else None
+        """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
+        after which no tiled layer needs its working set."""
+        low, high = self.plains()[0], self.plains()[-1]
+        option = lambda plain: self.memory(replace(base, plain=plain))[1]  # noqa: E731
+        admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
+        if admitted(high):
+            most = high
+        elif admitted(low):
+            most = _first(lambda i: not admitted(i + 1), low, high - 1)
+        else:
+            return None
+        return self.price(option(most).policy) if budget.admits_host(option(most)) else None
 
     def least(self, budget: Budget) -> Option:
-        """The fewest bytes on the device that the host admits; seconds decide between equal ones."""
+        """The fewest bytes on the device that the host admits, nothing kept for speed; seconds decide between equal ones."""
 
         def priced(several):
-            ways = [way for base in self.bases(several) for way in (base, *self.streamed(base))]
+            asked = self.settings.keep != "auto"
+            bases = (base for base in self.bases(several) if asked or not base.keep)
+            ways = [way for base in bases for way in (base, *self.streamed(base))]
             return [self.price(replace(way, plain=self.plains()[0])) for way in ways]
 
-        admitted = lambda options: [o for o in options if budget.admits_host(o)]  # noqa: E731
-        every = priced(several=False)
-        found = admitted(every) or admitted(priced(several=True)) or every
+        every, several = priced(several=False), ()
+        found = [o for o in every if budget.admits(o)]
+        if not found:
+            several = priced(several=True)
+            found = [o for o in several if budget.admits(o)]
+        if not found:  # the one that lacks the fewest bytes, of whichever memory
+            return min([*every, *several], key=lambda o: (budget.lack(o), o.seconds))
         # Attention twice is dear, and saves nothing that counts.
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
-        least = min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
-        # Where no policy fits: the one that lacks the fewest bytes, of whichever memory.
-        return min([least, *every], key=budget.lack) if budget.lack(least) else least
+        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
+
+
+def _intervals(num_layers: int) -> list[int]:
+    """Layers a checkpoint to try: all up to 8, then a quarter more each time; between those the sums hardly differ."""
+    found = [k for k in range(2, num_layers + 1) if k <= 8]
+    while found and found[-1] < num_layers:
+        found.append(min(num_layers, found[-1] * 5 // 4))
+    return found
 
 
 def _first(holds, low: int, high: int) -> int:
@@ -297,7 +324,12 @@ def _first(holds, low: int, high: int) -> int:
     return low
 
 
-def choose(
+def choose(checkpointing: Checkpointing, shape: ModelShape, **sizes) -> Policy:
+    """The policy that `decide` finds."""
+    return decide(checkpointing, shape, **sizes).policy
+
+
+def decide(
     checkpointing: Checkpointing,
     shape: ModelShape,
     *,
@@ -308,37 +340,53 @@ def choose(
     host_free: int | None = None,
     n_ranks: int = 1,
     gpu: Gpu | None = None,
-    executed=None,
-) -> Policy:
+) -> Option:
     """Resolves every "auto" for one batch shape.
 
     gpu_free: bytes left for the step on the device, gradients, optimizer states and what the step itself needs taken off
     (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. gpu: whose rates
-    decide. Raises ValueError when the host cannot hold what was asked for, naming what would, and for layers or tensors
-    to keep that this version's layers cannot.
+    decide. Raises ValueError when the host cannot hold what was asked for, naming what would, and for tensors to keep that
+    this model's layers cannot.
     """
-    executed = EXECUTED if executed is None else executed
-    asked = [n for n in ("plain",) if checkpointing.plain not in ("auto", 0)]
-    asked += [] if checkpointing.keep == "auto" else list(checkpointing.keep)
-    unknown = [n for n in asked if n not in executed or (n != "plain" and n not in shape.keepable)]
+    asked = () if checkpointing.keep == "auto" else checkpointing.keep
+    unknown = [n for n in asked if n not in shape.keepable]
     if unknown:
         raise ValueError(
-            f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's plain and "
-            'keep "auto".'
+            f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's keep "
+            '"auto".'
         )
-    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu, "executed": executed}
+    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu}
     host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
-    budget = Budget(gpu_free, host)
+    budget = Budget(gpu_free, host, PINNED_MOST if checkpointing.keep == "auto" else None)
     search = Search(checkpointing, shape, **sizes)
     if checkpointing.aim == "fastest":
         tries = [search] if gpu_free is not None else _cautious(checkpointing, shape, sizes)
         found = next((option for one in tries if (option := one.best(budget))), None)
         if found is not None:
-            return found.policy
+            return found
     found = search.least(budget)
     if not budget.admits_host(found):
         raise ValueError(_host_too_small(search, found, budget))
-    return found.policy
+    return found
+
+
+_NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
+_WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
+
+
+def describe(policy: Policy, num_layers: int) -> str:
+    """A policy in a line: how many layers keep what, and where."""
+    plain = min(policy.plain, num_layers)
+    said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
+    if plain < num_layers:
+        kept = ["their input" if policy.every == 1 else f"every {policy.every}th input"]
+        kept += ["attention"] if policy.save_attention and policy.every == 1 else []
+        kept += [_NAMES[name] for name in policy.keep]
+        listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
+        tiled = num_layers - plain
+        verb = "keeps" if tiled == 1 else "keep"
+        said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
+    return "; ".join(said)
 
 
 def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:

@@ -13,11 +13,13 @@ from hfpatch.memory.formula import (
     ModelShape,
     Policy,
     StepMemory,
-    heads_per_group,
+    head_groups,
     kept_columns,
     loss_chunk_rows,
+    tiles,
 )
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
+from hfpatch.memory.sequence import sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
 STOCK_FACTOR = 2
@@ -49,7 +51,7 @@ class StepTime:
     """Seconds of one step on one GPU. elementwise: norms, rotation, activations, residuals; sums: float32 sums of weight
     gradients over tiles; loss: passes over logits; tails: of attention launches, a group of heads each; copy_wait: of
     host copies, what computing does not hide; python_wait: for the host to issue the work; optimizer: gradient norm, clip
-    and step."""
+    and step; exchange: of heads between the ranks that share rows, what attention does not hide."""
 
     matmul: float
     attention: float
@@ -60,6 +62,7 @@ class StepTime:
     copy_wait: float
     python_wait: float
     optimizer: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
@@ -101,16 +104,20 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
     inputs = -(-n // policy.every) * rows * shape.hidden_size
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
-    outputs = memory.host - inputs - kept
-    single = max(1, policy.tile // batch) >= tokens
-    passes = 1 if single else 2 if "qkv" in policy.keep else 3
-    return memory.host, passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    single = tiles(batch, tokens, policy.tile)[0] == 1
+    one = 0 if single or not policy.park else rows * shape.hidden_size
+    outputs = memory.host - inputs - kept - one
+    # x comes back for each phase that reads it; the sum after attention serves in its place.
+    passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
+    back = passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    return memory.host - one, back + 2 * n * one
 
 
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
     all queries that see it."""
-    groups = shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+    groups = head_groups(batch, tokens, shape)
+    tokens *= shape.ranks
     seen = sum(k * min(w or tokens, tokens) for w, k in shape.window_counts.items())
     block = 5 * BLOCK_ROWS * seen * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     return TAIL_SHARE * groups * block * gpu.processors / gpu.attention_backward
@@ -133,18 +140,21 @@ def step_time(
     stays = resident or Nothing()
     rows = batch * tokens
     tiled = isinstance(policy, Policy)
-    several = tiled and max(1, policy.tile // batch) < tokens
+    count = tiles(batch, tokens, policy.tile)[0] if tiled else 1
+    several = count > 1
     fore, back = (itemsize * n / gpu.bandwidth for n in _elementwise(shape, policy, rows, several))
 
-    sums, count = 0.0, 1
+    sums = 0.0
     n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
     if several:
-        count = -(-tokens // max(1, policy.tile // batch))
-        weights = shape.over(shape.layer_parameters_of, 0, n)
+        weights = shape.over(shape.trained_of, 0, n)
         sums = SUM_BYTES * weights * (count + 1) / gpu.bandwidth
     chunks = loss_chunk_rows(shape, rows, itemsize)[1]
+    if shape.adapters:
+        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * count / gpu.bandwidth
+        fore, back = fore + dense, back + 2 * dense
     logits = 3 * rows * shape.vocab_size * (itemsize if tiled or policy == "off" else 4)
-    wide = 8 * shape.embedding_parameters * chunks if chunks > 1 and (tiled or policy == "off") else 0
+    wide = 8 * shape.trained_head * chunks if chunks > 1 and (tiled or policy == "off") else 0
     loss = (logits + wide) / gpu.bandwidth
 
     matmul = flops.matmul / gpu.matmul_flops
@@ -165,5 +175,11 @@ def step_time(
     python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
 
     optimizer = optimizer_seconds(gpu, memory, stays)
-    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer)
+    exchange = 0.0
+    if shape.ranks > 1:
+        forwards = flops.attention_forward / (flops.model_attention / 3)
+        exchange = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
+        hides = not (tiled and policy.stream_attention)  # short of memory, no round is under way beside another
+        exchange = max(0.0, exchange - ahead - behind) if hides else exchange
+    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer, exchange)
     return time, to_host + to_gpu + stays.link

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
+from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 from hfpatch.memory.limits import check_sizes
 
@@ -14,7 +15,8 @@ KEEPABLE = ("qkv", "mid", "gate_up")
 
 
 class UnknownFamily(ValueError):
-    """A model type that families.py has no row for: the simulator can run it, the closed forms cannot describe it."""
+    """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that
+    run whole."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,10 @@ class ModelShape:
     attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
-    activation: as the config names it. Raises ValueError for sizes that no model has.
+    activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
+    are trained. block: norm, attention, norm, MLP, each added as it is, as far as no other field says otherwise. ranks: that
+    share each row (memory/sequence.py); lengths beside such a shape are of one rank's tokens. Raises ValueError for sizes that
+    no model has.
     """
 
     hidden_size: int
@@ -60,11 +65,30 @@ class ModelShape:
     dense_layers: tuple = ()
     windows: tuple = ()
     local_rope: bool = False
+    block: bool = True
     softcap: float = 0.0
     final_softcap: float = 0.0
     activation: str = "silu"
+    adapters: Adapters | None = None
+    ranks: int = 1
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"hfpatch: {field.name} must be a whole number, {value!r} came; check the config.")
+        names = {n for i in self.kinds for n in layer_linears(self, i)}
+        unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
+        if self.adapters and self.experts and not self.adapters.targets:
+            raise ValueError(
+                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, all-linear came, by which PEFT adapts "
+                f"the experts too; pass names such as {', '.join(attention_linears(self))}."
+            )
+        if unknown:
+            raise ValueError(
+                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, {unknown[0]!r} came; name some of "
+                "those, or all-linear."
+            )
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if int(getattr(self, name)) < 1:
                 raise ValueError(f"hfpatch: {name} must be at least 1, {getattr(self, name)} came; check the config.")
@@ -78,8 +102,21 @@ class ModelShape:
     def from_config(cls, config) -> "ModelShape":
         """From a transformers config, an object with its fields, or the dict of a config.json.
 
-        Raises ValueError for a model type without a row in families.py, and for a config of several towers.
+        Raises ValueError for a model type without a row in families.py, for a config of several towers, and for values that are
+        none of their field's.
         """
+        try:
+            return cls._from_config(config)
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+            if str(error).startswith("hfpatch:"):
+                raise
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(
+                f"hfpatch: expected the values of a model's config.json ({reason}); check the file."
+            ) from error
+
+    @classmethod
+    def _from_config(cls, config) -> "ModelShape":
         check_sizes(Values(config).get)
         kind = Values(config).number("model_type", "llama")
         family = FAMILIES.get(kind)
@@ -123,7 +160,7 @@ class ModelShape:
             o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
             qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
             norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
-            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope,
+            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope, block=family.block,
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             final_softcap=values.number("final_logit_softcapping", 0.0),
@@ -165,16 +202,25 @@ class ModelShape:
         return len(set(self.windows)) if self.local_rope and self.windows else 1
 
     @property
+    def whole_because(self) -> str:
+        """Why its layers run whole on a GPU, as no kernel has such an attention with a backward; "" where they are tiled."""
+        if self.softcap:
+            return "no GPU kernel caps attention scores"
+        width = max(self.head_dim, self.v_head_dim)
+        return f"no GPU kernel has a backward for heads of {width} columns" if width % 8 or width > 256 else ""
+
+    @property
     def fused_mlp(self) -> bool:
         """Whether the MLP runs as one fused activation that keeps gate and up alone."""
         return self.gated and self.activation in ("silu", "swish")
 
     @property
     def keepable(self) -> tuple[str, ...]:
-        """Those of KEEPABLE that its layers have: parallel blocks have no sum after attention, experts no one gate and up."""
-        return tuple(
-            n for n in KEEPABLE if not (n == "mid" and self.parallel) and not (n == "gate_up" and self.experts)
-        )
+        """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/layer.py), gate and up
+        of a dense gated MLP."""
+        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
+        has = {"qkv": True, "mid": self.block and not other, "gate_up": self.gated and not self.experts}
+        return tuple(name for name in KEEPABLE if has[name])
 
     # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
     @property
@@ -253,7 +299,12 @@ class ModelShape:
 
     def layer_parameters_of(self, layer: int) -> int:
         """Parameters of one decoder layer, its norms included."""
-        return self.attention_parameters + self.mlp_parameters_of(layer) + self.norms * self.norm_parameters
+        return self._layer_parameters[self.is_sparse(layer)]
+
+    @cached_property
+    def _layer_parameters(self) -> dict[bool, int]:
+        beside = self.attention_parameters + self.norms * self.norm_parameters
+        return {self.is_sparse(i): beside + self.mlp_parameters_of(i) for i in self.kinds}
 
     @cached_property
     def _sparse_before(self) -> list:
@@ -297,6 +348,62 @@ class ModelShape:
         """Parameters of the largest decoder layer."""
         return max(self.layer_parameters_of(i) for i in self.kinds)
 
+    # -- what is trained, and bytes -------------------------------------------------------------------------------------
+    def trained_before(self, layer: int) -> int:
+        """Trained parameters of a layer that act before its attention, its first norm included."""
+        if self.adapters is None:
+            return self.layer_parameters_of(layer) - self.trained_after(layer)
+        before = {n: size for n, size in attention_linears(self).items() if n != "o_proj"}
+        return self.adapters.over(before)
+
+    def trained_after(self, layer: int) -> int:
+        """Trained parameters of a layer that act on the attention's output and behind it."""
+        if self.adapters is None:
+            return self.mlp_parameters_of(layer) + self.o_weights + self.hidden_size
+        return self.adapters.over({"o_proj": attention_linears(self)["o_proj"]} | mlp_linears(self, layer))
+
+    def trained_of(self, layer: int) -> int:
+        """Trained parameters of one layer."""
+        return self.trained_before(layer) + self.trained_after(layer)
+
+    @property
+    def trained_head(self) -> int:
+        """Trained parameters of the head."""
+        return 0 if self.adapters else self.embedding_parameters
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """All of them."""
+        return self.over(self.trained_of) if self.adapters else self.parameters
+
+    def layer_bytes_of(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes of one layer's parameters, those of adapters included."""
+        own = self.layer_parameters_of(layer)
+        if self.adapters is None:
+            return own * itemsize
+        linears = layer_linears(self, layer)
+        rest = own - sum(i * o for i, o in linears.values()) + self.adapters.over(linears)
+        return rest * itemsize + self.adapters.packed_bytes(linears, itemsize)
+
+    def parameter_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of all parameters."""
+        return (self.parameters - self.body_parameters) * itemsize + self.over(
+            lambda i: self.layer_bytes_of(i, itemsize)
+        )
+
+    def dense_bytes(self, linears: dict, itemsize: int = 2) -> int:
+        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, 0 where none is."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        return max((i * o for i, o in linears.values()), default=0) * itemsize
+
+    def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes read and written where a layer makes dense copies of all its quantised weights once."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        linears = layer_linears(self, layer)
+        return self.adapters.packed_bytes(linears, itemsize) + sum(i * o for i, o in linears.values()) * itemsize
+
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding, which are the head's too where they are tied."""
@@ -318,6 +425,7 @@ class Policy:
     save_attention: keep out and lse, so that the attention forward runs once.
     stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
     tile: tokens a tile.
+    park: a layer's input gradient waits with its checkpoints while attention runs backward.
     plain: how many of the last layers keep all that autograd saves, and run nothing again.
     keep: what the other layers keep beside x, out and lse, of KEEPABLE.
     """
@@ -329,3 +437,4 @@ class Policy:
     tile: int = 8192
     plain: int = 0
     keep: tuple = ()
+    park: bool = False

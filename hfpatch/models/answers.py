@@ -14,7 +14,8 @@ class Answers:
 
     attention: names of the modules that called attention, in order; mixers: of those that mix tokens otherwise and run whole;
     block: it is norm, attention, norm, MLP as `block_pre` and `block_post` have it; dead_post, dead_pre: names of modules whose
-    output values no gradient reads when `post`, or `pre`, is run again in backward; reason: why it is not tiled, or None.
+    output values no gradient reads when `post`, or `pre`, is run again in backward; unread: those of dead_post that its output
+    does not depend on either; reason: why it is not tiled, or None.
     """
 
     attention: tuple[str, ...] = ()
@@ -22,6 +23,7 @@ class Answers:
     block: bool = False
     dead_post: tuple[str, ...] = ()
     dead_pre: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     reason: str | None = None
 
 

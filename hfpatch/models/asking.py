@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch.checkpoint.exchange import ExchangedAttention
+from hfpatch.compat import name_attention
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
@@ -33,6 +35,7 @@ class _Here(threading.local):
     batch: Batch | None = None  # what the mask function describes
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
+    sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 
 
@@ -68,10 +71,22 @@ class Asked:
             return "queries and keys of different lengths"
         return None
 
+    def call(self) -> "Call":
+        return Call(self.scale, self.pattern(), self.sinks_H)
+
     def pattern(self) -> Pattern:
         if isinstance(self.mask, Mask):
             return self.mask.pattern(self.softcap)
         return CAUSAL if self.softcap is None else Pattern(softcap=self.softcap)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of attention was asked for."""
+
+    scale: float
+    pattern: Pattern
+    sinks_H: Tensor | None
 
 
 class Noting:
@@ -132,9 +147,9 @@ def our_attention(configs, batch: Batch | None):
     before, here.batch = here.batch, batch
     with _lock:
         for config in configs:
-            entry = _entered.setdefault(id(config), [0, config._attn_implementation_internal])
+            before_it = name_attention(config, NAME)
+            entry = _entered.setdefault(id(config), [0, before_it])
             entry[0] += 1
-            config._attn_implementation_internal = NAME
     try:
         yield
     finally:
@@ -144,7 +159,7 @@ def our_attention(configs, batch: Batch | None):
                 entry = _entered[id(config)]
                 entry[0] -= 1
                 if not entry[0]:
-                    config._attn_implementation_internal = _entered.pop(id(config))[1]
+                    name_attention(config, _entered.pop(id(config))[1])
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------
@@ -165,7 +180,7 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
     if device is not None:
         theirs["device"] = device
     kind = None
-    if not use_vmap and kv_length == batch.T and not kv_offset:
+    if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, batch.T, local_size, batch.device)
     if kind is None:
         theirs["allow_is_causal_skip"] = False
@@ -177,6 +192,8 @@ def attention(
     module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
 ):
     """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
+    if attention_mask is None and here.batch is not None and here.batch.sequence is not None:
+        attention_mask = Mask(here.batch)  # accelerate's hooks take masks away; models with windows it refuses
     asked = Asked(
         module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux,
         dropout if module.training else 0.0,
@@ -204,12 +221,39 @@ class _Attention(torch.autograd.Function):
         return *grads, *(None,) * (6 - len(grads))
 
 
+class _Exchanged(torch.autograd.Function):
+    """Attention over rows that several ranks share, for a layer that is not tiled."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, call, sequence):
+        ctx.attention = ExchangedAttention(sequence)
+        outs, ctx.lses = ctx.attention.forward([call], [], [q, k, v])
+        ctx.save_for_backward(q, k, v, *outs)
+        return ctx.attention.join(outs)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, *outs = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        dsinks = ctx.attention.backward([q, k, v], [dout], outs.__getitem__, list(ctx.lses), grads)
+        return *grads, *dsinks, None, None
+
+
 def _whole(asked: Asked) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
     device = q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    if asked.why_not_tiled() is None:
+    sequence, reason = here.batch and here.batch.sequence, asked.why_not_tiled()
+    if sequence is not None:
+        if reason:
+            raise ValueError(
+                f"hfpatch: expected attention that can be exchanged between the ranks of a sequence, {reason} came; "
+                "call hfpatch.undo(model), or train without sequence parallelism."
+            )
+        return _Exchanged.apply(q, k, v, asked.sinks_H, asked.call(), sequence)
+    if reason is None:
         pattern = asked.pattern()
         unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
         backend = "blocks" if unsupported else pick(q, k)

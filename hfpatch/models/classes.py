@@ -62,6 +62,18 @@ def _unmixed(cls: type) -> type:
     return type(cls.__name__, tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__), members)
 
 
+def whose(forward) -> str:
+    """The module in which a forward on an instance (a trainer's, a kernel's of use_kernels) was written."""
+    inner = getattr(forward, "__func__", forward)
+    return getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """Whose forward this instance has in place of its class's; None where it has none."""
+    forward = vars(module).get("forward")
+    return None if forward is None else f"its forward is {whose(forward)}'s"
+
+
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------
 
 

@@ -12,28 +12,35 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.quantised import base_of, dense_of
+
 
 class _Valueless(torch.autograd.Function):
-    """F.linear's backward under a forward without a matmul."""
+    """F.linear's backward under a forward without a matmul. weight: a tensor, or a function that makes a frozen one."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, value):
-        ctx.save_for_backward(x, weight)
-        ctx.biased = bias is not None
-        return x.new_full((), value).expand(*x.shape[:-1], weight.shape[0])
+    def forward(ctx, x, weight, bias, value, columns):
+        ctx.make = None if isinstance(weight, Tensor) else weight
+        # A frozen weight needs no x, which would live on beside its own gradient.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
+        ctx.biased, ctx.columns = bias is not None, x.shape[-1]
+        return x.new_full((), value).expand(*x.shape[:-1], columns)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dy_NO, x_NI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = dy_NO.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dw = dy_NO.t().mm(x_NI) if ctx.needs_input_grad[1] else None
-        return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None
+        dy_NO, dx = dy.reshape(-1, dy.shape[-1]), None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.make(dy.dtype) if weight is None else weight
+            dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], ctx.columns)
+        dw = dy_NO.t().mm(x.reshape(-1, ctx.columns)) if ctx.needs_input_grad[1] else None
+        return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 
 def _valueless_forward(module: nn.Linear, value: float, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its values are not wanted."""
-    return _Valueless.apply(input, module.weight, module.bias, value)
+    weight = dense_of(module) or module.weight
+    return _Valueless.apply(input, weight, module.bias, value, module.out_features)
 
 
 class DeadRotation(torch.autograd.Function):
@@ -57,33 +64,33 @@ def is_dead(x: Tensor) -> bool:
     return not any(x.stride())
 
 
-def _idle(module: nn.Module) -> nn.Module | None:
-    """The Linear that need not be computed where this module's value is not read."""
-    if type(module).__module__ == "peft.tuners.lora.layer" and not module.lora_variant:
-        module = module.base_layer
-    return module if can_go_without(module) else None
-
-
-def can_go_without(module: nn.Module) -> bool:
-    """Whether this is a plain Linear with a plain weight here and now."""
+def can_go_without(module: nn.Module | None) -> bool:
+    """Whether this is a plain Linear with a plain weight, or a quantised one that is known, here and now."""
     return (
         isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
+        and (type(module).forward is nn.Linear.forward or dense_of(module) is not None)
         and "forward" not in vars(module)
         and not hasattr(module.weight, "placements")
     )
 
 
+def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
+    """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
+    with an expanded `value`. Those that are neither here and now are left out, and compute.
+    """
+    if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
+        return []
+    modules = (m for name in dict.fromkeys(names) if can_go_without(m := base_of(layer.get_submodule(name))))
+    return [(vars(m), partial(_valueless_forward, m, value)) for m in modules]
+
+
 @contextmanager
-def without_values(layer: nn.Module, names, value: float = 0.0, device: str = "cpu"):
-    """Within, the named Linears of the layer answer with an expanded `value`. Those that are no plain Linear by now compute."""
-    idle = []
-    if names and not torch.is_autocast_enabled(device):  # whose casts are F.linear's own
-        idle = [m for name in names if (m := _idle(layer.get_submodule(name))) is not None]
-    for module in idle:
-        module.__dict__["forward"] = partial(_valueless_forward, module, value)
+def without_values(idle: list):
+    """Within, the idle Linears compute nothing."""
+    for attributes, forward in idle:
+        attributes["forward"] = forward
     try:
         yield
     finally:
-        for module in idle:
-            del module.__dict__["forward"]
+        for attributes, _ in idle:
+            attributes.pop("forward", None)

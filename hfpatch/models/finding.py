@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hfpatch.compat import modules_of
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -61,4 +63,4 @@ def _has_head(module: nn.Module) -> bool:
     if get is None or not hasattr(type(module), "loss_function"):
         return False
     head = module.get_output_embeddings()
-    return head is not None and any(m is head for m in module._modules.values())
+    return head is not None and any(m is head for m in modules_of(module).values())

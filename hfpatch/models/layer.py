@@ -9,32 +9,34 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, DynamicCache
 
 from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
-from hfpatch.compat import collected_now, collecting
+from hfpatch.compat import (
+    attention_of,
+    collected_now,
+    collecting,
+    engine_hook,
+    forward_hooks,
+    other_hooks,
+    pytree,
+    under_zero3,
+)
 from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
-from hfpatch.models.asking import Answering, Asked, Noting, Stopped, asking, here, our_attention
-from hfpatch.models.dead import without_values
+from hfpatch.models.asking import Answering, Asked, Call, Noting, Stopped, asking, here, our_attention
+from hfpatch.models.dead import can_go_without, idle, without_values
+from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
-from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
+from hfpatch.models.parallel import sequence_now
+from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
+_NO_MASK = "_attach_context_parallel_hooks."
 ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of attention was asked for."""
-
-    scale: float
-    pattern: Pattern
-    sinks_H: Tensor | None
 
 
 # --- the arguments of a layer, cut along tokens -------------------------------------------------------------------------
@@ -56,7 +58,7 @@ class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
 
     def __init__(self, args, kwargs, B: int, T: int):
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
         self.axes = [_token_axis(x, B, T) for x in self.leaves]
         self.kwargs, self.B, self.T = kwargs, B, T
         self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -75,7 +77,7 @@ class Arguments:
                 part = whole if axis is None else whole.narrow(axis, a, b - a)
                 self.cut[i] = self.cut[i].detach().requires_grad_()
                 self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
-        return pytree.tree_unflatten(self.cut, self.spec)
+        return pytree().tree_unflatten(self.cut, self.spec)
 
     def wanted(self) -> list[Tensor]:
         """The arguments that want a gradient."""
@@ -95,7 +97,7 @@ class Arguments:
 
         ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree().tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
         wanted = {id(self.cut[i]) for i in self._wanted}
@@ -132,12 +134,13 @@ class Ask:
     configs: tuple
     batch: object
     forward: object = None  # the layer's own, where it is not a TiledLayer yet
-    asked: list[_Call] = field(default_factory=list)
+    asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
     cache: Cache | None = None  # an empty one, which takes the keys and values of all tokens at once
     records: tuple[str, ...] = ()
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
+    found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
 
     @property
     def n_calls(self) -> int:
@@ -160,7 +163,7 @@ class Ask:
         """
         if not self.n_calls:
             return []
-        with without_values(self.layer, self.answers.dead_pre if dead else (), device=x_BtD.device.type):
+        with without_values(self._idle(self.answers.dead_pre, x_BtD.device.type) if dead else ()):
             if self.answers.block:
                 return self._block_pre(x_BtD, a, b)
             note = Noting(self.n_calls)
@@ -174,7 +177,7 @@ class Ask:
                     f"hfpatch: expected {type(self.layer).__name__} to mix tokens {note.n_calls} times, "
                     f"{len(note.calls) + len(note.mixed)} came; use apply(model, checkpointing='off')."
                 )
-        self.asked = [_Call(c.scale, c.pattern(), c.sinks_H) for c in note.calls]
+        self.asked = [c.call() for c in note.calls]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
@@ -183,6 +186,30 @@ class Ask:
             parts += [x for _, x in mixed]
         return parts
 
+    def _idle(self, names: tuple[str, ...], device: str) -> list:
+        """Looked up once a call: a layer has many tiles."""
+        if names not in self.found_idle:
+            self.found_idle[names] = idle(self.layer, names, device)
+        return self.found_idle[names]
+
+    def keepable(self, names, device: str) -> tuple[str, ...]:
+        """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
+        if self.answers.mixers:
+            return ()
+        if torch.is_autocast_enabled(device):
+            return tuple(n for n in names if n == "qkv")
+        sources = self._sources()
+        able = lambda n: n in sources and all(can_go_without(self.layer.get_submodule(m)) for m in sources[n])  # noqa: E731
+        return tuple(n for n in names if n == "qkv" or able(n))
+
+    def _sources(self) -> dict[str, tuple[str, ...]]:
+        """The modules whose values nobody reads where a kept value is known."""
+        sources = {"mid": ("self_attn.o_proj",)} if self.answers.block else {}
+        mlp = getattr(self.layer, "mlp", None)
+        if isinstance(mlp, (FusedMLP, FusedJointMLP)):
+            sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
+        return sources
+
     def store(self, parts: list[Tensor]) -> None:
         """Keys and values of the whole rows, as `pre` gave them, into the cache, where there is one."""
         if self.cache is not None:
@@ -190,14 +217,21 @@ class Ask:
                 index = self.layer.get_submodule(name).layer_idx
                 self.cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
 
-    def post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False) -> list[Tensor]:
+    def post(
+        self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False, noted=None, known=None
+    ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
 
-        Behind it what was recorded on the way, each as [B, t, ...].
+        Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
+        `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
         found = {key: [] for key in self.records}
-        idle = self.answers.dead_post if dead else ()
-        with without_values(self.layer, idle, device=x_BtD.device.type), collecting(found):
+        names = self.answers.dead_post if dead else self.answers.unread
+        if known:
+            sources = self._sources()
+            names = (*names, *(module for name in known for module in sources[name]))
+        nobody_reads = self._idle(names, x_BtD.device.type) if names else ()
+        with without_values(nobody_reads), collecting(found), keeping(noted, known):
             if self.answers.block:
                 y = self._block_post(x_BtD, outs_BtHE[0])
             else:
@@ -238,17 +272,20 @@ class Ask:
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
         mask = self.arguments.kwargs.get("attention_mask")
         pattern = Pattern() if mask is None else mask.pattern()
-        self.asked = [_Call(attn.scaling, pattern, None)]
+        self.asked = [Call(attn.scaling, pattern, None)]
         return [q.transpose(1, 2), k.transpose(1, 2), v]
 
     def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
         layer = self.layer
         h, norm = layer.self_attn.o_proj(out_BtHE.flatten(2)), layer.post_attention_layernorm
-        if isinstance(norm, FusedRMSNorm):
+        total = known_sum("mid", x_BtD, h)
+        # use_kernels sets a forward whenever train() or eval() is called.
+        if total is None and isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm):
             normed, total = norm(h, residual=x_BtD)
         else:
-            total = x_BtD + h
+            total = x_BtD + h if total is None else total
             normed = norm(total)
+        note("mid", total)
         return total + layer.mlp(normed)
 
 
@@ -262,8 +299,8 @@ def _run_directly(function, *args, **kwargs):
 class TiledLayer:
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
-    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_answers`: its kind's Answers, None where it is to be
-    asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is; `_hfpatch_answers`:
+    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
     """
 
     @property
@@ -322,7 +359,7 @@ class TiledLayer:
 
     @property
     def _under_zero3(self) -> bool:
-        return any(hasattr(p, "ds_id") for p in self.parameters())
+        return under_zero3(self)
 
     def forward(self, hidden_states, *args, **kwargs):
         x, session, batch = hidden_states, self._hfpatch_session, here.batch
@@ -331,26 +368,19 @@ class TiledLayer:
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {c._attn_implementation for c in self._hfpatch_configs}
-            batch = Batch(*x.shape[:2], x.device) if known <= {"sdpa", "flash_attention_2"} else None
-        ready = self._hfpatch_answers is not None or x.dim() == 3 and x.shape[1] >= ASKED_TOKENS
-        if ready and batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights:
-            mask = kwargs.get("attention_mask")
-            if self._hfpatch_answers is None:
-                few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
+            known = {attention_of(c) for c in self._hfpatch_configs}
+            alone = known <= {"sdpa", "flash_attention_2"} and not any(
+                sequence_now(c, self.training) for c in self._hfpatch_configs
+            )
+            batch = Batch(*x.shape[:2], x.device) if alone else None
+        cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
+        cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
+        if cut and self._hfpatch_answers is None:
+            few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
+            with collecting({}):  # what the layer records while it is asked (router logits) is no part of this forward
                 self._hfpatch_answers = self._hfpatch_asks(
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
-            if self.why_not_tiled(x, mask) is None and (cache is None or self._takes_whole(cache)):
-                arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
-                lists = collected_now()
-                records = tuple(key for key in lists if key in _RECORDED_INSIDE)
-                ask = Ask(
-                    self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch, records=records, cache=cache
-                )
-                y, *extras = tiled_layer(session, ask, x)
-                ask.hand_on(extras, lists)
-                return y if ask.beside is None else (y, *ask.beside)
         answers = self._hfpatch_answers or Answers()
         bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
         if bounds is not None and not answers.mixers:
@@ -364,6 +394,18 @@ class TiledLayer:
             with apart if bounds is not None else nullcontext():
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
+        takes = cache is None or (cut and self._takes_whole(cache))
+        if cut and takes and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
+            policy = session.policy(self, x, batch.sequence)
+            if torch.is_grad_enabled() and session.is_plain(self, policy):
+                return whole(x)
+            arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
+            lists = collected_now()
+            records = tuple(key for key in lists if key in _RECORDED_INSIDE)
+            ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache)
+            y, *extras = tiled_layer(session, policy, ask, x)
+            ask.hand_on(extras, lists)
+            return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
             return whole(x)
         if cache is not None:
@@ -373,13 +415,16 @@ class TiledLayer:
             args, kwargs = _without_cache(args, kwargs)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
+        policy = session.policy(None, x) if x.dim() == 3 else None
+        if policy is not None and session.is_plain(self, policy):
+            return whole(x)
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
             with our_attention(self._hfpatch_configs if batch is not None else (), batch):
                 return whole(h)
 
-        return offloaded_checkpoint(session, run, x)
+        return offloaded_checkpoint(session, policy, run, x)
 
 
 def _ancestors(path: str) -> list[str]:
@@ -389,10 +434,11 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches this module, transformers' own recorders (which a tiled call serves otherwise) left out."""
-    forward = (h for h in module._forward_hooks.values() if getattr(h, "__module__", None) != _CAPTURING)
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return any(forward) or bool(others) or hasattr(module, "_hf_hook")
+    """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
+    accelerate's hooks under context parallelism, which take away a mask."""
+    forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
+    others = (h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK))
+    return any(forward) or any(others) or engine_hook(module) is not None
 
 
 def _without_cache(args, kwargs) -> tuple[list, dict]:

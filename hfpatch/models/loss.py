@@ -7,20 +7,25 @@ stand-in gets real logits.
 """
 
 import math
+import sys
 import warnings
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
+from hfpatch.compat import caller_reads_logits, forward_hooks, modules_of, own_loss, pytree, set_own_loss
 from hfpatch.models.asking import here
-from hfpatch.models.classes import keeps_signature, swap
+from hfpatch.models.classes import is_mixed, keeps_signature, whose
+from hfpatch.models.head import through, why_not_fused
+from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parts import FusedRMSNorm
 
+_WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
 
 
@@ -89,9 +94,7 @@ class Logits:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        args, kwargs = torch.utils._pytree.tree_map(
-            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
-        )
+        args, kwargs = pytree().tree_map(lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -108,62 +111,9 @@ class _Head:
         return getattr(self._owner._hfpatch_head(), name)
 
 
-# --- heads --------------------------------------------------------------------------------------------------------------
-
-
-def _copies(head: nn.Module):
-    """The modules that PEFT's modules_to_save wrapper holds, and the one that runs; the head itself where there is none."""
-    copies = getattr(head, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return [head], head
-    active = getattr(head, "active_adapter", None)
-    active = active[0] if isinstance(active, (list, tuple)) and active else active
-    disabled = getattr(head, "disable_adapters", False) or active not in copies
-    return [head.original_module, *copies.values()], head.original_module if disabled else copies[active]
-
-
-def fuse(module: nn.Module, theirs: type, part: type) -> None:
-    """Mixes `part` over a module of class `theirs`, or over those that PEFT's modules_to_save wrapper holds."""
-    for inner in _copies(module)[0]:
-        if type(inner) is theirs and "forward" not in vars(inner) and not hasattr(inner.weight, "placements"):
-            swap(inner, part)
-
-
-def why_not_fused(head: nn.Module) -> str | None:
-    """None where a call of `head` can answer with the fused loss (also through PEFT's modules_to_save), else what it is."""
-    inner = _copies(head)[1]
-    if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
-        return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
-    if "forward" in vars(inner):
-        return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
-    # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
-    weight = inner._parameters.get("weight")
-    if is_traceable_wrapper_subclass(weight) and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
-        return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
-    return None
-
-
-def through(head: nn.Module, function, hidden: Tensor, *args, **options):
-    """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
-    own = vars(inner := _copies(head)[1])
-    before = {n: own[n] for n in ("forward",) if n in own}
-    own["forward"] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
-    try:
-        return head(hidden)
-    finally:
-        del own["forward"]
-        own.update(before)
-
-
-def head_name(model: nn.Module) -> str | None:
-    """The attribute under which a model calls its head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return next((n for n, m in model._modules.items() if m is head and m is not None), None)
-
-
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
-    own = vars(model).get("_loss_function")
+    own = own_loss(model)
     if own is not None:
         return None if own is ForCausalLMLoss else "the model has a loss function of its own"
     kind = getattr(model, "loss_type", None)
@@ -177,9 +127,11 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 
 class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
-    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None."""
+    "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
+    asked for, or None; `_hfpatch_beside`: apply with this model's options."""
 
-    _hfpatch_head_name = _hfpatch_norm_path = None  # an instance that apply() has not seen is transformers' own
+    # An instance that apply() has not seen is transformers' own.
+    _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
     _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
 
     def __init_subclass__(cls, **kwargs):
@@ -190,14 +142,35 @@ class FusedCausalLM:
     def loss_function(self):
         if vars(self).get("_hfpatch_target") is not None:
             return self._hfpatch_loss
+        if torch.compiler.is_compiling():  # a graph cannot look up a property behind another
+            own = own_loss(self)
+            return LOSS_MAPPING.get(getattr(self, "loss_type", None), ForCausalLMLoss) if own is None else own
         return super().loss_function
 
     @loss_function.setter
     def loss_function(self, value):
-        vars(self)["_loss_function"] = value
+        set_own_loss(self, value)
+
+    def __setattr__(self, name, value):
+        head = TrlHead.of(value) if name == "forward" else None
+        if head is None:
+            if name == "forward" and whose(value).startswith("trl."):
+                self._tell(
+                    "TRL's own head runs, as this TRL sets it otherwise than 1.16; fused_lm_head=True is not hfpatch's."
+                )
+            return super().__setattr__(name, value)
+        # This class's forward does what TRL's would. The trainer that is being made may hold a reference model: equal weights
+        # must give equal log-probabilities, so it runs as this one does.
+        vars(self)["_hfpatch_trl"] = head
+        reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
+        if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
+            try:
+                self._hfpatch_beside(reference)
+            except ValueError as error:
+                warnings.warn(f"hfpatch: the reference model stays as it is ({error})", stacklevel=4)
 
     def _hfpatch_head(self) -> nn.Module:
-        return self._modules[self._hfpatch_head_name]
+        return modules_of(self)[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
@@ -212,6 +185,8 @@ class FusedCausalLM:
         kwargs |= zip(self._hfpatch_positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
+        if self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False):
+            return self._hfpatch_log_probs(kwargs)
         labels = kwargs.get("labels")
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
@@ -223,24 +198,40 @@ class FusedCausalLM:
         target = labels if shifted is None else shifted
         first = 1 if shifted is None else 0
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
-        idle = here.idle_BT
-        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
-            counted = target[..., first:] != ignore
-            here.idle_BT = ~nn.functional.pad(counted, (0, first))
         own = vars(self)
         own["_hfpatch_target"] = (target, shifted is None, count)
         own[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
         try:
-            out = self._hfpatch_stock({**kwargs, "return_dict": True})
+            with self._read_where_labelled(target, first, ignore, kwargs):
+                out = self._hfpatch_stock({**kwargs, "return_dict": True})
         finally:
             del own["_hfpatch_target"], own[self._hfpatch_head_name]
-            here.idle_BT = idle
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
             # Its own class without the stand-in: an output drops what is None.
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
+
+    @contextmanager
+    def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
+        """Within, layers know whose output nobody reads: tokens that are followed by no label."""
+        idle = here.idle_BT
+        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
+            here.idle_BT = ~nn.functional.pad(target[..., first:] != ignore, (0, first))
+        try:
+            yield
+        finally:
+            here.idle_BT = idle
+
+    def _hfpatch_log_probs(self, kwargs):
+        """What TRL's fused head would return, by ours where it can."""
+        head, asked = self._hfpatch_head(), self._hfpatch_trl
+        reason = why_theirs(asked, head)
+        if reason is not None:
+            self._tell(f"TRL's own fused head runs, as {reason}; leave lm_head a plain Linear to have hfpatch's.")
+            return asked.theirs(fused_lm_head=True, **kwargs)
+        return log_probs(self, head, asked, kwargs)
 
     def _compiled(self, kwargs):
         """The same for a graph: no stand-in, for models whose head's output is the logits."""
@@ -267,7 +258,7 @@ class FusedCausalLM:
         self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
     ):
         if not isinstance(logits, Logits):
-            self._tell("transformers' forward used the logits before its loss")
+            self._tell(_WHOLE.format("transformers' forward used the logits before its loss"))
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         target, shift, count = vars(self)["_hfpatch_target"]
         valid = int(count.get())
@@ -286,7 +277,9 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and not any(m._forward_hooks for m in around)
+        norm = around[-1]
+        ours = isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm)
+        return ours and not any(forward_hooks(m) for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)
@@ -295,26 +288,24 @@ class FusedCausalLM:
         reason = not_its_own_loss(self) or why_not_fused(self._hfpatch_head())
         if reason is None:
             return True
-        self._tell(reason)
+        self._tell(_WHOLE.format(reason))
         return False
 
-    def _tell(self, reason: str) -> None:
+    def _tell(self, words: str) -> None:
         """Once: that, and why, this model's loss is not the fused one."""
-        if reason not in vars(self).setdefault("_hfpatch_told", set()):
-            self._hfpatch_told.add(reason)
-            warnings.warn(
-                f"hfpatch: the loss runs through whole logits, as {reason}; "
-                "leave lm_head a plain Linear and the loss transformers' own to have the fused loss.",
-                stacklevel=5,
-            )
+        if words not in vars(self).setdefault("_hfpatch_told", set()):
+            self._hfpatch_told.add(words)
+            warnings.warn(f"hfpatch: {words}", stacklevel=5)
 
     def _wants_logits(self, labels, kwargs) -> bool:
-        """Beside a loss: as asked, else in evaluation where they are small."""
+        """Beside a loss: as asked, else in evaluation where they are small, and for a caller who is known to read them."""
         if kwargs.get("skip_logits"):
             return False
         setting = self._hfpatch_train_logits if self.training else self._hfpatch_eval_logits
         if setting != "auto":
             return bool(setting)
+        if kwargs.get("inputs_embeds") is not None and not torch.compiler.is_compiling() and caller_reads_logits():
+            return True
         return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
 
 
@@ -323,7 +314,7 @@ def _plain_head(model) -> bool:
     config = model.config.get_text_config()
     scaled = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
     plain = not any(getattr(config, name, None) for name in scaled)
-    return plain and model._hfpatch_norm_path is not None and len(model._modules) == 2
+    return plain and model._hfpatch_norm_path is not None and len(modules_of(model)) == 2
 
 
 def as_stock(loss: Tensor) -> Tensor:

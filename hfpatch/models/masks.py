@@ -26,10 +26,22 @@ class Batch:
     """What the caller said of a batch's tokens: who asks first looks it up, for each chunk size once.
 
     attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as documents.find_rows takes them.
+    sequence: the ranks that share these rows (checkpoint.exchange.Sequence), or None; t: how many tokens this one has.
     """
 
-    def __init__(self, B: int, T: int, device, attention_mask=None, position_ids=None, cu_seq_lens=None, idle_BT=None):
-        self.B, self.T, self.device = B, T, device
+    def __init__(
+        self,
+        B: int,
+        T: int,
+        device,
+        attention_mask=None,
+        position_ids=None,
+        cu_seq_lens=None,
+        idle_BT=None,
+        sequence=None,
+    ):
+        self.B, self.T, self.device, self.sequence = B, T, device, sequence
+        self.t = T if sequence is None else T // sequence.size
         self._said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
         self.prefill = False  # whether the caller's cache, an empty one, is filled

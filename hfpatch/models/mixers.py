@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from hfpatch.compat import pytree
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # said by our documents
 
@@ -60,7 +61,7 @@ class Mixer:
                     cut = leaves[i].narrow(axis, a, b - a)
                     leaves[i] = cut[rows] if axis and cut.shape[0] == self.B > 1 else cut
         leaves[self.at] = x
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if self.bounds is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
         return self.module(*args, **kwargs)
@@ -119,7 +120,7 @@ TOKEN = 5  # the one that is changed
 
 def _moved(ours, theirs, tokens: int) -> bool:
     """Whether outputs differ at another token than the changed one, beyond rounding."""
-    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs)):
+    for a, b in zip(pytree().tree_leaves(ours), pytree().tree_leaves(theirs)):
         if not isinstance(a, Tensor) or not a.is_floating_point():
             continue
         if a.shape != b.shape:
@@ -135,7 +136,7 @@ def _moved(ours, theirs, tokens: int) -> bool:
 
 def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     """Whether run(*args, **kwargs) lets other tokens notice that one changed. known: ids of tensors that are not to change."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree().tree_flatten((args, kwargs))
     changed = list(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in known and tokens in x.shape:
@@ -143,7 +144,7 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
             x = x.clone()
             x.select(axis, TOKEN).normal_()
             changed[i] = x
-    other_args, other_kwargs = pytree.tree_unflatten(changed, spec)
+    other_args, other_kwargs = pytree().tree_unflatten(changed, spec)
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 

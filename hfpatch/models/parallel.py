@@ -1,27 +1,97 @@
 """What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole sequence."""
 
-import sys
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+from hfpatch.checkpoint.exchange import Sequence
+from hfpatch.compat import attention_of, context_parallel, deepspeed_config, engine_hook, ulysses
+from hfpatch.memory.sequence import why_not_shared_out
+from hfpatch.models.asking import here
+
+_sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
 
 
 def replaced_attention(config) -> bool:
-    """Whether attention calls go to a function from outside transformers, as under DeepSpeed's sequence parallelism.
+    """Whether attention calls go to a function from outside transformers that may see tokens which this process does not have.
 
-    That function may see tokens that this process does not have, so nothing here may take its place.
+    Nothing here may take such a function's place. DeepSpeed's Ulysses is known: `sequence_now` says what it does.
     """
-    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    return function is not None and not function.__module__.startswith("transformers.")
+    function = ALL_ATTENTION_FUNCTIONS.get(attention_of(config))
+    known = function is None or function.__module__.startswith("transformers.")
+    return not known and ulysses(function) is None
+
+
+def sequence_now(config, training: bool) -> Sequence | None:
+    """The ranks that share the rows of the forward under way; None where every process has whole rows.
+
+    Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave it alone or `sharded()` says
+    so; under torch's context_parallel whatever runs in its context.
+    """
+    if here.sequence is not None:
+        return here.sequence
+    found = context_parallel()
+    if found is None:
+        group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(attention_of(config))) or (None, False)
+        found = None if group is None or (training_only and not training) else (group, False)
+        if found is not None and training:
+            summed_gradients(deepspeed_config(), torch.distributed.get_world_size(group))
+    if found is None or torch.distributed.get_world_size(found[0]) == 1:
+        return None
+    return sequence_of(*found)
+
+
+def summed_gradients(config: dict, size: int) -> None:
+    """ValueError for a DeepSpeed config under which gradients are summed over a sequence's ranks, not averaged.
+
+    The loss that transformers makes of the ranks' losses has gradients `size` times too large, which ZeRO-3's reduce-scatter
+    divides away; Adam hides that, clipping does not.
+    """
+    zero = config.get("zero_optimization", {})
+    stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
+    if stage != 3 or not scatters:
+        came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
+        raise ValueError(
+            f"hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, {came} came, where gradients are {size} "
+            'times too large; set "stage": 3 and "reduce_scatter": true.'
+        )
+
+
+def sequence_of(group, zigzag: bool = False) -> Sequence:
+    """One Sequence a process group and way of dealing."""
+    if (group, zigzag) not in _sequences:
+        _sequences[group, zigzag] = Sequence(group, zigzag)
+    return _sequences[group, zigzag]
+
+
+@contextmanager
+def sharded(sequence: Sequence | None):
+    """Forwards that run here share their rows with the ranks of `sequence`."""
+    before, here.sequence = here.sequence, sequence
+    try:
+        yield
+    finally:
+        here.sequence = before
+
+
+def why_not_exchanged(config, sequence: Sequence, training: bool) -> str | None:
+    """None where attention over the whole rows of `sequence` can be ours, else the reason in a few words."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if training and (getattr(config, "attention_dropout", 0.0) or 0.0):
+        return "attention dropout"
+    if heads is None:
+        return None
+    return why_not_shared_out(heads, getattr(config, "num_key_value_heads", None) or heads, sequence.size)
 
 
 def weights_move(model: nn.Module) -> bool:
     """Whether accelerate's hooks bring weights to the device for each call, or lay the model out over several devices."""
     devices = set()
     for module in model.modules():
-        hook = vars(module).get("_hf_hook")
+        hook = engine_hook(module)
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "offload", False):
                 return True
@@ -38,18 +108,26 @@ def refuse_training_over_a_device_map(training: bool) -> None:
         )
 
 
-def refuse_packed_shards(config, documents, position_ids: Tensor | None) -> None:
-    """ValueError for packed documents under Ulysses with SDPA: it drops every mask, so they would see each other.
-
-    A document may start exactly where this rank's shard does, which the shard alone does not show.
-    """
-    if config._attn_implementation != "sdpa" or not replaced_attention(config):
-        return
-    ulysses = sys.modules.get(_ULYSSES)
-    later = ulysses is not None and ulysses.get_sequence_parallel_rank() > 0
-    starts_here = later and position_ids is not None and bool((position_ids[:, 0] == 0).any())
-    if documents is not None or starts_here:
+def require_positions(position_ids: Tensor | None) -> None:
+    """ValueError without position_ids: each rank would count its own tokens from 0."""
+    if position_ids is None:
         raise ValueError(
-            "hfpatch: expected one document a row under sequence parallelism with sdpa, restarting position_ids came; "
+            "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, and each rank would count its "
+            "own from 0; put position_ids = torch.arange(tokens) into every batch before it is sharded."
+        )
+
+
+def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:
+    """Whole rows [B, T] of attention_mask, position_ids and the like [1 or B, t], in one exchange; None where none came."""
+    given = [x.expand(B, -1) for x in shards if x is not None]
+    whole = iter(sequence.whole(*(x.long() for x in given)) if given else ())
+    return [None if x is None else next(whole).to(x.dtype) for x in shards]
+
+
+def refuse_packed_shards(config, documents) -> None:
+    """ValueError for packed documents where Ulysses' own sdpa runs: it drops every mask, so they would see each other."""
+    if documents is not None and attention_of(config) == "sdpa":
+        raise ValueError(
+            "hfpatch: expected one document a row where sequence parallelism runs sdpa itself, restarting position_ids came; "
             'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'
         )

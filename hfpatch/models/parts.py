@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
+from hfpatch.compat import asks_for_input_gradients, buffers_of, forward_hooks, modules_of, parameters_of, twin_of
+from hfpatch.models.classes import replaced_forward
 from hfpatch.models.dead import DeadRotation, is_dead
+from hfpatch.models.keeping import kept
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
@@ -35,11 +38,7 @@ class FusedRMSNorm:
 
 def _copy_with(module: nn.Module, parameters=None, modules=None) -> nn.Module:
     """A module of the same class and settings with other parameters or children, for a probe."""
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_parameters"] = dict(parameters or {})
-    twin.__dict__["_modules"] = dict(modules or {})
-    return twin
+    return twin_of(module, parameters or {}, modules or {})
 
 
 def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
@@ -52,15 +51,16 @@ def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
 
 def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     """What FusedRMSNorm has to know of this norm, or the reason why it stays as it is."""
-    if "forward" in vars(norm):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
+    replaced = replaced_forward(norm)
+    if replaced:
+        return replaced
     eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
-    names = set(norm._parameters)
-    if eps is None or not names <= {"weight"} or norm._modules or norm._buffers:
+    names = set(parameters_of(norm))
+    if eps is None or not names <= {"weight"} or modules_of(norm) or buffers_of(norm):
         return "no RMSNorm with one weight and an epsilon"
     if list(inspect.signature(type(norm).forward).parameters)[2:]:
         return "its forward takes more than hidden states"
-    weight = norm._parameters.get("weight")
+    weight = parameters_of(norm).get("weight")
     return _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
 
 
@@ -95,9 +95,9 @@ def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
     ):
         weight = nn.Parameter(make(64).to(w_dtype), requires_grad=False) if weighted else None
         x = (3 * make(7, 64)).to(x_dtype)
-        probe._parameters.pop("weight", None)
+        parameters_of(probe).pop("weight", None)
         if weighted:
-            probe._parameters["weight"] = weight
+            parameters_of(probe)["weight"] = weight
         try:
             with torch.no_grad():
                 theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
@@ -113,17 +113,23 @@ def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
 
 
 class FusedMLP:
-    """gate and up through one kernel. `_hfpatch_activation`: what the probe found."""
+    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_gates`: whose values need not be
+    computed where gate and up are known."""
+
+    _hfpatch_gates = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), activation=self._hfpatch_activation))
+        gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
 class FusedJointMLP:
     """The same for families with gate and up in one projection."""
 
+    _hfpatch_gates = ("gate_up_proj",)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
@@ -132,23 +138,26 @@ _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"ga
 
 def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
     """(part, activation) for this MLP, or the reason why it stays as it is."""
-    if "forward" in vars(mlp):
-        return "its forward is replaced on the instance (Liger or use_kernels)"
-    part = next((part for part, names in _MLPS if names <= set(mlp._modules)), None)
-    if part is None or mlp._parameters:
+    replaced = replaced_forward(mlp)
+    if replaced:
+        return replaced
+    part = next((part for part, names in _MLPS if names <= set(modules_of(mlp))), None)
+    if part is None or parameters_of(mlp):
         return "no gated MLP"
     generator = torch.Generator().manual_seed(0)
 
     def linear(n_in, n_out):
-        made = nn.Linear(n_in, n_out, bias=False, device="cpu", dtype=torch.float32)
+        made = nn.utils.skip_init(
+            nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
+        )  # no random numbers
         with torch.no_grad():
             made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
         return made
 
     inner = {"gate_proj": (16, 24), "up_proj": (16, 24), "gate_up_proj": (16, 48), "down_proj": (24, 16)}
-    others = {n: m for n, m in mlp._modules.items() if n not in inner}  # the activation
-    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in mlp._modules if n in inner} | others)
-    ours = _copy_with(mlp, modules=twin._modules)
+    others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
+    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
+    ours = _copy_with(mlp, modules=modules_of(twin))
     ours.__class__ = type("Probe", (part, nn.Module), {})
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):
@@ -235,10 +244,25 @@ def rope_reason(base: type) -> str | None:
     return None
 
 
-# --- embedding ---------------------------------------------------------------------------------------------------------------
+# --- embedding ----------------------------------------------------------------------------------------------------------
 
 
-class FusedEmbedding:
+class FreeEmbedding:
+    """An embedding whose output wants no gradient where enable_input_require_grads() alone asks for one.
+
+    A reentrant checkpoint needs that, hfpatch's does not: as a leaf the output would be kept all step, and the first layer
+    would compute its gradient for nobody.
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf):
+            return out
+        hooks = forward_hooks(self)
+        return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out
+
+
+class FusedEmbedding(FreeEmbedding):
     """nn.Embedding with the sliced backward."""
 
     def forward(self, input: Tensor) -> Tensor:

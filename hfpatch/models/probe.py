@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from hfpatch.compat import pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.asking import Asked, asking, our_attention
-from hfpatch.models.dead import can_go_without, without_values
+from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.layer import Arguments, Ask
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
@@ -79,7 +79,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
     row = partial(_first_row, B=x_BTD.shape[0])
-    x_BTD, (args, kwargs) = x_BTD[:1], pytree.tree_map(row, (args, kwargs))
+    x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
     count = _Counting(0.0)
 
     run = lambda x: forward(x, *args, **kwargs)  # noqa: E731
@@ -89,7 +89,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
         return Answers(reason="it returns more than hidden states")
     if count.reasons:
         return Answers(reason=count.reasons[0])
-    known = {id(x) for x in pytree.tree_leaves((args, kwargs))}
+    known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
     with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
         mixers = find_mixers(layer, run, x_BTD, known)
     if mixers is None:
@@ -164,7 +164,8 @@ class _Probe:
             run_pre = self._called(names, lambda: self._pre(block=block))
             dead_post = tuple(n for n in run_post if self._dead(n, self._post, post))
             dead_pre = tuple(n for n in run_pre if self._dead(n, self._pre, pre))
-            together = {"dead_post": dead_post, "dead_pre": dead_pre}
+            unread = tuple(n for n in dead_post if self._unread(n))
+            together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
         return Answers(attention=self.attention, mixers=self.mixers, block=block, **together)
@@ -185,16 +186,23 @@ class _Probe:
         """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
         for value in (float("nan"), 3.0):
             try:
-                with without_values(self.layer, (name,), value):
+                with without_values(idle(self.layer, (name,), value=value)):
                     if not _equal(run(), expected):
                         return False
             except RuntimeError:  # written to in place, for one
                 return False
         return True
 
+    def _unread(self, name: str) -> bool:
+        """Whether the output of `post` does not depend on this module's value."""
+        with torch.no_grad():
+            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            with without_values(idle(self.layer, (name,), value=float("nan"))):
+                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
+
     def _same_as_block(self) -> bool:
         # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out alone.
-        args, kwargs = pytree.tree_map(_far, pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec))
+        args, kwargs = pytree().tree_map(_far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec))
         far = Arguments(args, kwargs, *self.x.shape[:2])
         try:
             with torch.no_grad():

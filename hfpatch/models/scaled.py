@@ -1,11 +1,12 @@
 """A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
 
 import copy
-import sys
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from hfpatch.compat import name_attention, plain_construction, run_experts_plainly
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
@@ -69,9 +70,8 @@ def scaled_config(config, n_layers: int):
                 rope[name] = rope[name][: SIZES["head_dim"] // 2]
         if "mrope_section" in rope or "_vl" in small.model_type:
             rope["mrope_section"] = [2, 3, 3]
-    small._attn_implementation_internal = "eager"
-    if hasattr(small, "_experts_implementation_internal"):
-        small._experts_implementation_internal = "eager"  # grouped matmuls know no float64
+    name_attention(small, "eager")
+    run_experts_plainly(small)
     return small
 
 
@@ -107,25 +107,18 @@ def kind_of(layer: nn.Module) -> tuple:
 @contextmanager
 def quiet_process():
     """Inside, random numbers, the default dtype and device, and DeepSpeed's way of making parameters are not the caller's."""
-    deepspeed_init = None
-    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if partition is not None and getattr(partition, "zero_init_context", None):
-        deepspeed_init = partition
-        partition.shutdown_init_context()
     dtype = torch.get_default_dtype()
     cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
         torch.set_default_dtype(torch.float32)
-        with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with plain_construction(), torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             torch.default_generator.manual_seed(0)
             yield
     finally:
         torch.set_default_dtype(dtype)
         torch.set_rng_state(cpu_state)
         torch.set_num_threads(threads)
-        if deepspeed_init is not None:
-            deepspeed_init.restore_init_context()
 
 
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:

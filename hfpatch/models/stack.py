@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -15,7 +16,11 @@ from hfpatch.models.parallel import (
     refuse_packed_shards,
     refuse_training_over_a_device_map,
     replaced_attention,
+    require_positions,
+    sequence_now,
     weights_move,
+    whole_rows,
+    why_not_exchanged,
 )
 
 _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -57,13 +62,13 @@ class OurAttention:
         config = self.config
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        if not plain or kwargs["use_cache"] or not _full_attention(config) or config._attn_implementation != "sdpa":
+        if not plain or kwargs["use_cache"] or not _full_attention(config) or attention_of(config) != "sdpa":
             return self._hfpatch_stock(kwargs)
-        config._attn_implementation_internal = CAUSAL_NAME
+        name_attention(config, CAUSAL_NAME)
         try:
             return self._hfpatch_stock(kwargs)
         finally:
-            config._attn_implementation_internal = "sdpa"
+            name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
         if weights_move(self):
@@ -71,8 +76,19 @@ class OurAttention:
             return self._hfpatch_declined(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
+            if here.sequence is not None:
+                raise ValueError(
+                    "hfpatch: expected a forward that ranks can share, one came that runs as transformers has it (attention "
+                    "weights, a mask or attention function of the caller's own, heads that do not go evenly); leave that out."
+                )
             return self._hfpatch_declined(kwargs)
-        if self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False):
+        checkpointed = (
+            self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False)
+        )
+        if checkpointed and batch.sequence is not None:
+            refuse_packed_shards(self.config, batch.rows().documents)
+            return self._hfpatch_declined(kwargs)
+        if checkpointed:
             # transformers' own checkpointing runs layers again when this forward, and our attention with it, has gone.
             rows = batch.rows()
             if rows.documents is not None and rows.hidden_BT is None and kwargs.get("position_ids") is not None:
@@ -80,7 +96,7 @@ class OurAttention:
             return self._hfpatch_stock(kwargs)
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found already.
-            kwargs["attention_mask"] = torch.ones(batch.B, batch.T, dtype=torch.bool, device=batch.device)
+            kwargs["attention_mask"] = torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
 
@@ -101,7 +117,13 @@ class OurAttention:
         positions, use_cache = kwargs.get("position_ids"), kwargs.get("use_cache")
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
-        rows_mask = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None
+        rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
+        sequence = None if cache is not None else sequence_now(config, self.training)
+        if sequence is not None:
+            require_positions(kwargs.get("position_ids"))
+            rows_mask, positions, idle = whole_rows(sequence, B, rows_mask, positions, idle)
+            T, use_cache = T * sequence.size, False
+            kwargs["use_cache"] = False
         packed = lambda: positions is not None and restarts(positions.expand(B, -1), rows_mask)  # noqa: E731
         if cache is None and use_cache is None:
             use_cache = bool(getattr(config, "use_cache", False)) and not (self.training and torch.is_grad_enabled())
@@ -121,15 +143,28 @@ class OurAttention:
             positions = None  # beside a cache transformers looks for no documents, and what restarts was refused
         if not self._hfpatch_ours:
             return self._hfpatch_without(packed)
-        batch = Batch(B, T, given.device, rows_mask, positions, kwargs.get("cu_seq_lens_q"), here.idle_BT)
+        if self._hfpatch_mixers and sequence is not None:
+            raise ValueError(
+                f"hfpatch: expected whole rows, a part of each came to a {type(self).__name__}, some of whose layers mix tokens by "
+                "something else than attention; train it without sequence parallelism."
+            )
+        # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
+        offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
+        batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)
         batch.prefill = cache is not None or bool(use_cache)
         if replaced_attention(config):
-            refuse_packed_shards(config, batch.rows().documents, positions)
+            refuse_packed_shards(config, batch.rows().documents)
             return self._hfpatch_without(packed)
+        if sequence is not None and why_not_exchanged(config, sequence, self.training):
+            refuse_packed_shards(config, batch.rows().documents)
+            if mask is None:
+                # Of this rank's positions transformers would make a [t, t] mask that says nothing of whole rows.
+                kwargs["attention_mask"] = torch.ones(B, batch.t, dtype=torch.bool, device=given.device)
+            return None
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
         known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
-        if mask is not None and rows_mask is None or config._attn_implementation not in known:
+        if mask is not None and rows_mask is None or attention_of(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 
@@ -151,4 +186,4 @@ def _full_attention(config) -> bool:
     return plain and set(kinds) == {"full_attention"}
 
 
-_outside = torch._dynamo.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))
+_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))

@@ -216,9 +216,10 @@ class _Expected:
         layers = _layers_of(ours)
         session = Session(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
         ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
-        for layer in layers:
+        for index, layer in enumerate(layers):
             answer = found.answers.get(kind_of(layer), Answers(reason="not asked"))
             swap(layer, TiledLayer)
+            layer._hfpatch_index = index
             layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
         return ours
 

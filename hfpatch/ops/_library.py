@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hfpatch.compat import below_autograd
+
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -55,30 +57,33 @@ def define(
     torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.hfpatch, name).default
     IMPLEMENTATIONS[op] = impl
-    if backward is not None:
+    if backward is not None and below_autograd() is None:
+        torch.library.register_autograd(f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    elif backward is not None:
         LIBRARY.impl(name, _autograd_impl(op, backward, setup_context), "Autograd", with_keyset=True)
     return op
 
 
 def _autograd_impl(op, backward, setup_context):
     """What torch.library.register_autograd builds, for positional arguments only, in about half the time a call."""
+    below, keys = below_autograd()
 
     def forward(ctx, *args):
         *args, keyset = args
-        with torch._C._AutoDispatchBelowAutograd():
-            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        with below():
+            output = op.redispatch(keyset & keys, *args)
         if setup_context is not None:
             setup_context(ctx, args, output)
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None))}
-    function = type(f"hfpatch_{op._opname}", (torch.autograd.Function,), members)
+    function = type(op.name().replace("::", "_"), (torch.autograd.Function,), members)
 
     def autograd_impl(keyset, *args):
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return function.apply(*args, keyset)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        with below():
+            return op.redispatch(keyset & keys, *args)
 
     return autograd_impl
 

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
-from hfpatch.compat import shapes_of_out_dtype
+from hfpatch.compat import assert_async, is_fake, shapes_of_out_dtype
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 
@@ -117,7 +116,7 @@ def check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
     ok_N = ((labels_N >= 0) & (labels_N < vocab_size)) | (labels_N == ignore_index)
     expected = f"labels must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
     if not readable(labels_N):
-        torch._assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
+        assert_async(ok_N.all(), f"hfpatch: {expected}; check the tokenizer against the model's vocabulary.")
     elif not ok_N.all():
         raise ValueError(
             f"hfpatch: {expected}, {int(labels_N[~ok_N][0])} came; check the tokenizer against the model's vocabulary."
@@ -140,7 +139,7 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
         elif num_valid < count:
             raise ValueError(f"{message}, {num_valid} came for {count}; count the labels that the op gets.")
     elif num_valid is not None and not is_fake(labels_N):
-        torch._assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; count the labels that the op gets.")
+        assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; count the labels that the op gets.")
     if num_valid is None or tokens - num_valid <= tokens // 32:
         return None, tokens
     return torch.argsort(ignored_N.to(torch.uint8), stable=True), num_valid
@@ -388,6 +387,7 @@ def backward_pass(
     rows_KN: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool],
+    overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias) from logits computed again; rows_KN are the factors of `cross_entropy_chunk_bwd_`."""
     order, _ = kept = kept_tokens(labels_N, opts)
@@ -401,7 +401,7 @@ def backward_pass(
         )
 
     extra = STATS_BYTES_PER_TOKEN if rows_KN.shape[0] > 4 else 0
-    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, False, extra)
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra)
 
 
 def or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:

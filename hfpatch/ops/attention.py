@@ -14,10 +14,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from hfpatch.compat import aten, has_kernel
 from hfpatch.ops._attention_blocks import blocks_backward, blocks_forward
 from hfpatch.ops._attention_pattern import CAUSAL, HIDDEN_SCORE, Documents, Pattern
-
-aten = torch.ops.aten
 
 
 def attention_ref(
@@ -227,7 +226,7 @@ def choose_backend(
 def pick(q_BTHE: Tensor, k_BTKE: Tensor) -> str:
     """The backend for one group's shapes (see choose_backend)."""
     if q_BTHE.device.type != "cuda":
-        return "cpu"
+        return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
     tokens = min(16384, 1 << max(7, (q_BTHE.shape[1] - 1).bit_length()))
     return choose_backend("cuda", q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens)
 
@@ -253,11 +252,11 @@ def _chosen(q, pattern: Pattern, backend: str) -> str:
     """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where no kernel serves."""
     if backend == "blocks" or pattern.softcap is not None:
         return "blocks"
-    if q.device.type == "cuda" and supported(q.shape[3], q.dtype, q.device, pattern):
+    if backend == "cpu":
+        return "blocks" if pattern.window is not None else backend
+    if supported(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
-    if q.device.type == "cuda":
-        return backend if pattern.documents is None and pattern.window is None else "fa2"
-    return "blocks" if pattern.window is not None else backend
+    return backend if pattern.documents is None and pattern.window is None else "fa2"
 
 
 def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):

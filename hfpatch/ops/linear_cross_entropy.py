@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfpatch.compat import keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import (
@@ -104,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *inputs, dx, dw, db = ctx.saved_tensors
         grads = None, None, None
         if ctx.now and dtotal is not None:
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            keep = keeps_graph()
             grads = tuple(_scaled(g, dtotal, keep) for g in (dx, dw, db))
             dtotal = None
         if ctx.again and not (dtotal is None and dtoken_N is None and dlse_N is None):

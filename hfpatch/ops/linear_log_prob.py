@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfpatch.compat import keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, wide_dtype
 from hfpatch.ops._linear_ce_inputs import check_head, check_options, logits_dtype, refuse, shift_labels
 from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
@@ -84,19 +85,19 @@ def _forward(hidden, weight, bias, labels, stats, best, opts):
     return out.token_loss_N.neg_(), out.lse_N, out.stats_3N, out.best_N
 
 
-def _backward(dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts):
+def _backward(dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts, overwrite=False):
     rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs)
+        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite)
 
 
 class _LinearLogProb(torch.autograd.Function):
     """Eager route. Outputs: log_prob, lse, stats [3, N] (empty where not asked for), best (int32, likewise)."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts):
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private):
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs = opts, ctx.needs_input_grad[:3]
+        ctx.opts, ctx.needs, ctx.private = opts, ctx.needs_input_grad[:3], private
         tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
         log_prob_N, lse_N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N, stats_3N)
@@ -107,8 +108,13 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, dlog_prob_N, dlse_N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob")(ctx)
-        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, *ctx.saved_tensors, ctx.needs, ctx.opts)
-        return *grads, None, None, None, None
+        hidden_ND, *others = ctx.saved_tensors
+        overwrite = ctx.private and not keeps_graph()
+        hidden_ND = (
+            hidden_ND.detach()
+        )  # its values are read no more, so that writing there is no change of a saved tensor
+        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite)
+        return *grads, None, None, None, None, None
 
 
 # The compiled route: the same passes behind two ops. Outputs that are absent are empty tensors.
@@ -179,6 +185,7 @@ def linear_log_prob(
     outputs: tuple[str, ...] = ("log_prob",),
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
+    inplace_hidden: bool = False,
 ) -> LinearLogProbOutput:
     """log softmax(hidden @ weight.T + bias) at the labels, and what else is asked for, a number a token.
 
@@ -190,6 +197,8 @@ def linear_log_prob(
 
     scale, softcap, temperature: logits are multiplied by scale, soft-capped, divided by temperature, in float32.
     shift, num_valid, workspace_bytes: as in linear_cross_entropy; with shift each row's last position is ignored.
+    inplace_hidden: the backward may write hidden's gradient over hidden, as in linear_cross_entropy (not under
+        torch.compile, and not where the graph is kept).
 
     Gradients for hidden, weight and bias, for any upstream gradient of every token; the backward computes the logits a
     second time. Raises ValueError for a label out of range (on a GPU: a device-side assertion), for shapes, dtypes or
@@ -211,7 +220,8 @@ def linear_log_prob(
     if torch.compiler.is_compiling():
         log_prob_N, lse_N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
     else:
-        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts)
+        private = inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
+        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private)
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
     values = log_prob_N, entropy_N, lse_N, mean_N, square_N, is_top1_N

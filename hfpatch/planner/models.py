@@ -16,8 +16,9 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
     return name, ModelShape.from_config(values), values
 
 
-def config_of(model) -> tuple[str, dict]:
-    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache.
+def config_of(model, download: bool = True) -> tuple[str, dict]:
+    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache; download: whether the
+    hub may be asked for what the cache has not.
 
     ValueError where there is none.
     """
@@ -36,7 +37,7 @@ def config_of(model) -> tuple[str, dict]:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values
     if name.count("/") == 1 and not path.parent.exists():
-        return name, hub_config(name)
+        return name, hub_config(name, download)
     raise ValueError(
         f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one of them, a "
         "config.json, a model's folder, or a hub id like owner/name."
@@ -54,8 +55,8 @@ def read_config(path: Path) -> dict:
     return values
 
 
-def hub_config(name: str) -> dict:
-    """The config.json of a model in the local cache, or of the hub. ValueError says what to download where it cannot be had."""
+def hub_config(name: str, download: bool = True) -> dict:
+    """The config.json of a model in the local cache, or (download) of the hub. ValueError says what to fetch otherwise."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     except ImportError:
@@ -64,6 +65,11 @@ def hub_config(name: str) -> dict:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):
         pass  # not in the cache; its ValueErrors name no file
+    if not download:
+        raise ValueError(
+            f"hfpatch: expected a preset or a model in the local cache, {name!r} came, and nothing is downloaded here; download "
+            "its config.json and pass the file."
+        )
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)  # fails at once where downloads try again
         return read_config(Path(hf_hub_download(name, "config.json")))

@@ -36,6 +36,7 @@ class Placement:
     one: bool
     summary: str
     auto: bool = True
+    itemsize: int = 2  # of the weights, and taken for all activations, though autocast makes some of them narrower
 
     @property
     def sharded(self) -> bool:
@@ -55,19 +56,28 @@ PLACEMENTS = {
         # What a Trainer does by itself. In bf16 it rounds small updates away (training/callback.py), so auto has it not.
         Placement("adamw", False, True, "torch's AdamW on bf16 weights, bf16 states, all on the GPU", auto=False),
         Placement(
-            "adamw-fp32", False, True, "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU", auto=False
+            "adamw-fp32", False, True, "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU", False, 4
         ),
     )
 }
 
 
-def candidates(name: str, gpus: int) -> list[str]:
-    """The placements to try. ValueError for an unknown name, or one that this number of GPUs cannot have."""
+ADAPTED = ("gpu8bit", "adamw")  # where adapters are trained: a whole copy of the frozen base on each GPU
+
+
+def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
+    """The placements to try. ValueError for an unknown name, or one that this number of GPUs, or adapters, cannot have."""
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
+    possible = list(ADAPTED) if adapters else possible
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:
         raise ValueError(f"hfpatch: the placements are auto, {', '.join(PLACEMENTS)}, {name!r} came; pass one of them.")
+    if name not in possible and adapters:
+        raise ValueError(
+            f"hfpatch: adapters over a frozen base are planned with --placement {', '.join(ADAPTED)}, {name} came; pass one of "
+            "those, or leave --lora-r out."
+        )
     if name not in possible:
         raise ValueError(
             f"hfpatch: --placement {name} is for {'several GPUs' if gpus == 1 else 'one GPU'}, --gpus {gpus} came; "
@@ -76,8 +86,11 @@ def candidates(name: str, gpus: int) -> list[str]:
     return [name]
 
 
-def resident(name: str, shape: ModelShape, gpus: int) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine."""
+def resident(name: str, shape: ModelShape, gpus: int, whole: bool = False) -> Resident:
+    """The bytes of a placement on each of `gpus` GPUs of one machine. whole: layers run whole, one after the other."""
+    if shape.adapters:
+        T, base = shape.trained_parameters, shape.parameter_bytes()
+        return Resident(base, None, 4 * T if name == "adamw" else 2 * T + 8 * T // 256)
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.num_layers * layer
     largest = max(layer, shape.embedding_parameters)
@@ -89,8 +102,8 @@ def resident(name: str, shape: ModelShape, gpus: int) -> Resident:
     if name == "adamw":
         return Resident(2 * P, None, 4 * P)
     if name == "adamw-fp32":
-        # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak.
-        return Resident(4 * P + 2 * P, 4 * P, 8 * P)
+        # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak; a tiled one drops its own.
+        return Resident(4 * P + 2 * (P if whole else largest), None, 8 * P)
     if name == "zero3-offload":
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter read, 14 written.
         live = 2 * min(P, LIVE_PARAMETERS)

@@ -5,6 +5,7 @@ Bytes come from memory/formula.py, which the layers' policy asks too; seconds fr
 
 from dataclasses import dataclass, field, replace
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import (
     STOCK,
     STOCK_CHECKPOINTING,
@@ -18,6 +19,8 @@ from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
 from hfpatch.memory.seconds import step_time
+from hfpatch.memory.sequence import why_not_shared_out
+from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.models import config_of, resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
@@ -30,9 +33,11 @@ WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under whi
 class Plan:
     """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
 
+    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every", "seq_len", "host_peak_bytes"}.
+    adapters: what is trained over a frozen base, None for all weights.
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more.
+    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence.
     """
 
     model: str
@@ -61,8 +66,11 @@ class Plan:
     rates: str
     frontier: list = field(default_factory=list)
     max_seq_len: int | None = None
+    longest: list = field(default_factory=list)
+    adapters: dict | None = None
     simulated_beyond_bytes: int | None = None
     contradicted: bool = False
+    sp_size: int = 1
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -76,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Run:
-    """What is asked, resolved: everything but the placement."""
+    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
 
     name: str
     shape: ModelShape
@@ -87,6 +95,10 @@ class _Run:
     seq_len: int
     checkpointing: Checkpointing | str
 
+    @property
+    def ranks(self) -> int:
+        return getattr(self.shape, "ranks", 1)
+
 
 def _settings(run: _Run, placement: str) -> Checkpointing:
     """What was asked for; parameters sharded layer by layer do not allow segments of several layers."""
@@ -94,11 +106,11 @@ def _settings(run: _Run, placement: str) -> Checkpointing:
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
-def _free(run: _Run, stays) -> tuple[int, int | None]:
-    """Bytes left for the step on the GPU and on the machine. The allocator's slack is a share of all that is held, so it is
-    taken off what is usable; gradients and optimizer states that the first step makes are there already."""
-    own = 2 * run.shape.parameters if stays.gradients is None else stays.gradients
-    gpu = run.gpu.usable_bytes / (1 + RESERVE_SHARE) - stays.parameters - stays.optimizer - own
+def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
+    """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is taken off
+    here, that of the step where it is admitted; gradients and optimizer states that the first step makes are there already."""
+    own = itemsize * run.shape.trained_parameters if stays.gradients is None else stays.gradients
+    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * (stays.parameters + stays.optimizer + own)
     host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     return max(0, int(gpu)), None if host is None else max(0, int(host))
 
@@ -107,8 +119,9 @@ def _policy(run: _Run, placement: str, stays):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
-    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays)
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "gpu_free": gpu_free, "gpu": run.gpu}
+    itemsize = PLACEMENTS[placement].itemsize
+    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays, itemsize)
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize, "gpu_free": gpu_free, "gpu": run.gpu}
     try:
         return choose(settings, run.shape, host_free=host_free, n_ranks=run.gpus, **sizes), ""
     except ValueError:
@@ -121,10 +134,11 @@ def _frontier(run: _Run, placement: str) -> list[dict]:
     Empty where layers run whole."""
     if run.checkpointing in WHOLE:
         return []
-    stays = resident(placement, run.shape, run.gpus)
-    gpu_free, host_free = _free(run, stays)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
+    itemsize = PLACEMENTS[placement].itemsize
+    gpu_free, host_free = _free(run, stays, itemsize)
     host = None if host_free is None else int(host_free * HOST_SHARE) // run.gpus
-    sizes = {"batch": run.batch, "tokens": run.seq_len}
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
     search = Search(replace(_settings(run, placement), aim="fastest"), run.shape, gpu=run.gpu, **sizes)
     points = []
     for option in frontier(search, Budget(gpu_free, host)):
@@ -139,18 +153,18 @@ def _frugal(settings: Checkpointing) -> Checkpointing:
 
 def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier."""
-    stays = resident(placement, run.shape, run.gpus)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
-    sizes = {"batch": run.batch, "tokens": run.seq_len}
-    memory = step_memory(run.shape, policy, **sizes)
+    sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
+    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes)
+    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
     return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
 
 
 def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
-    stays = resident(placement, run.shape, run.gpus)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
@@ -165,7 +179,8 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len, placement=placement,
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
+        placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
@@ -174,6 +189,7 @@ def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, 
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
     )  # fmt: skip
 
 
@@ -203,12 +219,20 @@ def _why(run: _Run, policy, stays) -> str:
     return ", ".join(reasons)
 
 
-def judged(plan: Plan, simulated: int) -> Plan:
-    """The plan beside a simulation's activations: where those are larger they count."""
+def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
+    """The plan beside a simulation's activations and its bytes on the host: where those are larger they count.
+
+    stays: the placement's Resident.
+    """
     planned = plan.gpu_bytes["activations"]
     more = max(0, simulated - planned)
-    fits = plan.fits and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
-    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=more > CONTRADICTION * planned)
+    planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
+    on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
+    more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
+    roomy = plan.host_usable_bytes is None or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
+    fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
+    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(planned_on_host, GiB)
+    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
 
 
 def _best(run: _Run, names) -> Plan:
@@ -223,7 +247,7 @@ def _lack(plan: Plan) -> int:
 
 
 def longest(run: _Run, names, *, step: int = 1024) -> int:
-    """The longest sequence, in multiples of `step` tokens, that fits; 0 where none does."""
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
 
     def fits(blocks):
         return _best(replace(run, seq_len=blocks * step), names).fits
@@ -236,7 +260,20 @@ def longest(run: _Run, names, *, step: int = 1024) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    return low * step * run.ranks
+
+
+def _longest_ways(run: _Run, names) -> list[dict]:
+    """The longest sequence as asked and, where the interval was left open, with every second and fourth layer's input."""
+    runs = {"auto": run}
+    if run.checkpointing not in WHOLE and run.checkpointing.every == "auto" and not PLACEMENTS[names[0]].sharded:
+        runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
+    found = []
+    for every, way in runs.items():
+        length = longest(way, names)
+        host = _best(replace(way, seq_len=length), names).host_peak_bytes if length else 0
+        found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
+    return found
 
 
 def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
@@ -253,8 +290,12 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
                 "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
             })  # fmt: skip
 
-    names = candidates(asked, run.gpus)
-    for name in candidates("auto", run.gpus):
+    lora = run.shape.adapters
+    names = candidates(asked, run.gpus, bool(lora))
+    if lora and lora.base != "4bit":
+        smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
+        offer("--base 4bit", replace(run, shape=smaller), names)
+    for name in candidates("auto", run.gpus, bool(lora)):
         if name != plan.placement and name not in names:
             offer(f"--placement {name}", run, [name])
     if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
@@ -268,8 +309,15 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     for gpus in (2, 4, 8):
         if gpus > run.gpus:
             before = len(found)
-            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus), f"{gpus} GPUs")
+            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora)), f"{gpus} GPUs")
             if len(found) > before:
+                break
+    for size in range(2, run.gpus + 1):
+        if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+            reason = why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size)
+            part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
+            if not reason and _best(part, names).fits:
+                offer(f"--sp-size {size}", part, names)
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
     for gpu in larger:
@@ -285,19 +333,39 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
             offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")
     length = longest(run, names)
     if length:
-        offer(f"--seq-len {length}", replace(run, seq_len=length), names,
-              f"{1 - length / run.seq_len:.0%} of the context")  # fmt: skip
+        offer(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
+              f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
+def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
+    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
+    if gpus % sp_size:
+        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
+    if not isinstance(shape, ModelShape):
+        raise ValueError("hfpatch: --sp-size wants a model type with closed forms, another came; leave it out.")
+    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
+    return replace(shape, ranks=sp_size)
+
+
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             shape=None) -> _Run:  # fmt: skip
+             sp_size=1, shape=None) -> _Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
     was counted, whose config no closed form describes."""
     name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
-    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus)):
+    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+    reason = getattr(shape, "whole_because", "")
+    if reason and checkpointing not in WHOLE:
+        raise UnknownFamily(
+            f"hfpatch: expected layers that run tile by tile, {name} came, whose layers run whole ({reason}), which no closed form "
+            "describes; run it with --simulate, which executes the model itself."
+        )
+    if sp_size > 1:
+        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if isinstance(gpu, Gpu):
         row = gpu
     elif gpu == "this":
@@ -318,22 +386,26 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
-    checkpointing="auto", max_seq_len: bool = False,
+    checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
 ) -> Plan:  # fmt: skip
-    """Whether training all weights of `model` at [batch, seq_len] tokens a GPU fits, and how long a step takes.
+    """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a GPU fits, and how long a step
+    takes.
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
-    alone. max_seq_len: also search the longest sequence. Raises ValueError for what is unknown or unsupported.
+    alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
+    adapters: LoRA over a frozen base (memory/adapters.py). Raises ValueError for what is unknown or unsupported.
     """
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
-                   checkpointing=checkpointing)  # fmt: skip
-    names = candidates(placement, gpus)
+                   checkpointing=checkpointing, sp_size=sp_size)  # fmt: skip
+    run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
+    names = candidates(placement, gpus, bool(adapters))
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
     found = replace(found, frontier=_frontier(run, found.placement))
     if max_seq_len:
-        found = replace(found, max_seq_len=longest(run, names))
+        ways = _longest_ways(run, names)
+        found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
     return found

@@ -1,6 +1,7 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
 GiB = 1 << 30
+FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
 
@@ -31,6 +32,7 @@ def policy_text(policy) -> str:
     kept = f"{', '.join(names)} and {last}" if names else last
     every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
     streamed = ", attention streamed per KV group" if policy["stream_attention"] else ""
+    streamed += ", dx parked during attention" if policy["park"] else ""
     plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 
@@ -39,8 +41,12 @@ def text(plan) -> str:
     """The answer in full, a screen long."""
     verdict = "fits" if plan.fits else "does NOT fit"
     times = "" if plan.gpus == 1 else f"{plan.gpus} x "
+    lora = plan.adapters
+    trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
+    shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
     lines = [
-        f"{plan.model}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}): {verdict}",
+        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}{shared}): "
+        f"{verdict}",
         "",
         table(
             [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
@@ -67,8 +73,18 @@ def text(plan) -> str:
     if len(plan.frontier) > 1:
         points = (f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in plan.frontier)
         lines.append(f"frontier        {', '.join(points)}")
+    if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
+        lines.append(
+            'angles          apply(rope="float64"): so far out, float32 angles are off by more than bf16 rounds'
+        )
     if plan.max_seq_len is not None:
-        lines.append(f"longest         {plan.max_seq_len:,} tokens fit")
+        longest, *fewer = plan.longest
+        others = (f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer)
+        lines.append(
+            "; ".join(
+                [f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}", *others]
+            )
+        )
     if not plan.fits:
         lines.append("")
         rows = [(s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"])) for s in plan.suggestions]
@@ -126,5 +142,5 @@ def picture(plans, path) -> None:
     first = plans[0]
     figure.suptitle(f"{first.model}, batch {first.batch}, {first.gpus} x {first.gpu}")
     figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)

@@ -3,13 +3,16 @@ describes."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Flops, Moment, Policy, StepMemory
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
+from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.models import config_of
-from hfpatch.planner.placements import candidates, resident
+from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, Plan, assembled, make_run
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
@@ -17,19 +20,28 @@ from hfpatch.simulate.simulator import simulate
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
-def simulated_beyond(config: dict, plan, *, at_peak: bool) -> int:
-    """Bytes beyond parameters and gradients that a step of the plan's batch and policy takes: at the moment of the highest
-    total, with the gradients that the plan counts then, or the most at any moment."""
+def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
+    """Bytes that a step of the plan's batch and policy takes: beyond parameters and gradients, at the moment of the highest
+    total, with the gradients that the plan counts then, or the most at any moment; and on the host."""
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
-    model = prepare(build(config), "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
-    result = simulate(model, plan.batch, plan.seq_len, policy=policy)
+    wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
+    adapters = Adapters(**plan.adapters) if plan.adapters else None
+    built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
+    model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
+        result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
+    # Autocast's copies of the weights, which the placement counts.
+    shape = ModelShape.from_config(config)
+    copies = resident(plan.placement, shape, plan.gpus, not tiled).parameters - 4 * shape.parameters if wide else 0
     if at_peak:
-        return result.peak_bytes - result.categories["parameters"] - plan.gpu_bytes["gradients"]
+        beyond = result.peak_bytes - copies - result.categories["parameters"] - plan.gpu_bytes["gradients"]
+        return beyond, result.host_peak_bytes
     # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's gradient.
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
-    return result.most_beyond_bytes - (head.numel() * head.element_size() if tied else 0)
+    beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
+    return beyond, result.host_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class Counted:
     layer_parameters: int
     embedding_parameters: int
     num_layers: int
+    adapters: None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Counted":
@@ -77,7 +90,7 @@ def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments)
     flops = Flops(matmul, forward, backward, sum(least), least[1])
 
     def under(name):
-        stays = resident(name, run.shape, run.gpus)
+        stays = resident(name, run.shape, run.gpus, not tiled)
         attend = forward / run.gpu.attention_forward + backward / run.gpu.attention_backward
         time = StepTime(
             matmul / run.gpu.matmul_flops, attend, *(0.0,) * 6, optimizer=optimizer_seconds(run.gpu, memory, stays)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from hfpatch.compat import dump_allocations, local_part, record_allocations
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
 from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure
@@ -268,16 +269,17 @@ def _start_history(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+        record_allocations(True)
 
 
 def _dump_snapshot(device, options, run):
     if device.type != "cuda":
         return
     path = Path(options.folder) / f"snapshot-{run.key.replace('@', '-')}.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
-    run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
+    dumped = dump_allocations(str(path))
+    record_allocations(False)
+    if dumped:
+        run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
 
 
 def _write_trace(profiler, options, run):
@@ -303,14 +305,8 @@ def _allocator_figures(device) -> dict:
     return figures
 
 
-def _local(tensor):
-    """The rank's own part of a parameter: FSDP2's local tensor, DeepSpeed's partition, or the tensor itself."""
-    tensor = getattr(tensor, "ds_tensor", tensor)
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _pointers(tensors) -> set:
-    return {t.untyped_storage().data_ptr() for t in map(_local, tensors) if t.device.type != "meta"}
+    return {t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"}
 
 
 def _gradients(model) -> list:
@@ -341,14 +337,14 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
     for thing in gc.get_objects():
         # type(), not isinstance(): proxies among all objects of a process warn or raise when asked for their class.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.layout is torch.strided:
-            storage = _local(thing).untyped_storage()
+            storage = local_part(thing).untyped_storage()
             try:
                 pointer = storage.data_ptr()
             except RuntimeError:
                 continue  # a fake or functional tensor that a compiler left: it claims the device and has no memory
             if storage.nbytes() and storage.device.type == device.type:
                 sizes[pointer] = storage.nbytes()
-    for tensor in map(_local, owned):
+    for tensor in map(local_part, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
     kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
     return [(pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer]

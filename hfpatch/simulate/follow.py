@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfpatch.compat import autograd_node, holders, schema_of, sequence_number, simulation_parts
 from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.simulate import kernels_cost
 from hfpatch.simulate.shadow import Shadows
 
 aten = torch.ops.aten
+_, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
 _FAKE = (FakeTensor,)
 # Their fakes look at values or at symbols, or give back something that is no tensor.
 _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.index_put_.default,
@@ -201,17 +201,17 @@ class Follower(TorchDispatchMode):
     def _border(self) -> None:
         if self.phase == "forward":
             numbers, names = self._sequence
-            numbers.append(torch.autograd._get_sequence_nr())
+            numbers.append(sequence_number())
             names.append(self._modules[-1] if self._modules else "")
 
     def _where(self) -> str:
         if self._modules:
             return self._modules[-1]
-        node = torch._C._current_autograd_node()
+        node = autograd_node()
         if node is None:
             return ""
         numbers, names = self._sequence
-        at = bisect.bisect_right(numbers, node._sequence_nr()) - 1
+        at = bisect.bisect_right(numbers, sequence_number(node)) - 1
         # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one module.
         return names[at] if 0 <= at < len(names) - 1 else ""
 
@@ -247,7 +247,7 @@ class Follower(TorchDispatchMode):
         outputs = _tensors((out,), [])
         for tensor in outputs:
             self.track(tensor, name)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
         self._cost(func, args, kwargs, out)
@@ -263,7 +263,7 @@ class Follower(TorchDispatchMode):
             return func(*args, **kwargs)
         device = inputs[0].fake_device
         try:
-            with in_kernel_invocation_manager(mode):
+            with on_fakes(mode):
                 out = func(*args, **kwargs)
         except (NotImplementedError, TypeError):  # TypeError: addmm with out_dtype in torch 2.11, see compat
             self._slow.add(func)
@@ -289,7 +289,7 @@ class Follower(TorchDispatchMode):
             return False
         if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
             return False
-        if torch._C._current_autograd_node() is None or not _called_by_engine():
+        if autograd_node() is None or not _called_by_engine():
             return False
         found = _holders(args)
         if self._calibrating:
@@ -324,8 +324,7 @@ class Follower(TorchDispatchMode):
 
 def _holders(args) -> tuple[int, int, int]:
     """How many hold the first argument in Python, in C++, and its storage."""
-    users = args[0]._use_count() if hasattr(args[0], "_use_count") else 0  # absent in older versions
-    return sys.getrefcount(args[0]), users, torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+    return sys.getrefcount(args[0]), *holders(args[0])
 
 
 def _dense(tensor: Tensor) -> bool:

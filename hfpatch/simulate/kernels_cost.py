@@ -7,6 +7,7 @@ accumulator, softmax_d, and dk, dv of every query head) and native/cuda/Embeddin
 import torch
 from torch import Tensor
 
+from hfpatch.compat import schema_of
 from hfpatch.memory.formula import attended
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, nam
 
 
 def _argument(func, args, kwargs, name, default=None):
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return default
@@ -69,9 +70,9 @@ def attention(func, args, kwargs):
 
 
 def matmul_flops(func, args, kwargs, out) -> int:
-    """FLOPs of mm, addmm, bmm, baddbmm and grouped products, in any of their out= and dtype forms; 0 for other operations."""
+    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
-    if packet is aten.mm or packet is aten.bmm:
+    if packet in (aten.mm, aten.bmm, aten._int_mm):
         a, b = args[0], args[1]
     elif packet in GROUPED:
         # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.

@@ -6,22 +6,36 @@ TRL and Liger change transformers process-wide: one of them a process.
 import torch
 
 from hfpatch.simulate import trl
+from hfpatch.simulate.adapters import adapted
 
 IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
                    "hfpatch-off")  # fmt: skip
 
 
-def build(config: dict, dtype=torch.bfloat16):
-    """A causal language model of a config.json's values on the meta device: shapes without memory."""
+def build(config: dict, dtype=torch.bfloat16, adapters=None):
+    """A causal language model of a config.json's values on the meta device: shapes without memory. adapters: a
+    memory.adapters.Adapters, LoRA over it."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = dict(config)
-    made = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
-        except ValueError:  # families whose attention sdpa cannot do (sinks): their own
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+    kind = values.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
+            "load it and print(hfpatch.apply(model))."
+        )
+    try:
+        made = AutoConfig.for_model(kind, **values)
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+            except ValueError:  # families whose attention sdpa cannot do (sinks): their own
+                model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+    except Exception as error:  # what a family's classes make of junk has a class of its own each
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error
+    return adapted(model, adapters) if adapters else model
 
 
 def prepare(model, implementation: str):

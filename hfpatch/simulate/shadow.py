@@ -8,8 +8,8 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from hfpatch.compat import real_tensors, schema_of, simulation_parts
 
 LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
 LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
@@ -22,6 +22,7 @@ _DATA_DEPENDENT = {aten.nonzero.default, aten.masked_select.default, aten.repeat
 _LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
          aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}  # fmt: skip
 _UNKNOWN = object()
+FakeTensor = simulation_parts()[1]
 
 
 class Shadows:
@@ -35,7 +36,7 @@ class Shadows:
         """Stands real (same shape, dtype) behind fake. The fake must own its whole storage."""
         storage = fake.untyped_storage()
         key = id(storage)
-        with _disable_current_modes():
+        with real_tensors():
             copy = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
             copy.copy_(real)
             self._real[key] = (weakref.ref(storage, lambda _, key=key: self._real.pop(key, None)),
@@ -48,7 +49,7 @@ class Shadows:
         found = self._real.get(id(fake.untyped_storage()))
         if found is None:
             return None
-        with _disable_current_modes():
+        with real_tensors():
             real = torch.empty(0, dtype=fake.dtype)
             return real.set_(found[1], fake.storage_offset(), fake.shape, fake.stride())
 
@@ -76,7 +77,7 @@ class Shadows:
             reals = self._map(args)
             if reals is _UNKNOWN:
                 return False, None
-            with _disable_current_modes():
+            with real_tensors():
                 return True, func(*reals)
         by_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if func not in _DATA_DEPENDENT and not by_mask:
@@ -87,7 +88,7 @@ class Shadows:
             if any(m is None and i is not None for m, i in zip(masks, args[1])):
                 return False, None
             indices = []
-            with _disable_current_modes():
+            with real_tensors():
                 wholes = []
                 for mask in masks:
                     parts = (
@@ -104,7 +105,7 @@ class Shadows:
         reals, real_kwargs = self._map(args), self._map(kwargs)
         if reals is _UNKNOWN or real_kwargs is _UNKNOWN:
             return False, None
-        with _disable_current_modes():
+        with real_tensors():
             out = func(*reals, **real_kwargs)
         if isinstance(out, Tensor):
             return True, self.fake(out)
@@ -112,7 +113,7 @@ class Shadows:
 
     def run(self, func, args, kwargs, inputs, outputs) -> None:
         """Repeats an operation on the values behind its arguments, or forgets the values it overwrote."""
-        mutable = func._schema.is_mutable
+        mutable = schema_of(func).is_mutable
         fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
         if not mutable and not fresh:
             return  # views of something known
@@ -123,14 +124,14 @@ class Shadows:
             real_kwargs = {k: v for k, v in real_kwargs.items() if k != "pin_memory"}
             if real_kwargs.get("device") is not None:
                 real_kwargs["device"] = torch.device("cpu")
-            with _disable_current_modes(), torch.no_grad():
+            with real_tensors(), torch.no_grad():
                 out = func(*reals, **real_kwargs)
             outs = [out] if isinstance(out, Tensor) else [o for o in out or () if isinstance(o, Tensor)]
             for fake, real in zip(outputs, outs):
                 if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
                     self.put(fake, real)
         elif mutable:
-            for argument, value in zip(func._schema.arguments, args):
+            for argument, value in zip(schema_of(func).arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                     self._real.pop(id(value.untyped_storage()), None)
 
@@ -147,5 +148,5 @@ class Shadows:
 
     @staticmethod
     def _blank(fake: Tensor) -> Tensor:
-        with _disable_current_modes():
+        with real_tensors():
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)

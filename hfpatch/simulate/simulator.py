@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfpatch.compat import buffers_of, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
 from hfpatch.simulate.shadow import Shadows
 
@@ -140,6 +140,11 @@ def _host_buffers(follower: Follower):
         yield
 
 
+def _on_cuda(supported):
+    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here too."""
+    return lambda head_dim, dtype, device, *pattern: supported(head_dim, dtype, torch.device("cuda"), *pattern)
+
+
 @contextlib.contextmanager
 def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
@@ -150,9 +155,18 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
         if loop is not None and cuda:
             stack.enter_context(loop.as_on_cuda())
-        heads = sys.modules.get("hfpatch.checkpoint.heads")
-        if heads is not None and cuda:
-            stack.enter_context(mock.patch.object(heads, "pick", lambda q, k: "flash"))
+        for name in (
+            "checkpoint.heads",
+            "checkpoint.exchange",
+            "models.asking",
+        ):  # of tiled layers, and of those that run whole
+            user = sys.modules.get(f"hfpatch.{name}")
+            if user is not None and cuda:
+                stack.enter_context(mock.patch.object(user, "pick", lambda q, k: "flash"))
+        for name in ("ops.attention", "models.layer", "models.asking"):
+            user = sys.modules.get(f"hfpatch.{name}")
+            if user is not None and cuda:
+                stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             held = (value for module in model.modules() for value in vars(module).values())
@@ -194,7 +208,7 @@ class _FakeWeights:
         self.saved = []
         memo = {}
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_of(module), buffers_of(module)):
                 for name, tensor in table.items():
                     if tensor is None:
                         continue
@@ -261,6 +275,7 @@ def simulate(
     rounding: int = ROUNDING,
     cuda: bool = True,
     policy=None,
+    ranks: int = 1,
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
@@ -269,6 +284,7 @@ def simulate(
     labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
     model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
     policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine.
+    ranks: that share each row of a patched model; seq_len is what this one has of it.
     """
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", 32)
@@ -276,10 +292,17 @@ def simulate(
     ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
     was_training = model.training
     model.train()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
-    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda):
+    shares = contextlib.nullcontext()
+    if ranks > 1:
+        from hfpatch.models.parallel import sharded
+        from hfpatch.simulate.sequence import LoneRank
+
+        shares = sharded(LoneRank(ranks))
+        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
+    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares:
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):

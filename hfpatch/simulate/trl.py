@@ -3,12 +3,13 @@ transformers' offload of what checkpointing keeps. All of it is their own code; 
 
 from torch import nn
 
-IMPLEMENTATIONS = ("trl-offload", "trl-selective", "liger-selective")
+IMPLEMENTATIONS = ("trl-offload", "trl-selective", "trl-hfpatch", "liger-selective")
 
 
 def apply(model: nn.Module, implementation: str) -> nn.Module:
     """Turns a stock model into one of IMPLEMENTATIONS, in place: checkpoints in host memory with TRL's fused head, the same
-    with its selective checkpointing, or Liger's kernels and head with that. ImportError where trl is not installed."""
+    with its selective checkpointing, its call of the head on a model that hfpatch has patched, or Liger's kernels and head with
+    selective checkpointing. ImportError where trl is not installed."""
     try:
         from trl.models import enable_selective_activation_checkpointing
         from trl.trainer.utils import add_fused_lm_head
@@ -19,9 +20,15 @@ def apply(model: nn.Module, implementation: str) -> nn.Module:
 
         liger.apply(model)
     else:
+        if implementation == "trl-hfpatch":
+            import hfpatch
+
+            hfpatch.apply(model)
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
         forward = model.forward
         model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
+    if implementation == "trl-hfpatch":
+        return model
     if implementation != "trl-offload":
         enable_selective_activation_checkpointing(model)
     _enable_offload(model)

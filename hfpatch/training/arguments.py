@@ -1,6 +1,7 @@
 """The flags of `hfpatch train`, on top of transformers' TrainingArguments, and how they are read."""
 
 import importlib.util
+import math
 import os
 import typing
 from dataclasses import dataclass, field, fields, replace
@@ -34,6 +35,7 @@ class ModelArguments:
     rope_scaling: dict | str | None = _flag(
         None, 'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not by adapters).'
     )
+    rope_float64: bool = _flag(False, "Rotary angles in float64, worth it above 128k tokens.")
     tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
     train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
     impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])
@@ -45,15 +47,24 @@ class ModelArguments:
         None, "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, gpu8bit-fused, zero3-offload."
     )
     engine: str | None = _flag(None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload.")
+    sp_size: int = _flag(1, "With --engine zero3 or fsdp2: GPUs that share each sequence.")
     nvme_path: str | None = _flag(None, "With --engine zero3_nvme_offload: a folder on a local disk.")
     dtype: str = _flag("auto", "Type of the weights; auto is the checkpoint's, float32 for --preset.",
                        choices=["auto", "float32", "bfloat16"])  # fmt: skip
     attn_implementation: str = _flag(
         "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]
     )
-    lora_r: int = _flag(0, "Rank of LoRA adapters on every linear layer but the head; 0 trains all weights.")
+    lora_r: int = _flag(0, "Rank of LoRA adapters over a frozen base; 0 trains all weights.")
     lora_alpha: float = _flag(0.0, "LoRA's alpha; 0 takes twice the rank.")
     lora_dropout: float = _flag(0.0, "Dropout before the adapters.")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the layers that get adapters; all-linear is every linear layer but the head."},
+    )
+    load_in_4bit: bool = _flag(False, "With --lora_r: the base's linear layers in 4 bits (bitsandbytes).")
+    load_in_8bit: bool = _flag(False, "With --lora_r: the base's linear layers in 8 bits (bitsandbytes).")
+    bnb_4bit_quant_type: str = _flag("nf4", "Type of the 4 bits.", choices=["nf4", "fp4"])
+    use_bnb_nested_quant: bool = _flag(True, "Quantise the scales of the 4 bits too.")
     trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
     allow_pickle: bool = _flag(False, "Load .bin weights, which can run code, where there is no safetensors file.")
 
@@ -154,7 +165,9 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
-    _use_engine(values, explicit)
+    config = _use_engine(values, explicit)
+    if model.sp_size > 1:
+        data = _share_rows(model, data, values, config)
     try:
         return model, data, _make(TrainArguments, values)
     except ValueError as error:  # TrainingArguments' own checks
@@ -179,7 +192,9 @@ def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArgu
         raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
     from hfpatch.training import placement
 
-    name = model.placement if model.placement != "auto" else _fitting(model, values, explicit)
+    name = model.placement
+    if name == "auto":  # of adapters, gradients and moments are small: the base decides, which nothing here moves
+        name = "gpu8bit" if model.lora_r else _fitting(model, values, explicit)
     values.update(placement.training_arguments(name, flags={key: values[key] for key in explicit if key in values}))
     bf16 = placement.get(name).bf16_weights and model.dtype == "auto"
     return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype)
@@ -199,8 +214,24 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
     return placement.fitting(load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, **sizes)
 
 
-def _use_engine(values: dict, explicit: set[str]) -> None:
-    """--engine (or --deepspeed FILE) becomes what TrainingArguments take, checked against the flags; ValueError."""
+def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config) -> DataArguments:
+    """--sp_size becomes what TrainingArguments take; rows are padded to go evenly over the ranks. Raises ValueError."""
+    from hfpatch.training.sequence import parallelism
+
+    engine, engine_values = (config.engine, config.values) if config else (None, {})
+    values["parallelism_config"] = parallelism(
+        engine, engine_values, size=model.sp_size, attention=model.attn_implementation
+    )
+    values["eval_positions"] = 0  # a rank sees a part of each row
+    chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size  # FSDP2's ranks have two chunks each
+    return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
+
+
+def _use_engine(values: dict, explicit: set[str]):
+    """--engine (or --deepspeed FILE) becomes what TrainingArguments take, checked against the flags; ValueError.
+
+    Returns the engine's config (configs.EngineConfig), None where none is asked for.
+    """
     name = values["engine"]
     if isinstance(values["fsdp_config"], str) and values["fsdp_config"].endswith(".json"):
         configs.load(values["fsdp_config"])
@@ -211,13 +242,14 @@ def _use_engine(values: dict, explicit: set[str]) -> None:
     if not name:
         if values["nvme_path"]:
             raise ValueError("hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; add it.")
-        return
+        return None
     config = configs.load(name, nvme_path=values["nvme_path"])
     package = {"deepspeed": "deepspeed", "fsdp": "torch"}[config.engine]
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"hfpatch: --engine {name} needs the package {package}, it is missing; pip install {package}.")
     values.update(configs.training_arguments(config, flags={key: values[key] for key in explicit if key in values}))
     single_process_environment()
+    return config
 
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
@@ -230,7 +262,8 @@ def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
 
 def apply_options(model: ModelArguments) -> bool | dict:
     """What `hfpatch.Callback(apply=...)` takes: False unless --impl hfpatch."""
-    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model)}
+    rope = "float64" if model.rope_float64 else True
+    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model), "rope": rope}
 
 
 def _refuse(where, message=None):

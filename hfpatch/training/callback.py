@@ -5,11 +5,15 @@ import sys
 import time
 import warnings
 import weakref
+from dataclasses import replace
+from functools import cache
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
+from hfpatch.checkpoint.device import arrived
+from hfpatch.compat import is_sharded_by_zero3
 from hfpatch.memory.formula import ModelShape, step_flops
 from hfpatch.memory.hardware import gpu_named
 
@@ -35,7 +39,7 @@ class Callback(TrainerCallback):
         self.apply, self.attention_share = apply, attention_share
         self.report = None  # what apply said
         self._applied = lambda: None
-        self._hook = None
+        self._hook = self._loader = None
         self._warned = False
         self._tokens, self._flops = 0, 0.0
 
@@ -59,7 +63,9 @@ class Callback(TrainerCallback):
                 "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
                 "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
             )
-        self._ranks = args.world_size // (getattr(getattr(args, "parallelism_config", None), "tp_size", None) or 1)
+        sizes = vars(getattr(args, "parallelism_config", None) or object).get
+        self._ranks = args.world_size // (sizes("tp_size") or 1)
+        self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks that have a part each of a row
         try:
             self._shape = ModelShape.from_config(model.config)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
@@ -72,6 +78,9 @@ class Callback(TrainerCallback):
         if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
             self._warned = True
             warnings.warn(words, stacklevel=2)
+        self._loader = kwargs.get("train_dataloader")
+        if self._loader is not None:
+            _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -85,7 +94,9 @@ class Callback(TrainerCallback):
             B, T = ids.shape[:2]
             self._tokens += B * T
             if self._shape:
-                self._flops += model_flops(self._shape, B, T, self.attention_share, self._trained)
+                self._flops += model_flops(
+                    replace(self._shape, ranks=self._sharing), B, T, self.attention_share, self._trained
+                )
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time; its logs come first, so nothing is lost.
@@ -109,6 +120,9 @@ class Callback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._loader is not None:
+            _set_class(self._loader, type(self._loader).__base__)
+            self._loader = None
 
     def _start(self):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
@@ -130,6 +144,22 @@ class Callback(TrainerCallback):
             frame = frame.f_back
 
 
+# accelerate's loaders say by a property that their class is the loader's inside.
+_set_class = vars(object)["__class__"].__set__
+
+
+@cache
+def _noting_arrivals(kind: type) -> type:
+    """A loader's class whose batches are noted as they come: the documents of a later one then wait for no earlier step."""
+
+    def batches(self):
+        for batch in kind.__iter__(self):
+            arrived(batch)
+            yield batch
+
+    return type(kind.__name__, (kind,), {"__iter__": batches})
+
+
 # How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
 _ROUNDS = "bf16_stochastic_round"
 _KEEPS = (_ROUNDS, "stochastic_rounding", "kahan_sum", "use_kahan_summation")
@@ -145,7 +175,7 @@ def rounded_to_nearest(optimizer) -> str:
     if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
         return ""
     weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not hasattr(p, "ds_id")]
+    half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)]
     if not half:
         return ""
     return (

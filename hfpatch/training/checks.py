@@ -4,15 +4,18 @@ import importlib.util
 import json
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
 from hfpatch.memory.limits import check_ranges
 from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.training import folders
 from hfpatch.training.arguments import checkpointing_of
 
@@ -49,6 +52,19 @@ def flags(model, data, args) -> None:
         raise ValueError("hfpatch: expected one of --tokenizer and --train_tokenizer, both came; keep one.")
     if model.model and model.train_tokenizer:
         raise ValueError("hfpatch: --train_tokenizer makes tokens that --model never saw; use it with --preset.")
+    bits = [f"--load_in_{n}bit" for n in (4, 8) if getattr(model, f"load_in_{n}bit")]
+    if bits and not model.lora_r:
+        raise ValueError(
+            f"hfpatch: {bits[0]} freezes the weights that it quantises, no --lora_r came; add --lora_r 16."
+        )
+    if len(bits) > 1:
+        raise ValueError("hfpatch: expected one of --load_in_4bit and --load_in_8bit, both came; keep one.")
+    if bits and model.preset:
+        raise ValueError(f"hfpatch: {bits[0]} quantises trained weights as they load, --preset came; name a --model.")
+    if bits and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"hfpatch: {bits[0]} needs the package bitsandbytes, it is missing; pip install bitsandbytes.")
+    if bits and (args.deepspeed or args.fsdp):
+        raise ValueError(f"hfpatch: {bits[0]} keeps a whole base on each GPU, an engine came; drop one.")
     if model.impl == "liger":
         if not torch.cuda.is_available() or args.use_cpu:
             raise ValueError("hfpatch: --impl liger needs a GPU (Liger has no CPU path), none came; use hf or hfpatch.")
@@ -63,9 +79,10 @@ def flags(model, data, args) -> None:
             "hfpatch: --gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop it, or use "
             "--checkpointing off."
         )
-    if model.impl != "hfpatch" and (model.offload, model.checkpoint_every, model.tile) != ("auto", "auto", "auto"):
+    ours = (model.offload, model.checkpoint_every, model.tile, model.rope_float64)
+    if model.impl != "hfpatch" and ours != ("auto", "auto", "auto", False):
         raise ValueError(
-            f"hfpatch: --offload, --checkpoint_every and --tile belong to --impl hfpatch, {model.impl} came."
+            f"hfpatch: --offload, --checkpoint_every, --tile and --rope_float64 belong to --impl hfpatch, {model.impl} came."
         )
     for name in ("checkpoint_every", "tile"):
         value = getattr(model, name)
@@ -214,6 +231,15 @@ def length(seq_length: int, config) -> None:
         )
 
 
+def sharing(sp_size: int, config) -> None:
+    """Heads that do not go evenly over the ranks that share each sequence. Raises ValueError."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    reason = heads and why_not_shared_out(heads, getattr(config, "num_key_value_heads", None) or heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp_size {sp_size} came, but {reason}; pass another size.")
+
+
 def memory_of(config, model, data, args) -> None:
     """Weights, gradients, Adam's moments and, on a GPU, the planner's activations against what there is. ValueError.
 
@@ -226,9 +252,11 @@ def memory_of(config, model, data, args) -> None:
     default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, default)
     itemsize = torch.finfo(dtype).bits // 8
-    trained = 0 if model.lora_r else shape.parameters
+    if model.lora_r:
+        shape = as_adapted(shape, model)
+    trained = shape.trained_parameters
     moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
-    states = (shape.parameters + trained * (1 + moments)) * itemsize
+    states = shape.parameter_bytes(itemsize) + trained * (1 + moments) * itemsize
     have, gpu = device_memory(args)
     step = _activations(shape, model, data, args, 2 if args.bf16 or args.fp16 else itemsize) if gpu else 0
     if have is not None and states + step > have:
@@ -238,6 +266,15 @@ def memory_of(config, model, data, args) -> None:
             f"{states / GiB:.1f} GiB{activations}, {'the GPU' if gpu else 'this machine'} has {have / GiB:.1f} GiB; "
             "see `hfpatch plan`, --placement, --engine zero3_cpu_offload, or --lora_r."
         )
+
+
+def as_adapted(shape: ModelShape, model) -> ModelShape:
+    """The shape with the adapters of the flags, where its closed form knows their layers."""
+    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
+    try:
+        return replace(shape, adapters=Adapters.of(model.lora_r, base, model.lora_target_modules))
+    except ValueError:  # names in the form of PEFT, experts
+        return shape
 
 
 def device_memory(args) -> tuple[int | None, bool]:
@@ -281,6 +318,11 @@ def run_record(config, model, data, args, fingerprint: str) -> dict:
     return {
         "model": {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None},
         "lora_r": model.lora_r,
+        "lora": {
+            "lora_target_modules": list(model.lora_target_modules),
+            "load_in_4bit": model.load_in_4bit,
+            "load_in_8bit": model.load_in_8bit,
+        },
         "data": fingerprint,
         "rows": {name: getattr(data, name) for name in _ROWS},
         "seed": args.seed,

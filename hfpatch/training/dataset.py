@@ -65,10 +65,14 @@ def _labels(ids, learned) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Collator:
-    """Stacks rows, the shorter ones padded on the right; a dict of [B, T] int64 tensors without attention_mask."""
+    """Stacks rows, the shorter ones padded on the right; a dict of [B, T] int64 tensors without attention_mask.
+
+    positions: position_ids too where the rows bring none.
+    """
 
     pad_id: int = 0
     multiple: int = 1
+    positions: bool = False
 
     def __call__(self, rows: list[dict]) -> dict:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -81,6 +85,8 @@ class Collator:
                 continue
             padded = [torch.nn.functional.pad(row[name], (0, T - len(row[name])), value=fill[name]) for row in rows]
             batch[name] = torch.stack(padded)
+        if self.positions and "position_ids" not in batch:
+            batch["position_ids"] = torch.arange(T).repeat(len(rows), 1)
         return batch
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import chat, context, dataset, sources, tokenizer
+from hfpatch.training import chat, context, dataset, placement, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
 
 
@@ -190,6 +190,7 @@ def load_model(model, config, seed: int):
                 use_safetensors=None if model.allow_pickle else True,
                 trust_remote_code=model.trust_remote_code,
                 **options,
+                **_quantisation(model, config),
             )
         except (OSError, ValueError) as error:
             hint = "" if model.allow_pickle else " (weights load from safetensors alone unless --allow_pickle)"
@@ -198,18 +199,48 @@ def load_model(model, config, seed: int):
     return with_lora(made, model) if model.lora_r else made
 
 
+def _quantisation(model, config) -> dict:
+    """from_pretrained's argument for --load_in_4bit and --load_in_8bit."""
+    if not (model.load_in_4bit or model.load_in_8bit):
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, getattr(config, "dtype", None))
+    settings = BitsAndBytesConfig(
+        load_in_4bit=model.load_in_4bit,
+        load_in_8bit=model.load_in_8bit,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=named or torch.bfloat16,
+    )
+    return {"quantization_config": settings}
+
+
 def with_lora(made, model):
-    """The model with adapters on every linear layer but the head (PEFT's "all-linear")."""
+    """The model with adapters on --lora_target_modules, its own weights frozen. Adapters are float32, as PEFT makes them; of
+    a placement whose optimizer rounds at random, bfloat16."""
     import peft
 
+    from hfpatch.models.lora import prepare_for_lora
+
+    names = list(model.lora_target_modules)
     settings = peft.LoraConfig(
         r=model.lora_r,
         lora_alpha=model.lora_alpha or 2 * model.lora_r,
         lora_dropout=model.lora_dropout,
-        target_modules="all-linear",
+        target_modules="all-linear" if names == ["all-linear"] else names,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(made, settings)
+    try:
+        made = prepare_for_lora(peft.get_peft_model(made, settings))
+    except ValueError as error:  # no layer of such a name
+        raise ValueError(
+            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; check --lora_target_modules."
+        ) from error
+    for parameter in made.parameters():
+        if parameter.requires_grad and model.placement and placement.get(model.placement).bf16_weights:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return made
 
 
 def _first(error) -> str:

@@ -12,8 +12,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
+from hfpatch.models.parallel import sequence_of
+from hfpatch.models.stack import OurAttention
 from hfpatch.training import folders, schedule
 from hfpatch.training.positions import PositionTrainer
+from hfpatch.training.sequence import SharedRows, evaluation_loss
 
 
 class Trainer(PositionTrainer):
@@ -61,12 +64,34 @@ class Trainer(PositionTrainer):
             arrived(batch)
         return samples, count
 
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, self._sequence())
+
+    def _sequence(self):
+        """The ranks that share rows under Ulysses, None elsewhere: context parallelism deals rows out by itself."""
+        config = self.accelerator.parallelism_config
+        if config is None or not config.sp_enabled:
+            return None
+        from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
+
+        return sequence_of(get_sequence_parallel_group())
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self._eval_sum is not None and result[0] is not None and "labels" in inputs:
-            count = (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device)
+        labelled = "labels" in inputs and self._eval_sum is not None
+        count = (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device) if labelled else None
+        config = self.accelerator.parallelism_config
+        ranks = 1 if config is None else config.cp_size  # that give a part each of the same rows' loss
+        share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
+        sequence = self._sequence()
+        if labelled and sequence is not None and any(isinstance(m, OurAttention) for m in self.model.modules()):
+            result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
+        else:
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if labelled and result[0] is not None:
             loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)  # stock gives nan where no label is
-            self._eval_sum += torch.stack([loss * count, count.to(self._eval_sum)])
+            total = loss * count if share is None else loss * share.to(loss) / self.args.world_size
+            self._eval_sum += torch.stack([total, count.to(self._eval_sum) / ranks])
         return result
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):

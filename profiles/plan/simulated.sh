@@ -1,29 +1,40 @@
 #!/bin/sh
-# The simulated rows of results.csv: one process a row, on a CPU, about ten minutes in all on two cores.
+# The simulated rows of results.csv: one process a row, on a CPU, about half an hour in all on two cores.
+# layers: fewer than the model's where each kind is there and more of them only repeat; host memory is of that many.
 # Neither parameter nor gradient: beyond_gib at the moment of the highest total, most_gib the most at any moment.
 # attention: forwards of each layer; matmul: FLOPs as a multiple of what the mathematics needs (6 a weight and token).
-set -e
-echo "implementation,policy,tokens,beyond_gib,most_gib,host_gib,attention,matmul,total_flops"
-row() {  # implementation, tokens, policy fields
-    implementation=$1 tokens=$2
-    shift 2
-    python -W ignore -m hfpatch.commands.simulate --preset llama-3.1-8b --impl "$implementation" --seq-len "$tokens" \
+#   sh simulated.sh            all rows
+#   sh simulated.sh hfpatch    those of hfpatch alone, without the header
+row() {  # model, layers, implementation, tokens, policy fields
+    model=$1 layers=$2 implementation=$3 tokens=$4
+    shift 4
+    python -W ignore -m hfpatch.commands.simulate --preset "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
         ${1:+--policy "$@"} --json 2>/dev/null | python -c '
 import json, sys
 from hfpatch.memory.formula import ModelShape, step_flops
 from hfpatch.memory.presets import preset_config
 text = sys.stdin.read()
-found, tokens = json.loads(text[text.index("{"):]), int(sys.argv[2])
-least = step_flops(ModelShape.from_config(preset_config("llama-3.1-8b")), "off", batch=1, tokens=tokens)
+found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]
+least = step_flops(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))
 flops, gib = found["flops"], [found["beyond_gib"], found["most_beyond_bytes"] / 2**30, found["host_gib"]]
 ratios = flops["attention"]["forward"] / least.attention_forward, sum(flops["matmul"].values()) / least.matmul
 figures = [f"{x:.2f}" for x in gib] + [f"{ratios[0]:.0f}", f"{ratios[1]:.3f}", "{:.4g}".format(flops["total"])]
-print(sys.argv[1], sys.argv[3], sys.argv[2], *figures, sep=",")' "$implementation" "$tokens" "$*"
+print(model, layers, implementation, policy, tokens, *figures, sep=",")' "$model" "$layers" "$implementation" "$tokens" "$*"
 }
+if [ "$1" != hfpatch ]; then
+    echo "model,layers,implementation,policy,tokens,beyond_gib,most_gib,host_gib,attention,matmul,total_flops"
+    for tokens in 8192 32768 131072; do
+        for implementation in hf hf-ckpt trl-offload trl-selective liger-selective liger-tiled-offload; do
+            row llama-3.1-8b 32 $implementation $tokens
+        done
+    done
+fi
+for tokens in 8192 32768 131072; do row llama-3.1-8b 32 hfpatch $tokens; done
+row llama-3.1-8b 32 hfpatch 131072 stream_attention=true
+row llama-3.1-8b 32 hfpatch 131072 save_attention=false
 for tokens in 8192 32768 131072; do
-    for implementation in hf hf-ckpt trl-offload trl-selective liger-selective liger-tiled-offload hfpatch; do
-        row $implementation $tokens
+    for model in "llama-3.1-8b 32" "Qwen/Qwen3-8B 36" "mistralai/Mistral-7B-v0.3 32" "google/gemma-3-12b 12" "openai/gpt-oss-20b 4" \
+        "Qwen/Qwen3-30B-A3B 4"; do
+        row $model hfpatch $tokens least
     done
 done
-row hfpatch 131072 stream_attention=true
-row hfpatch 131072 save_attention=false

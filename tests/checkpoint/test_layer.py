@@ -554,6 +554,38 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})
 
 
+@pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
+def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch):
+    """park: dx waits in the tier while attention runs backward, its memory gone; gradients are those of a dx that stayed."""
+    import dataclasses
+
+    from hfpatch.checkpoint.session import Session
+
+    where = str(tmp_path) if offload == "disk" else offload
+    resolve, found, gone = Session._resolve, {}, []
+    park, backward = layer_module.LayerCall._park, heads_module.Attention.backward
+
+    def noted(call, dx):
+        saved = park(call, dx)
+        gone.append(dx)
+        return saved
+
+    def seen(*args):
+        assert not gone or gone[-1].untyped_storage().nbytes() == 0
+        return backward(*args)
+
+    monkeypatch.setattr(layer_module.LayerCall, "_park", noted)
+    monkeypatch.setattr(heads_module.Attention, "backward", seen)
+    for parked in (False, True):
+        monkeypatch.setattr(Session, "_resolve", lambda *a, p=parked: dataclasses.replace(resolve(*a), park=p))
+        settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
+        hfpatch.apply(model := tiny_llama(num_hidden_layers=3), checkpointing=settings)
+        model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
+        found[parked] = [p.grad for p in model.parameters()]
+        assert len(gone) == 3 * parked
+    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
+
+
 @pytest.mark.parametrize("tile", [14, 4096])
 @pytest.mark.parametrize("save_attention", [True, False])
 def test_several_groups(tile, save_attention, monkeypatch):

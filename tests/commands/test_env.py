@@ -2,11 +2,17 @@
 
 import copy
 import json
+import os
+import time
+from pathlib import Path
 
 import pytest
 
 from hfpatch.commands import env as doctor
+from hfpatch.commands import support
 from hfpatch.commands.main import main
+from hfpatch.memory import families as memory_families
+from hfpatch.memory.locks import left_builds
 
 GOOD = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0",
@@ -101,3 +107,50 @@ def test_the_default_accelerate_config_is_read(tmp_path, monkeypatch):
 def test_a_missing_file_is_one_sentence(capsys):
     assert main(["env", "no-such.yaml"]) == 2
     assert capsys.readouterr().err == "hfpatch: a config file was expected, no-such.yaml is none; check the path.\n"
+
+
+def test_a_model_is_told_what_apply_makes_of_it(capsys, monkeypatch):
+    """By its verdict, from its config: no weights, no download, no code of a repository."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", None)  # who asks the hub fails
+    assert main(["env", "--model", "llama-tiny"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 layers run tile by tile" in out and "norms, RoPE, MLP, loss" in out and "packed   isolated" in out
+    assert main(["env", "--model", "llama-tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "agrees"
+
+
+def readme_row(kind: str) -> str:
+    lines = (Path(__file__).parent.parent.parent / "README.md").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"| {kind} |"))
+
+
+# A dense family, and experts with sinks and windows.
+@pytest.mark.parametrize("kind", [
+    kind if kind in ("olmo2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.long) for kind in support.FAMILIES
+])  # fmt: skip
+def test_readme_says_of_a_family_what_its_verdict_says(kind):
+    found = support.support_of(kind, support.family_config(kind))
+    assert support.table_row(found) == readme_row(kind)
+
+
+def test_what_the_plan_describes_is_tiled():
+    """Every model type that has closed forms is in README's table, and all its layers run tile by tile there."""
+    for kind in memory_families.FAMILIES:
+        assert readme_row(kind).split("|")[2].strip() == "all"
+
+
+def test_locks_of_killed_builds_are_named(tmp_path, monkeypatch):
+    """torch's extension builds wait for such a file, whoever left it: a ZeRO run then stands still without a word."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age in (("dead", 3600), ("busy", 5)):
+        (tmp_path / "py311_cpu" / name).mkdir(parents=True)
+        for file in ("lock", "build.ninja"):
+            made = tmp_path / "py311_cpu" / name / file
+            made.touch()
+            os.utime(made, (time.time() - age,) * 2)
+    (tmp_path / "py311_cpu" / "done").mkdir()
+    assert left_builds() == [str(tmp_path / "py311_cpu" / "dead" / "lock")]
+    [found] = doctor.problems(GOOD | {"left_builds": left_builds()})
+    assert "DeepSpeed waits for it for ever" in found.what and found.fix == f"rm {left_builds()[0]}"

@@ -53,10 +53,12 @@ def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]
     return rows
 
 
-def train(model, folder, *, batch: int, resume=None, rows=None, **overrides) -> Trainer:
+def train(
+    model, folder, *, batch: int, resume=None, rows=None, kinds=(TrainingArguments, Trainer), **overrides
+) -> Trainer:
     """Four optimizer steps of two micro-batches of `batch` rows each; a checkpoint after two."""
-    args = TrainingArguments(str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
-    trainer = Trainer(model, args, train_dataset=rows or make_rows())
+    args = kinds[0](str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
+    trainer = kinds[1](model, args, train_dataset=rows or make_rows())
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -96,7 +98,8 @@ def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Mo
 
     def patch():
         if patched:
-            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))  # does not divide the tokens
+            # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer that keeps everything.
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv",), plain=1))
 
     if kind != "lora-first":
         patch()

@@ -16,16 +16,12 @@ def main(folder: str) -> None:
         trainer.save_model(str(Path(folder) / f"{name}-final"))
         found[name] = common.losses(trainer)
         # Sequence parallelism weighs micro-batches alike, so its rows have as many labels each.
-        rows, folder_rows = common.make_rows(positions=True, ignored=5), Path(folder) / f"{name}-rows"
+        rows, folder_rows = common.make_rows(positions=True, ignored=13), Path(folder) / f"{name}-rows"
         trainer = common.train(common.make_model(dtype=dtype), folder_rows, batch=1, rows=rows)
         trainer.save_model(str(Path(folder) / f"{name}-rows-final"))
         found[f"{name}-rows"] = common.losses(trainer)
-        again = common.train(
-            common.make_model(dtype=dtype), Path(folder) / f"{name}-again", batch=1, rows=rows,
-            resume=str(folder_rows / "checkpoint-2"), ignore_data_skip=True,
-        )  # fmt: skip
-        again.save_model(str(Path(folder) / f"{name}-again-final"))
-        found[f"{name}-again"] = common.losses(again)
+        found[f"{name}-norms"] = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+        found[f"{name}-evaluation"] = [trainer.evaluate(rows[:4])["eval_loss"]]
     common.report(folder, **found)
 
 

@@ -1,4 +1,4 @@
-"""Two gloo processes that share each sequence: DeepSpeed Ulysses through accelerate's ParallelismConfig(sp_size=2)."""
+"""Two gloo processes that share each sequence, through Trainer: DeepSpeed's Ulysses, or FSDP2's context parallelism."""
 
 import os
 import sys
@@ -7,69 +7,89 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import common
-import deepspeed
-import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.models.documents import find_rows
-from hfpatch.models.parallel import refuse_packed_shards, replaced_attention
+from hfpatch.checkpoint.exchange import ExchangedAttention
+from hfpatch.training import trainer as ours
+from hfpatch.training.arguments import TrainArguments
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
-def train(model, folder, **overrides) -> Trainer:
-    sp = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+def ulysses(stage: int = 3, **more) -> dict:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = STOCK_SDPA  # as a new process finds it
+    parallel_state_sp._release_sequence_parallel_groups()
     config = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **more},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=sp)
-    rows = common.make_rows(positions=True, ignored=5)
-    return common.train(model, folder, batch=1, rows=rows, deepspeed=config, parallelism_config=parallel, **overrides)
+    sp = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return {
+        "deepspeed": config,
+        "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=sp),
+    }
 
 
-def main(folder: str) -> None:
+def context(**_) -> dict:
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
+            "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
+    return {"fsdp": True, "fsdp_config": fsdp, "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=1)}
+
+
+def main(engine: str, folder: str) -> None:
     common.quiet()
-    deepspeed.init_distributed("gloo")
-    out, rank = Path(folder), int(os.environ["RANK"])
-    seen = set()
+    shim = common.as_if_on_gpus() if engine == "context" else {}
+    settings = {"ulysses": ulysses, "context": context}[engine]
+    # Under Ulysses the first rank has no label at all.
+    out, rows = Path(folder), common.make_rows(positions=True, ignored=13)
+    seen, exchanged = set(), []
+    inner = ExchangedAttention.forward
+    ExchangedAttention.forward = lambda self, *args: exchanged.append(1) or inner(self, *args)
 
-    def run(where, **extra):
+    def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, **extra):
         model = common.make_model()
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
         model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
-        return train(model, out / where, **extra)
+        return common.train(
+            model, out / where, batch=1, rows=rows, kinds=kinds, **(engine_settings or settings()), **shim, **extra
+        )
 
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
     whole = run("whole")
+    train_calls, tokens = len(exchanged), sorted(seen)
+    stock_evaluation = whole.evaluate(rows[:4])["eval_loss"]
     whole.save_model(str(out / "final"))
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = stock  # as a new process finds it
-    parallel_state_sp._release_sequence_parallel_groups()
-    # accelerate cannot skip into the middle of an epoch under sequence parallelism: the rows start again
-    resumed = run("resumed", resume=str(out / "whole" / "checkpoint-2"), ignore_data_skip=True)
 
-    # Packed documents: this rank's shard restarts, or starts where a document does.
-    config, half = resumed.model.config, torch.arange(common.TOKENS // 2)[None]
-    documents = find_rows(1, 12, torch.device("cpu"), None, half % 7).documents
-    refused = [says(config, documents, half % 7), says(config, None, half + 12 * rank), says(config, None, half)]
-    common.report(
-        folder, losses=common.losses(whole), resumed=common.losses(resumed), tokens=sorted(seen), refused=refused,
-        replaced=replaced_attention(config),
+    # In the middle of an epoch, and evaluated over rows that both ranks share.
+    resumed = run(
+        "resumed", kinds=(TrainArguments, ours.Trainer), resume=str(out / "whole" / "checkpoint-2"), eval_positions=0,
+        lr_scheduler_type="linear",
     )  # fmt: skip
+    before = len(exchanged)
+    evaluation = resumed.evaluate(rows[:4])["eval_loss"]
+    eval_calls = len(exchanged) - before
 
-
-def says(*args) -> str:
-    try:
-        refuse_packed_shards(*args)
-    except ValueError as error:
-        return str(error)
-    return ""
+    refused = []
+    if engine == "ulysses":
+        for more in ({"stage": 2}, {"reduce_scatter": False}):
+            try:
+                run("refused", engine_settings=ulysses(**more))
+            except ValueError as error:
+                refused.append(str(error))
+    norms = [row["grad_norm"] for row in whole.state.log_history if "grad_norm" in row]
+    common.report(
+        folder, losses=common.losses(whole), resumed=common.losses(resumed), tokens=tokens, refused=refused, norms=norms,
+        calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

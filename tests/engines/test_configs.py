@@ -188,6 +188,22 @@ def test_trainer_and_accelerate_take_each_fsdp_file(path, monkeypatch):
         assert getattr(from_json, name) == getattr(from_yaml, name), name
 
 
+def test_the_yaml_of_shared_sequences_is_fsdp2_and_their_sizes(monkeypatch):
+    """What the launcher makes of it: each process is one of eight ranks of a sequence."""
+    from accelerate import ParallelismConfig
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    shared, plain = (load_config_from_file(str(ROOT / "fsdp_configs" / f"fsdp2{n}.yaml")) for n in ("_sequence", ""))
+    assert shared.fsdp_config == plain.fsdp_config and not plain.parallelism_config
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert set(shared.parallelism_config) <= known
+    for key, value in shared.parallelism_config.items():
+        monkeypatch.setenv(key.upper(), str(value))
+    sizes = ParallelismConfig()
+    assert (sizes.cp_size, sizes.total_size) == (8, shared.num_processes)
+
+
 def test_yaml_with_an_unknown_key_is_refused_by_accelerate(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 

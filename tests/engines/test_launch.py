@@ -48,11 +48,10 @@ def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
     return [json.loads(path.read_text()) for path in reports]
 
 
-def torchrun(worker: str, *args, folder: Path) -> list[dict]:
-    reports = launch(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, worker, *args, folder, folder=folder
-    )
-    assert len(reports) == 2
+def torchrun(worker: str, *args, folder: Path, ranks: int = 2, seconds: int = 300) -> list[dict]:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, worker, *args, folder]
+    reports = launch(*words, folder=folder, seconds=seconds)
+    assert len(reports) == ranks
     return reports
 
 
@@ -61,7 +60,8 @@ def single(tmp_path_factory):
     """The stock model in one process: losses and weights in float32 and float64."""
     folder = tmp_path_factory.mktemp("single")
     (losses,) = launch("single_worker.py", folder, folder=folder)
-    return losses, {name: load_file(folder / f"{name}-final" / "model.safetensors") for name in losses}
+    trained = {path.name.removesuffix("-final") for path in folder.glob("*-final")}
+    return losses, {name: load_file(folder / f"{name}-final" / "model.safetensors") for name in trained}
 
 
 def assert_losses(got: list[float], single, run: str = "") -> None:
@@ -133,16 +133,24 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
     assert_weights(out, single)
 
 
-def test_sequence_parallel(single, tmp_path):
-    reports = torchrun("sp_worker.py", folder=tmp_path)
-    for rank, report in enumerate(reports):
-        assert report["replaced"] and report["tokens"] == [12]  # each process has half of every row
-        packed, shard, at_boundary = report["refused"]
-        assert packed.startswith("hfpatch: expected one document a row") and shard == ""
-        assert bool(at_boundary) is (rank == 1)
+@pytest.mark.parametrize("engine", ["ulysses", "context"])
+def test_sequence_parallel(engine, single, tmp_path):
+    """Through Trainer: losses, norms and weights of one process; resumed in the middle of an epoch; evaluated over all ranks."""
+    reports = torchrun("sp_worker.py", engine, folder=tmp_path)
+    for report in reports:
+        assert report["tokens"] == [12]  # each process has half of every row
+        assert report["calls"] == 2 * 8 and report["eval_calls"] > 0  # two layers, eight micro-batches
         assert_losses(report["losses"], single, "-rows")
-        assert_losses(report["resumed"], single, "-again")
-    assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
+        assert_losses(report["norms"], single, "-norms")
+        assert report["resumed"] == report["losses"]
+        # transformers' own evaluation under context parallelism logs the first rank's part alone.
+        for found in report["evaluation"][engine == "context" :]:
+            assert_losses([found], single, "-evaluation")
+    if engine == "ulysses":
+        stage, scatter = reports[0]["refused"]
+        assert stage.startswith("hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, stage 2 came")
+        assert "reduce_scatter: false came, where gradients are 2 times too large" in scatter
+        assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 
 def test_tensor_parallel(single, tmp_path):

@@ -10,6 +10,7 @@ import hfpatch
 from hfpatch.checkpoint import disk, heads
 from hfpatch.checkpoint.device import ToHost, arrived, standing_in
 from hfpatch.checkpoint.session import Session
+from hfpatch.memory.shape import KEEPABLE
 from tests.checkpoint.deep import tiny_llama, tokens
 
 
@@ -145,19 +146,23 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream),
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every)
+# name -> (tile, save_attention, stream_attention, every, keep[, park])
 WAYS = {
-    "tiles": (16, True, False, 1), "tiles again": (16, False, False, 1), "one": (4096, True, False, 1),
-    "one again": (4096, False, False, 1), "streamed": (16, True, True, 1), "every 2": (16, False, False, 2),
-    "every 3": (4096, False, False, 3),
+    "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()), "one": (4096, True, False, 1, ()),
+    "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()), "every 2": (16, False, False, 2, ()),
+    "every 3": (4096, False, False, 3, ()), "keep": (16, True, False, 1, KEEPABLE), "keep one": (4096, True, False, 1, KEEPABLE),
+    "keep streamed": (16, True, True, 1, ("gate_up", "mid")), "plain": (16, True, False, 1, ()),
+    "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
-    tile, save, stream, every = WAYS[way]
+    tile, save, stream, every, keep, park = (*WAYS[way], False)[:6]
     where = str(directory) if tier == "disk" else tier
-    settings = hfpatch.Checkpointing(offload=where, tile=tile, save_attention=save, every=every)
+    settings = hfpatch.Checkpointing(
+        offload=where, tile=tile, save_attention=save, every=every, keep=keep, plain=int(way == "plain")
+    )
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3)
     hfpatch.apply(model, checkpointing=settings)
     resolve = Session._resolve
@@ -165,7 +170,9 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     stack.enter_context(mock.patch.object(disk, "PIECE", 2048))
     stack.enter_context(
         mock.patch.object(
-            Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), stream_attention=stream and not a[4])
+            Session,
+            "_resolve",
+            lambda *a: dataclasses.replace(resolve(*a), stream_attention=stream and not a[4], park=park),
         )
     )
     return model

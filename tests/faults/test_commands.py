@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, IterableDataset
 
 from hfpatch.commands.failures import explain, guarded
 from hfpatch.commands.main import main
@@ -41,7 +42,10 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "cut.json").write_text('{"model_type": ')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for name, change in {"heads": {"num_attention_heads": 0}, "word": {"num_hidden_layers": "2"}}.items():
+    for name, change in {"heads": {"num_attention_heads": 0}, "word": {"num_hidden_layers": "2"},
+                         "window": {"model_type": "mistral", "sliding_window": "x"}, "other": {"model_type": "theirs"},
+                         "experts": {"model_type": "mixtral", "num_local_experts": "a"},
+                         "rope": {"rope_scaling": {"rope_type": "nope", "factor": "x"}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
     plan = "plan --model llama-tiny"
     for line, words in {
@@ -60,6 +64,13 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan --model @/list.json": "a list came",
         "plan --model @/heads.json": "num_attention_heads must be a whole number of at least 1, 0 came",
         "plan --model @/word.json": "num_hidden_layers must be a whole number of at least 1, '2' came",
+        "plan --model @/window.json": "expected the values of a model's config.json (invalid literal",
+        "plan --model @/experts.json": "experts must be a whole number, 'a' came",
+        "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": "a llama config.json (KeyError: 'nope')",
+        f"{plan} --sweep 8k --png @": "expected a file, a folder came at",
+        "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
+        "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
+        "env --model nobody/nothing": "nothing is downloaded here",
         "profile --model llama-tiny --seq-len 64 --steps 0": "1 or more for --steps",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "0 or more for --warmup",
         "bench --model llama-tiny --tokens 0": "a length is tokens",
@@ -105,6 +116,17 @@ def caught(function) -> Exception:
     with pytest.raises(Exception) as error:
         function()
     return error.value
+
+
+class Refusing(IterableDataset):
+    def __iter__(self):
+        raise ValueError("hfpatch: --strict expects no malformed row, came a.jsonl row 3; mend it.")
+
+
+def test_what_a_loaders_worker_raises_is_the_sentence_alone():
+    error = caught(lambda: list(DataLoader(Refusing(), num_workers=1)))
+    assert "Traceback" in str(error)
+    assert explain(error) == ("--strict expects no malformed row, came a.jsonl row 3; mend it", 2)
 
 
 def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):

@@ -22,7 +22,9 @@ SHORT = [
     ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"), ("host", "tiles again", "raise in q"),
     ("host", "one", "whole step"), ("disk", "one", "whole partial"), ("host", "one", "whole retain"),
     ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
-    ("host", "tiles", "handed over"),
+    ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"), ("host", "keep one", "lengths"),
+    ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"), ("host", "keep", "raise in mlp"),
+    ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 
@@ -40,6 +42,7 @@ def test_the_short_rows_name_everything():
 
 STEP, DISK, PACKED = ("host", "tiles", "step"), ("disk", "tiles", "step"), ("gpu", "one", "packed")
 PARTIAL, LENGTHS, HANDED = ("host", "tiles", "partial"), ("host", "one", "lengths"), ("host", "tiles", "handed over")
+KEEP = ("host", "keep", "step")
 # The synchronisation -> a scenario that races without it. Found to be redundant, and dropped, as ordered through the compute
 # stream: the wait of a fetch for the copy to the host (settle is before it), that of a save for the last fetch from its block
 # (a ticket's end is before it), and the host's waits before blocks are let go (each waits as it is unpinned).
@@ -47,7 +50,7 @@ REMOVALS = {
     "Transfers.save: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
-    "LayerCall._tile_requests.<locals>.request: "
+    "Kept._requests.<locals>.request: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
@@ -90,6 +93,18 @@ def forget_sources(patch):
     patch.setattr(Transfers, "save", without)
 
 
+def let_go_of_tiles_at_once(patch):
+    settle = Transfers.settle
+
+    def without(self, under_way=0):
+        if under_way:
+            self.unsettled.clear()
+        else:
+            settle(self)
+
+    patch.setattr(Transfers, "settle", without)
+
+
 def forget_the_end_of_tickets(patch):
     patch.delattr(Ticket, "__del__")
 
@@ -116,7 +131,8 @@ def reuse_bounces_at_once(patch):
 
 
 @pytest.mark.parametrize("removal, row", [
-    (forget_sources, LENGTHS), (forget_the_end_of_tickets, PARTIAL), (forget_the_last_use_of_slots, STEP),
+    (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP), (forget_the_end_of_tickets, PARTIAL),
+    (forget_the_last_use_of_slots, STEP),
     (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),
 ])  # fmt: skip
 def test_each_owner_is_needed(removal, row, tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 import pytest
 
 from hfpatch.memory.formula import attended, step_flops
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.policy import Checkpointing, decide
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.shape import ModelShape, Policy
+from hfpatch.memory.shape import GiB, ModelShape, Policy
 
 
 def shape_of(name, **change):
@@ -88,3 +90,18 @@ def test_what_is_kept_is_not_run_again(model, tile):
     assert all(least.matmul <= every < n < nothing for n in one)
     assert nothing - every == pytest.approx(sum(nothing - n for n in one))
     assert step_flops(shape, Policy(tile=tile, plain=shape.num_layers), **sizes) == least
+
+
+# bf16 parameters and gradients resident in 79 GiB, no optimizer; tests/memory/test_formula.py holds the counts to what is run.
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
+@pytest.mark.parametrize("tokens, goal", [(8192, 1.03), (16384, 1.15), (32768, 1.26), (131072, 1.27)])
+def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
+    shape = shape_of("llama-3.1-8b")
+    sizes = {"batch": 1, "tokens": tokens}
+    free = {"gpu_free": 79 * GiB - 4 * shape.parameters, "host_free": 120 * GiB, "gpu": GPUS[gpu]}
+    least = step_flops(shape, "off", **sizes)
+    for settings, most in ((Checkpointing(), goal), (Checkpointing.of("least"), 1.26)):
+        option = decide(settings, shape, **sizes, **free)
+        flops = step_flops(shape, option.policy, **sizes)
+        assert flops.matmul <= most * least.matmul
+        assert flops.attention_forward == least.attention_forward

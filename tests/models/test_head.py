@@ -1,6 +1,7 @@
-"""The head stays transformers' own Linear: the fused loss is its forward for the time of one call."""
+"""The ends of a model. The head stays transformers' own Linear: the fused loss is its forward for the time of one call."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -87,3 +88,123 @@ def test_flops_and_modules_are_counted(checkpointing):
     attention = sum(n for op, n in counter.get_flop_counts()[square].items() if "attention" in str(op))
     assert counts[square] == layer + attention
     assert counts["Global"] == 2 * (layer + attention) + 6 * kept * D * V
+
+
+def frozen_embedding(model):
+    """LoRA's situation: all frozen but the projections."""
+    for name, p in model.named_parameters():
+        p.requires_grad_("_proj" in name)
+    return model
+
+
+def wants_gradient(model, batch) -> bool:
+    """Whether the first layer is asked for the gradient of its input."""
+    seen = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].requires_grad))
+    model(**batch)
+    hook.remove()
+    return seen == [True]
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize("order", ["apply first", "hook first"])
+def test_enable_input_require_grads_costs_nothing(way, order):
+    """TRL and PEFT call it: the embedding's output becomes a leaf that is kept, and layer 0 computes a gradient for nobody."""
+    stock, ours = frozen_embedding(tiny.llama()), frozen_embedding(tiny.llama())
+    for turn in ("apply first", "hook first"):
+        if turn == order:
+            hfpatch.apply(ours, checkpointing=tiny.WAYS[way])
+        else:
+            ours.enable_input_require_grads()
+    stock.enable_input_require_grads()
+    batch = tiny.labelled()
+    assert wants_gradient(stock, batch)
+    assert wants_gradient(ours, batch) == (way == "off"), "transformers' own checkpointing may need it"
+    tiny.assert_as_good(ours, stock, batch)
+    kept = []
+    ours.model.embed_tokens.register_forward_hook(lambda m, args, out: kept.append(out))
+    stock.model.embed_tokens.register_forward_hook(lambda m, args, out: kept.append(out))
+    for model in (ours, stock):
+        tiny.step(model, batch)
+    assert torch.allclose(kept[0].grad, kept[1].grad, atol=1e-5), (
+        "somebody who holds the embedding's output gets its gradient"
+    )
+    hfpatch.undo(ours)
+    assert tiny.classes(ours) == tiny.classes(stock) and wants_gradient(ours, batch)
+
+
+def test_an_embedding_of_the_familys_own_is_free_too():
+    """Gemma's scales what it looks up."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    config = Gemma3TextConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    stock = frozen_embedding(Gemma3ForCausalLM(config).train())
+    ours = tiny.patched(stock)
+    for model in (ours, stock):
+        model.enable_input_require_grads()
+    assert wants_gradient(stock, tiny.labelled()) and not wants_gradient(ours, tiny.labelled())
+    got, wanted = (tiny.step(model, tiny.labelled()) for model in (ours, stock))
+    assert got.keys() == wanted.keys() and all(torch.allclose(got[n], wanted[n], rtol=1e-3, atol=1e-5) for n in got)
+
+
+@pytest.mark.parametrize("order", ["apply first", "peft first"])
+def test_cpt_finds_the_logits_that_it_reads(order):
+    from peft import CPTConfig, get_peft_model
+
+    def made(patch):
+        model = tiny.llama()
+        if patch and order == "apply first":
+            hfpatch.apply(model, checkpointing=tiny.TILED)
+        torch.manual_seed(0)
+        ids = [5, 6, 7, 8]
+        settings = CPTConfig(
+            cpt_token_ids=ids, cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4], task_type="CAUSAL_LM"
+        )
+        wrapped = get_peft_model(model, settings)
+        if patch and order == "peft first":
+            hfpatch.apply(wrapped, checkpointing=tiny.TILED)
+        return wrapped
+
+    batch = {**tiny.labelled(), "input_type_mask": torch.full((2, tiny.TOKENS), 4)}
+    got, wanted = (tiny.step(made(patch), batch) for patch in (True, False))
+    assert got.keys() == wanted.keys() and len(got) > 1
+    assert all(torch.allclose(got[n], wanted[n], rtol=1e-4, atol=1e-6) for n in wanted)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parts_of_another_library_stay_and_the_others_are_ours(when):
+    """use_kernels gives norms and MLPs a forward on the instance: those stay, the layers around them are tiled all the same."""
+    stock, ours = tiny.llama(), tiny.llama()
+
+    def kernelize(model):
+        for module in model.modules():
+            kind = getattr(module, "_hfpatch_base", type(module))
+            if kind.__name__ in ("LlamaMLP", "LlamaRMSNorm"):
+                module.forward = types.MethodType(_kernel(kind.forward), module)
+
+    kernelize(stock)
+    if when == "before":
+        kernelize(ours)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    if when == "before":
+        reasons = dict(report.skipped)
+        assert reasons["rms_norm"] == reasons["mlp"] == f"its forward is {__name__}'s"
+    else:
+        kernelize(ours)  # transformers does at every train() and eval()
+    assert report.count("checkpointing") == 2 and report.count("rope") == 2 and report.count("loss") == 1
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+    assert ours(**tiny.labelled()).logits is None
+    hfpatch.undo(ours)
+    assert all("forward" in vars(m) for m in ours.modules() if type(m).__name__ == "LlamaMLP"), "theirs are theirs"
+
+
+def _kernel(forward):
+    return lambda self, x: forward(self, x)

@@ -10,6 +10,7 @@ import tiny
 
 import hfpatch
 from hfpatch.commands import main as cli
+from hfpatch.memory.formula import Policy, step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config
@@ -37,9 +38,10 @@ def test_trainers_own_optimizer_can_be_planned(name, dtype):
     states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     shape = ModelShape.from_config(model.config)
     assert resident(name, shape, 1).optimizer == sum(value.nbytes for value in states)
-    # fp32 weights have a bf16 copy under autocast.
-    weights = sum(p.nbytes for p in model.parameters()) + (2 * shape.parameters if dtype == "float32" else 0)
-    assert resident(name, shape, 1).parameters == weights
+    # fp32 weights have a bf16 copy under autocast, of which a tiled layer drops its own.
+    for whole, copied in ((True, shape.parameters), (False, max(shape.layer_parameters, shape.embedding_parameters))):
+        weights = sum(p.nbytes for p in model.parameters()) + (2 * copied if dtype == "float32" else 0)
+        assert resident(name, shape, 1, whole=whole).parameters == weights
     assert plan("llama-3.2-1b", **RUN | {"seq_len": 8192}, placement=name).fits
     assert name not in candidates("auto", 1) and name in str(plan("llama-3.2-1b", **RUN, placement=name))
 
@@ -91,7 +93,9 @@ def test_suggestions_hold(run):
 
 def test_more_of_anything_never_costs_less():
     def peak(**change):
-        return plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "checkpointing": "host"} | change).gpu_peak_bytes
+        # What is free is spent otherwise.
+        given = RUN | {"placement": "gpu8bit", "checkpointing": "least"} | change
+        return plan("llama-3.1-8b", **given).gpu_peak_bytes
 
     assert peak(seq_len=16384) < peak(seq_len=65536) < peak() < peak(batch=2)
     assert peak(placement="gpu8bit-fused") < peak()
@@ -131,7 +135,7 @@ def test_every_gpu_answers():
 
 
 def test_settings_reach_the_policy(tmp_path):
-    settings = Checkpointing(offload=str(tmp_path), every=2, save_attention=False, tile=2048)
+    settings = Checkpointing(offload=str(tmp_path), every=2, save_attention=False, tile=2048, plain=0)
     found = plan("llama-3.1-8b", **RUN, checkpointing=settings)
     assert found.policy == {
         "offload": "disk",
@@ -141,6 +145,7 @@ def test_settings_reach_the_policy(tmp_path):
         "tile": 2048,
         "plain": 0,
         "keep": (),
+        "park": False,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
@@ -217,15 +222,36 @@ def test_command_simulates_too(capsys):
 def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     import hfpatch.planner.simulated as simulated
 
-    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 6 * GiB)
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (6 * GiB, 0))
     arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k", "--host-ram", "256GiB", "--simulate",
                  "--checkpointing", "least"]  # fmt: skip
     assert cli.main(arguments) == 3
     out = capsys.readouterr().out
     assert "fits" in out.splitlines()[0] and "contradicts the plan" in out and "6.0 GiB of activations" in out
-    monkeypatch.setattr(simulated, "simulated_beyond", lambda config, plan, at_peak: 60 * GiB)
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (60 * GiB, 0))
     assert cli.main(arguments) == 3
     assert "does NOT fit" in capsys.readouterr().out
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 60 * GiB))  # of 16 planned
+    assert cli.main(arguments) == 3 and "contradicts the plan" in capsys.readouterr().out
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 0))
+    assert cli.main(arguments) == 0
+
+
+def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
+    """No kernel caps scores there: nothing promises Gemma 2 the memory of tiles, and the simulator runs what a GPU would."""
+    arguments = ["plan", "--model", "google/gemma-2-9b", "--seq-len", "131072", "--placement", "gpu8bit"]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "no GPU kernel caps attention scores" in said and "--simulate" in said
+    small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    arguments[2] = str(tmp_path)
+    arguments[4] = "2048"
+    assert cli.main([*arguments, "--simulate", "--json"]) == 0
+    capped = json.loads(capsys.readouterr().out)
+    tiled = step_memory(ModelShape.from_config(small), Policy("host"), batch=1, tokens=2048)
+    assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
+    assert capped["why"].startswith("simulated")
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):

@@ -11,7 +11,7 @@ import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hfpatch
 from hfpatch.memory.shape import ModelShape
@@ -49,6 +49,23 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     for column in COLUMNS:
         written = [event.value for event in events.Scalars(f"train/{column}")]
         assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
+
+
+def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
+    """Both micro-batches before the first forward: looking up the second's documents waits for no earlier step's queue."""
+    order, loaders = [], []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args, train_dataloader, **kwargs):
+            loaders.append(train_dataloader)
+            order.append("step")
+
+    trainer = make_trainer(tmp_path, Callback(), Watch(), gradient_accumulation_steps=2, max_steps=1)
+    noted = lambda module, args, kwargs: order.append(hasattr(kwargs["input_ids"], "_hfpatch_arrived"))  # noqa: E731
+    trainer.model.register_forward_pre_hook(noted, with_kwargs=True)
+    trainer.train()
+    assert order == ["step", True, True]
+    assert "__iter__" not in vars(type(loaders[0])) or type(loaders[0]).__module__.startswith("accelerate")
 
 
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
@@ -205,3 +222,17 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
 
 def test_public_name():
     assert hfpatch.Callback is Callback
+
+
+def test_mfu_counts_whole_rows():
+    """Of two ranks that share a row each attends to all of it, for half of the heads."""
+    model, columns = tiny.llama(), Callback()
+    sizes = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+    args = SimpleNamespace(
+        world_size=2, process_index=0, optim_args="", device="cpu", bf16=False, fp16=False, parallelism_config=sizes
+    )
+    columns.on_train_begin(args, None, None, model=model)
+    model(tiny.ids(1, 12))
+    shape = ModelShape.from_config(model.config)
+    assert 2 * columns._flops == pytest.approx(model_flops(shape, 1, 24))
+    assert 2 * model_flops(shape, 1, 12) < model_flops(shape, 1, 24)

@@ -131,6 +131,19 @@ def test_examples_run_on_the_tiny_model(model_folder, chat_file, tmp_path, texts
         assert type(trainer.model.model.norm).__module__.startswith("hfpatch.")
 
 
+@pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
+@pytest.mark.parametrize("name, more", [("dpo", {"max_length": 256}), ("grpo", {"max_completion_length": 4})])
+def test_preference_examples_run_on_the_tiny_model(model_folder, tmp_path, name, more):
+    rows = [{"prompt": f"{i} and {i}?", "chosen": f" It is {2 * i}.", "rejected": f" {i}"} for i in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row if name == "dpo" else {"prompt": row["prompt"]}) + "\n" for row in rows))
+    with torch.compiler.set_stance("force_eager"):
+        trainer = example(name).main(str(model_folder), str(data), str(tmp_path / name), **more)
+    models = [trainer.model, trainer.ref_model] if name == "dpo" else [trainer.model]
+    assert all(type(m).__module__ == "hfpatch.models.loss" and m._hfpatch_trl is not None for m in models)
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
+
+
 FSDP2 = pytest.param(
     "fsdp2",
     marks=pytest.mark.skipif(

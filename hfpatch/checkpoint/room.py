@@ -1,0 +1,97 @@
+"""How many bytes of a device the layers of a step may take: what is free less what is still to come, and what steps have shown.
+
+Where a step took more than was planned, or ran out of memory, the next one is given less. Where several ranks must choose alike
+(`alone` is False) nothing is learnt: each would learn something else.
+"""
+
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hfpatch.memory.free import gpu_free, to_come
+from hfpatch.memory.hardware import Gpu, gpu_named
+from hfpatch.memory.policy import reserve
+
+SHRINK = 0.85  # of what a step took that ran out of memory
+
+
+class Gauge:
+    """A CUDA device's counters, in bytes; ooms: how often its memory ran out."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def free(self) -> int:
+        return gpu_free(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def ooms(self) -> int:
+        return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
+
+    def gpu(self) -> Gpu | None:
+        return gpu_named(torch.cuda.get_device_name(self.device))
+
+
+class Room:
+    """Of one device. parameters: a function giving the model's, or None of one that is gone."""
+
+    def __init__(self, gauge: Gauge, parameters):
+        self.gauge, self.parameters = gauge, parameters
+        self.gpu, self.ooms = gauge.gpu(), gauge.ooms()
+        self.alone = True
+        self.stepped = False  # whether an optimizer has: then its states are there, or never will be
+        self.learnt: str | None = None  # why the next step keeps something else
+        self.over, self.most = 1.0, None  # bytes measured over those planned; a bound that running out has set
+        self.step: tuple | None = None  # (allocated and peak as it began, bytes planned)
+        me = weakref.ref(self)
+        for register, what in (
+            (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.first_step)
+        ):  # fmt: skip
+            weakref.finalize(self, register(lambda *_, what=what: what(me()) if me() else None).remove)
+
+    def bytes(self, gathered: int = 0) -> int:
+        """For the step that begins. gathered: what an engine takes for weights that it shards."""
+        # Adam's two states, until a step has shown what there is.
+        room = self.gauge.free() - self._to_come(states=0 if self.stepped else 2) - gathered
+        return max(0, int((room if self.most is None else min(room, self.most)) / self.over))
+
+    def _to_come(self, states: int = 0) -> int:
+        return to_come(self.parameters() or (), states=states, device=self.gauge.device)
+
+    def first_step(self) -> None:
+        if not self.stepped:
+            self.stepped, self.learnt = True, self.learnt or ""
+
+    def begin(self, planned: int | None) -> None:
+        """A step begins whose layers take `planned` bytes."""
+        now = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
+        self.step = None if planned is None else now
+
+    def measure(self) -> None:
+        """A step's backward has ended: was it as planned?"""
+        if self.step is None:
+            return
+        (allocated, peak, planned, coming), self.step = self.step, None
+        took = self.gauge.peak() - allocated - coming
+        if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
+            self.over *= took / planned
+            self.learnt = f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
+
+    def look(self) -> str | None:
+        """Before a step: what was learnt from the last one, once; None where nothing was."""
+        ran_out, self.ooms = self.gauge.ooms() > self.ooms, self.gauge.ooms()
+        if ran_out and self.alone and self.step is not None:
+            planned = self.step[2]
+            self.most = int(SHRINK * (planned + reserve(planned)))
+            self.learnt = "memory ran out"
+            self.step = None
+        else:
+            self.measure()
+        learnt, self.learnt = self.learnt, None
+        return learnt

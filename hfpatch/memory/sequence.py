@@ -1,0 +1,92 @@
+"""Sequence parallelism: how attention's heads are shared out over ranks and rounds. Standard library only.
+
+B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
+"""
+
+from dataclasses import dataclass
+
+BLOCKS = 512  # of 128 queries, which keep a large GPU full
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV head; sharing: ranks that
+    have the same KV head."""
+
+    own: int
+    width: int
+    repeat: int
+    sharing: int
+
+    @property
+    def count(self) -> int:
+        return self.own // self.width
+
+    def keys(self, r: int) -> slice:
+        """Of a rank's KV heads, those of round r."""
+        first = r * self.width // self.repeat
+        return slice(first, first + max(1, self.width // self.repeat))
+
+    def new_keys(self, r: int) -> bool:
+        """Whether round r is the first of its KV heads."""
+        return r * self.width % self.repeat == 0
+
+    def last_keys(self, r: int) -> bool:
+        return (r + 1) * self.width % self.repeat == 0
+
+
+def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
+    """None where the heads go evenly over the ranks, else the reason in a few words."""
+    if n_heads % ranks == 0 and (n_kv_heads % ranks == 0 or ranks % n_kv_heads == 0):
+        return None
+    return f"{n_heads} query and {n_kv_heads} KV heads do not go evenly over {ranks} ranks"
+
+
+def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int) -> Rounds:
+    """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of several KV heads.
+
+    tokens: of whole rows. ValueError where heads do not go evenly over the ranks.
+    """
+    reason = why_not_shared_out(n_heads, n_kv_heads, ranks)
+    if reason:
+        raise ValueError(
+            f"hfpatch: expected heads that go evenly over the ranks of a sequence, {reason}; change sp_size."
+        )
+    own, sharing = n_heads // ranks, max(1, ranks // n_kv_heads)
+    repeat = min(own, n_heads // n_kv_heads)
+    wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))
+    fits = [n for n in range(1, own + 1) if own % n == 0 and (repeat % n == 0 or n % repeat == 0)]
+    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing)
+
+
+def whole_tokens(shape, tokens: int) -> int:
+    """Tokens of the rows that a rank has `tokens` of."""
+    return tokens * shape.ranks
+
+
+def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> int:
+    """Whole rows of a round's heads in a layer's attention backward (checkpoint/exchange.py). tokens: of a rank; ahead: whether
+    the next round is under way beside them."""
+    rounds = rounds_of(batch, whole_tokens(shape, tokens), shape.num_heads, shape.num_kv_heads, shape.ranks)
+    rows = batch * whole_tokens(shape, tokens) * s
+    q, v = rows * rounds.width * shape.head_dim, rows * rounds.width * (shape.v_head_dim or shape.head_dim)
+    n = max(1, rounds.width // rounds.repeat)
+    keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    now = 2 * q + 2 * v + 2 * keys  # q, dout, out, k, v; dq, dk, dv
+    if rounds.width < rounds.repeat:
+        now += keys * 4 // s if s < 4 else keys  # dk and dv summed in float32 over a KV head's rounds
+    if rounds.count > 1:
+        now += 2 * q  # the round before: dq on its way, sent and received
+    if ahead and rounds.count > 1:
+        now += 2 * (q + 2 * v)
+        now += 2 * keys if rounds.own > rounds.repeat else 0
+    return now
+
+
+def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
+    """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
+    q, v = shape.q_size, shape.out_size
+    shared = max(1, shape.ranks // shape.num_kv_heads)
+    keys = (shape.kv_size + shape.v_size) * shared
+    once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
+    return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

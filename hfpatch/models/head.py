@@ -1,0 +1,64 @@
+"""The head of a causal model: which module it is, whether a call of it can answer with something else than logits, and that call.
+
+It stays the Linear that it is. For one call its `forward` is a function of hidden states, weight and bias, so that the engines'
+hooks around the call gather what is sharded.
+"""
+
+from torch import Tensor, nn
+
+from hfpatch.compat import modules_of, parameters_of
+from hfpatch.models.classes import swap
+
+
+def copies(head: nn.Module):
+    """The modules that PEFT's modules_to_save wrapper holds, and the one that runs; the head itself where there is none."""
+    held = getattr(head, "modules_to_save", None)
+    if not isinstance(held, nn.ModuleDict):
+        return [head], head
+    active = getattr(head, "active_adapter", None)
+    active = active[0] if isinstance(active, (list, tuple)) and active else active
+    disabled = getattr(head, "disable_adapters", False) or active not in held
+    return [head.original_module, *held.values()], head.original_module if disabled else held[active]
+
+
+def fuse(module: nn.Module, theirs: type, part: type) -> None:
+    """Mixes `part` over a module of class `theirs`, or over those that PEFT's modules_to_save wrapper holds."""
+    for inner in copies(module)[0]:
+        if type(inner) is theirs and "forward" not in vars(inner) and not hasattr(inner.weight, "placements"):
+            swap(inner, part)
+
+
+def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
+    """None where a call of `head` can answer with the fused loss (also through PEFT's modules_to_save), else what it is.
+
+    pass_forward: a forward on the instance is no reason, as who asks would not have called it.
+    """
+    inner = copies(head)[1]
+    if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
+        return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if "forward" in vars(inner) and not pass_forward:
+        return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
+    # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
+    weight = parameters_of(inner).get("weight")
+    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
+        return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
+    return None
+
+
+def through(head: nn.Module, function, hidden: Tensor, *args, **options):
+    """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
+    own = vars(inner := copies(head)[1])
+    before = own.get("forward")
+    own["forward"] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
+    try:
+        return head(hidden)
+    finally:
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
+
+
+def head_name(model: nn.Module) -> str | None:
+    """The attribute under which a model calls its head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((n for n, m in modules_of(model).items() if m is head and m is not None), None)

@@ -1,0 +1,110 @@
+"""Ranks that share each row (`--sp_size`): the engine's settings, rows dealt out over the ranks, evaluation over all of them."""
+
+import os
+
+import accelerate
+import torch
+import torch.distributed as dist
+
+from hfpatch.checkpoint.exchange import Sequence
+from hfpatch.compat import skips_by_itself
+from hfpatch.models.parallel import sharded, summed_gradients
+from hfpatch.training.positions import IGNORE
+
+
+def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
+    """What TrainingArguments take as parallelism_config: Ulysses under DeepSpeed, context parallelism under FSDP2. ValueError.
+
+    engine: "deepspeed", "fsdp" or None; values: its config; size: ranks that share a row; attention: transformers' name.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if engine is None:
+        raise ValueError(
+            "hfpatch: --sp_size needs an engine that spreads the model, none came; add --engine zero3 or fsdp2."
+        )
+    if world % size:
+        raise ValueError(f"hfpatch: --sp_size divides the number of processes, {size} and {world} came; change one.")
+    if engine == "fsdp":
+        if values.get("version", 1) != 2:
+            raise ValueError("hfpatch: --sp_size needs FSDP2, FSDP1 came; take --engine fsdp2.")
+        return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
+    summed_gradients(values, size)
+    handler = accelerate.utils.DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation=attention
+    )
+    return accelerate.ParallelismConfig(sp_backend="deepspeed", sp_size=size, sp_handler=handler)
+
+
+def part_of(sequence: Sequence, batch: dict) -> dict:
+    """This rank's tokens of whole rows [B, T]; labels are shifted first, for the next token may lie with another rank."""
+    batch, T = dict(batch), batch["input_ids"].shape[1]
+    if T % sequence.size:
+        raise ValueError(
+            f"hfpatch: expected rows whose tokens go evenly over {sequence.size} ranks, {T} came; pad them, "
+            f"--pad_multiple {sequence.size}."
+        )
+    batch.setdefault("position_ids", torch.arange(T).expand(batch["input_ids"].shape[0], -1))
+    labels = batch.pop("labels")
+    batch["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+    mine = lambda x: sequence.dealt(x)[sequence.rank].contiguous()  # noqa: E731
+    return {name: mine(x) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
+    """The batches that the ranks of a group hold, in order: each has rows of its own."""
+    found = [None] * sequence.size
+    dist.all_gather_object(
+        found, {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in batch.items()}, sequence.group
+    )
+    return found
+
+
+class SharedRows:
+    """A loader's batches, those of all ranks in turn, and of each this rank's part.
+
+    As accelerate's adapter deals them out, which cannot go on in the middle of an epoch, nor shuffle each in its own order.
+    """
+
+    def __init__(self, loader, sequence: Sequence, skip: int = 0):
+        self.loader, self.sequence, self.skip = loader, sequence, skip
+        skips_by_itself(SharedRows)
+
+    def __getattr__(self, name):
+        if name in ("loader", "sequence", "skip"):  # not there yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.sequence.size - self.skip
+
+    def __iter__(self):
+        left = self.skip
+        for batch in self.loader:
+            for one in of_all_ranks(self.sequence, batch)[left:]:
+                yield part_of(self.sequence, one)
+            left = 0
+
+    def skipping(self, batches: int) -> "SharedRows":
+        """The loader without its first batches."""
+        whole, rest = divmod(batches, self.sequence.size)
+        return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.sequence, rest)
+
+
+def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> torch.Tensor:
+    """The mean loss of this rank's own rows, each rank's in turn computed by all of them; nan where no label is."""
+    mine = None
+    for rank, batch in enumerate(of_all_ranks(sequence, inputs)):
+        count = (batch["labels"][:, 1:] != IGNORE).sum().to(device)
+        part = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in part_of(sequence, batch).items()}
+        with torch.no_grad(), sharded(sequence):
+            loss = model(
+                **part,
+                labels=part["shift_labels"],
+                num_items_in_batch=count.clamp_min(1),
+                skip_logits=True,
+                use_cache=False,
+            ).loss.detach()
+        dist.all_reduce(loss, group=sequence.group)
+        if rank == sequence.rank:
+            mine = torch.where(count > 0, loss, torch.nan)
+    return mine

@@ -1,0 +1,43 @@
+"""TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy and reference.
+
+    python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
+
+PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
+"""
+
+import sys
+
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+
+import hfpatch
+
+
+def main(model_name: str, data_file: str, output_dir: str, max_length: int = 65536) -> DPOTrainer:
+    trainer = DPOTrainer(
+        model=model_name,
+        args=DPOConfig(
+            output_dir=output_dir,
+            model_init_kwargs={"dtype": "bfloat16"},
+            learning_rate=1e-6,
+            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim_args="bf16_stochastic_round=True",
+            per_device_train_batch_size=1,  # a pair: two sequences of max_length
+            max_length=max_length,
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
+            bf16=False,
+            report_to="none",
+        ),
+        train_dataset=load_dataset("json", data_files=data_file, split="train"),
+        callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
+    )
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

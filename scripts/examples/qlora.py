@@ -1,0 +1,60 @@
+"""QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What hfpatch adds is marked.
+
+    python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
+
+`hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand what fits.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+
+import hfpatch
+
+SEQ_LENGTH = 128
+
+
+def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(model_name, quantization_config=bits, dtype=torch.bfloat16)
+    model = hfpatch.prepare_for_lora(model)  # <- in place of prepare_model_for_kbit_training: freezes, and no more
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # adapters in the dtype that they compute in
+            parameter.data = parameter.data.to(torch.bfloat16)
+    print(hfpatch.apply(model))  # <- the one line
+
+    tokens = tokenizer(Path(text_file).read_text(encoding="utf-8"))["input_ids"]
+    rows = [tokens[i : i + SEQ_LENGTH] for i in range(0, len(tokens) - SEQ_LENGTH + 1, SEQ_LENGTH)]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=output_dir,
+            learning_rate=2e-4,
+            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 adapters would lose small updates
+            optim_args="bf16_stochastic_round=True",
+            per_device_train_batch_size=1,
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            report_to="none",
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )
+    trainer.train()
+    model.save_pretrained(output_dir)
+    return trainer
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,178 @@
+"""What the policy keeps beside x, out and lse, and layers that keep everything: the same gradients with less computed."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from tiny import gradients, largest_difference
+
+import hfpatch
+from hfpatch.memory.shape import KEEPABLE, ModelShape, Policy
+from hfpatch.models.layer import Ask
+from tests.checkpoint.deep import tiny_llama, tokens
+from tests.checkpoint.test_layer import BUDGET, check
+from tests.models.families import small_model
+
+KEEPS = [names for n in (1, 2, 3) for names in combinations(KEEPABLE, n)]
+# Each name alone and all of them; on the device, on the host, in files; one tile and many; attention once and twice.
+SHORT = [
+    (("qkv",), "gpu", 14, True), (("mid",), "host", 14, True), (("gate_up",), "disk", 14, True), (KEEPABLE, "host", 14, True),
+    (KEEPABLE, "gpu", 4096, True), (KEEPABLE, "disk", 4096, False), (KEEPABLE, "gpu", 14, False),
+    (("qkv", "mid"), "host", 4096, True),
+]  # fmt: skip
+ALL = [(k, w, t, s) for k in KEEPS for w in ("gpu", "host", "disk") for t in (14, 4096) for s in (True, False)]
+
+
+@pytest.mark.parametrize("keep, where, tile, save", [
+    *SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL if row not in SHORT),
+])  # fmt: skip
+def test_gradients_equal_stock(keep, where, tile, save, tmp_path):
+    where = str(tmp_path) if where == "disk" else where
+    check(hfpatch.Checkpointing(offload=where, tile=tile, keep=keep, save_attention=save, plain=0))
+
+
+# None, the last, all but the first, and more than there are; behind layers that keep their input alone, and segments.
+@pytest.mark.parametrize("plain, every", [(0, 1), (1, 1), (2, 1), (9, 1), (1, 2)])
+def test_plain_layers(plain, every, monkeypatch):
+    calls = []
+    monkeypatch.setattr("hfpatch.models.layer.tiled_layer", _counted("hfpatch.models.layer.tiled_layer", calls))
+    check(hfpatch.Checkpointing(offload="host", tile=14, plain=plain, every=every))
+    assert len(calls) == max(0, 3 - plain)
+
+
+def _counted(path, calls):
+    module, name = path.rsplit(".", 1)
+    function = getattr(__import__(module, fromlist=[name]), name)
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def test_plain_layers_that_cannot_be_tiled_keep_everything_too(monkeypatch):
+    model, calls = tiny_llama(), []
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", plain=2))
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *args: None)
+    monkeypatch.setattr(
+        "hfpatch.models.layer.offloaded_checkpoint", _counted("hfpatch.models.layer.offloaded_checkpoint", calls)
+    )
+    model(tokens(), labels=tokens()).loss.backward()
+    assert len(calls) == 1
+
+
+def same(one, other) -> bool:
+    """Bit for bit; frozen parameters have none."""
+    return all(a is b is None or torch.equal(a, b) for a, b in ((one[n], other[n]) for n in one))
+
+
+def three(prepare, **inputs):
+    """Gradients with nothing kept, all that layers can, and the last layer plain."""
+    found = []
+    for keep, plain in (((), 0), (KEEPABLE, 0), (KEEPABLE, 1)):
+        model = tiny_llama()
+        prepare(model)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=plain))
+        torch.manual_seed(3)
+        model(**inputs).loss.backward()
+        found.append(gradients(model))
+    return found
+
+
+# Packed documents, frozen parts, a first layer whose input wants no gradient.
+@pytest.mark.parametrize("prepare", [
+    lambda m: None, lambda m: m.model.embed_tokens.requires_grad_(False), lambda m: m.model.layers[1].requires_grad_(False),
+    lambda m: m.model.layers[0].mlp.gate_proj.requires_grad_(False),
+])  # fmt: skip
+def test_what_is_kept_changes_no_bit(prepare):
+    ids = tokens(2, 37)
+    positions = torch.cat([torch.arange(20), torch.arange(17)])[None].expand(2, -1)
+    nothing, everything, last = three(prepare, input_ids=ids, labels=ids, position_ids=positions)
+    assert same(nothing, everything)
+    trained = [{n: g for n, g in found.items() if g is not None} for found in (nothing, last)]
+    assert largest_difference(*trained) < BUDGET
+
+
+@pytest.mark.parametrize("where", ["gpu", "host"])
+@pytest.mark.parametrize("tile", [14, 4096])
+def test_a_retained_graph_gives_the_same_again(where, tile):
+    model = tiny_llama()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, keep=KEEPABLE, plain=1))
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward(retain_graph=True)
+    first = {n: g.clone() for n, g in gradients(model).items()}
+    model.zero_grad()
+    loss.backward()
+    assert same(first, gradients(model))
+
+
+def test_adapters_keep_what_still_spares_them_something():
+    """A projection with an adapter is computed again all the same, so what it makes is not kept; and dropout is the same."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["o_proj", "q_proj"], init_lora_weights=False, lora_dropout=0.3)
+    found = []
+    for keep in ((), "auto"):
+        torch.manual_seed(1)
+        model = get_peft_model(tiny_llama(), lora)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0))
+        if keep == "auto":
+            session = model.base_model.model.model._hfpatch_session
+            session._resolve = lambda *a: Policy("gpu", tile=14, keep=KEEPABLE)
+        torch.manual_seed(3)
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        if keep == "auto":
+            kept = model.base_model.model.model._hfpatch_session._last_call().keep
+            assert kept == ("qkv", "gate_up")
+        loss.backward()
+        found.append(gradients(model))
+    assert same(*found)
+
+
+def test_what_cannot_be_kept_is_said():
+    model = tiny_llama()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(keep=("mid",), plain=0))
+    with pytest.raises(ValueError, match='^hfpatch: expected layers that can keep mid, .* leave keep "auto".$'):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(tokens(), labels=tokens())
+
+
+# The common block with and without experts, blocks of other kinds: what memory/shape.py promises of a family, its layers keep.
+FAMILIES = ("qwen3_moe", "phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
+MORE = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "gemma",
+    "gemma3_text",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "seed_oss",
+    "glm4",
+)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)])
+def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
+    found, kept = [], set()
+    model = small_model(family)
+    promised = ModelShape.from_config(model.config).keepable
+    keepable = Ask.keepable
+
+    def noted(self, names, device):
+        kept.add(keepable(self, names, device))
+        return keepable(self, names, device)
+
+    monkeypatch.setattr(Ask, "keepable", noted)
+    ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
+    for keep in ((), promised):
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0))
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found.append(gradients(model))
+    assert kept == {(), promised}
+    assert same(*found)

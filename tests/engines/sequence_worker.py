@@ -1,0 +1,246 @@
+"""Ranks that share each sequence, without an engine: gradients summed over the ranks against those of one process, in float64.
+
+Two contracts: DeepSpeed's Ulysses (chunk p of a row) and torch's context_parallel (chunks p and 2P-1-p). Each case is a tiny model
+and a batch; it reports the worst error of the gradients relative to the largest value. Rounds are of one head
+unless a case says otherwise: so few tokens would all fit in one.
+"""
+
+import dataclasses
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import common
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+import families
+import tiny
+
+import hfpatch
+from hfpatch.checkpoint.exchange import ExchangedAttention, Sequence
+from hfpatch.checkpoint.session import Session
+from hfpatch.memory import sequence
+from hfpatch.models.parallel import sequence_of, sharded
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+T = 24
+SHORT_FAMILIES = ("qwen3", "gemma2", "gpt_oss", "mistral")
+
+
+def batch(kind: str, B: int) -> dict:
+    """Whole rows. plain, packed, padded (left and right, a hole), or without a label in the second half."""
+    ids = tiny.ids(B, T)
+    positions, labels, given = torch.arange(T).expand(B, -1).clone(), ids.clone(), {}
+    labels[0, :7] = -100
+    if kind == "packed":
+        positions[0] = torch.cat([torch.arange(9), torch.arange(8), torch.arange(7)])
+        labels[:, 0] = -100
+    elif kind == "padded":
+        given["attention_mask"] = torch.ones(B, T, dtype=torch.long)
+        given["attention_mask"][0, -5:] = given["attention_mask"][-1, 11:13] = 0
+        if B > 1:
+            given["attention_mask"][1, :4] = 0
+            labels[1, :5] = -100
+    elif kind == "half":
+        labels[:, T // 2 :] = -100
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    if kind == "packed":
+        starts = torch.nn.functional.pad((positions == 0)[:, 1:], (0, 1))
+        shifted[starts] = -100
+    labels = torch.nn.functional.pad(shifted, (1, 0), value=-100)[:, :-1]
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "shift_labels": shifted, **given}
+
+
+def lora(model):
+    torch.manual_seed(7)
+    made = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0))
+    for name, p in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return made.double().train()
+
+
+def gradients(model) -> dict:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+class Ranks:
+    def __init__(self):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh("cpu", (self.size,))
+        self.group = parallel_state_sp.get_sequence_parallel_group()
+        self.rounds = []
+
+    def run(self, model, given: dict, contract: str, passes: int = 1) -> dict:
+        """Loss and gradients of whole rows, summed over the ranks, after `passes` accumulated backward passes."""
+        items = (given["shift_labels"] != -100).sum() * passes
+        for _ in range(passes):
+            total = torch.zeros((), dtype=torch.float64)
+            if contract == "zigzag":
+                mine = {n: x.clone() for n, x in given.items()}
+                with context_parallel(self.mesh, buffers=list(mine.values()), buffer_seq_dims=[1] * len(mine)):
+                    loss = model(**mine, num_items_in_batch=items, use_cache=False).loss
+                    loss.backward()
+            else:
+                t = T // self.size
+                mine = {n: x[:, self.rank * t : (self.rank + 1) * t].contiguous() for n, x in given.items()}
+                with sharded(sequence_of(self.group) if contract == "sharded" else None):
+                    loss = model(**mine, num_items_in_batch=items, use_cache=False).loss
+                    loss.backward()
+            total += loss.detach().double() * passes
+        dist.all_reduce(total)
+        found = {"loss": total}
+        for name, grad in gradients(model).items():
+            dist.all_reduce(grad)
+            found[name] = grad
+        return found
+
+
+def with_own_attention(model):
+    """The model with transformers' own sdpa, which Ulysses replaces for all."""
+    forward = model.forward
+
+    def run(*args, **kwargs):
+        ulysses, ALL_ATTENTION_FUNCTIONS["sdpa"] = ALL_ATTENTION_FUNCTIONS["sdpa"], STOCK_SDPA
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = ulysses
+
+    model.forward = run
+    return model
+
+
+def worst(found: dict, wanted: dict) -> float:
+    """The worst error of any gradient, relative to its largest value; infinite where the loss, a float32, differs too."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    errors = {n: ((found[n] - x).abs().max() / x.abs().max().clamp_min(1e-12)).item() for n, x in wanted.items()}
+    return float("inf") if errors.pop("loss") > 2e-7 else max(errors.values())
+
+
+def reference(stock, given: dict) -> dict:
+    """Of the whole rows in this process."""
+    stock.zero_grad(set_to_none=True)
+    plain = {n: x for n, x in given.items() if n != "shift_labels"}
+    loss = stock(**plain, num_items_in_batch=(given["shift_labels"] != -100).sum(), use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach().double(), **gradients(stock)}
+
+
+def case(
+    ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
+    verdict=True, streamed=False, blocks=1, tiled=True, **settings,
+) -> float:  # fmt: skip
+    base = tiny.llama(
+        dtype=torch.float64, num_hidden_layers=3, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
+    )
+    ours = wrap(tiny.with_exact_norms(base))
+    checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
+    hfpatch.apply(ours, checkpointing=checkpointing, verdict=verdict)
+    given = batch(kind, B)
+    plain = with_own_attention(wrap(tiny.exact(base)))
+    resolve = Session._resolve
+    chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed)  # noqa: E731
+    with mock.patch.object(Session, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
+        return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
+
+
+def family(ranks: Ranks, name: str) -> float:
+    """Against the same patched model over whole rows: what a float64 model still rounds to float32 is the same."""
+    given = batch("packed" if name in ("mistral", "gpt_oss") else "plain", 2)
+    given = {n: x % 60 + (n == "input_ids") if n in ("input_ids",) else x.clamp(max=60) for n, x in given.items()}
+    model = families.small_model(name)
+    model.config.output_router_logits = False  # a rank balances the experts of its own tokens, as in stock
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, offload="host"))
+    wanted = {n: x.clone() for n, x in reference(model, given).items()}
+    model.zero_grad(set_to_none=True)
+    with mock.patch.object(sequence, "BLOCKS", 1):
+        return worst(ranks.run(model, given, "sharded"), wanted)
+
+
+def evaluation(ranks: Ranks) -> float:
+    """accelerate evaluates whole rows on every rank, a row of its own each."""
+    base = tiny.llama(dtype=torch.float64)
+    ours = tiny.patched(tiny.with_exact_norms(base)).eval()
+    given = {n: x for n, x in batch("plain", 1).items() if n != "shift_labels"}
+    given["input_ids"] = tiny.ids(1, T, seed=3 + ranks.rank)
+    with torch.no_grad():
+        return (ours(**given).loss - with_own_attention(tiny.exact(base).eval())(**given).loss).abs().item()
+
+
+def refusals(ranks: Ranks) -> list[str]:
+    """What is said where a shard would be taken for a row, one sentence a case."""
+    said = []
+    for change, given in (({}, {"position_ids": None}), ({"num_attention_heads": 1, "num_key_value_heads": 1}, {})):
+        ours = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8, **change))
+        mine = {n: x[:, : T // ranks.size] for n, x in batch("packed", 1).items()}
+        try:
+            ours(**{**mine, **given})
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def main(chosen: str, folder: str) -> None:
+    common.quiet()
+    deepspeed.init_distributed("gloo")
+    P = dist.get_world_size()
+    UlyssesSPAttentionHF.register_with_transformers(
+        tiny.llama(num_hidden_layers=1), "sdpa", P, 1, seq_length_is_variable=True, disable_in_eval=True
+    )
+    ranks = Ranks()
+
+    exchanged = []
+    inner = ExchangedAttention.forward
+    ExchangedAttention.forward = lambda self, *args, **known: exchanged.append(1) or inner(self, *args, **known)
+
+    disk = tempfile.mkdtemp()
+    cases = {
+        "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"}, "batch 2, padded": {"B": 2, "kind": "padded"},
+        "one KV head": {"heads": (8, 1), "offload": "gpu"}, "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
+        "zigzag": {"contract": "zigzag", "kind": "packed"},
+        "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
+        "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
+        "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
+        "layers run whole": {"tiled": False, "kind": "packed"}, "streamed, a round at a time": {"streamed": True, "heads": (8, 4)},
+    }  # fmt: skip
+    if chosen == "all":
+        for contract in ("ulysses", "zigzag"):
+            for heads in ((8, 1), (8, 4), (8, 8)):
+                for kind in ("plain", "packed", "padded"):
+                    for i, settings in enumerate(
+                        ({}, {"save_attention": False}, {"every": 2}, {"every": 3, "tile": 99})
+                    ):
+                        more = {"contract": contract, "heads": heads, "kind": kind, "B": 1 + i % 2, **settings}
+                        cases[repr(more)] = more
+    found = {name: case(ranks, **settings) for name, settings in cases.items()}
+    calls = len(exchanged)
+    names = families.TILED if chosen == "all" else SHORT_FAMILIES
+    for name in names:
+        found[name] = family(ranks, name)
+    said = refusals(ranks)
+    both = Sequence(ranks.group)
+    backend = both.agreed("key", lambda: f"rank {ranks.rank}")
+    least = both.least(10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3)
+    common.report(
+        folder, worst=found, calls=calls, said=said, evaluation=evaluation(ranks), backend=backend, least=least
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

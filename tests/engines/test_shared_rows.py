@@ -1,0 +1,75 @@
+"""Ranks that share each sequence, under both contracts: exact gradients, whole rows' documents, one decision for all."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_launch import HERE, ROOT, torchrun
+
+CLOSE = 1e-12  # float64 of one process, relative to the largest value; sums over ranks come in another order
+# A float64 model of these families rounds norms, rotations or routers to float32: one step of that.
+CLOSE_FAMILY = 1e-5
+
+
+def check(reports: list[dict], n_cases: int) -> None:
+    for report in reports:
+        exact = dict(list(report["worst"].items())[:n_cases])
+        assert len(exact) == n_cases
+        assert not {name: error for name, error in exact.items() if not error <= CLOSE}
+        assert not {name: error for name, error in report["worst"].items() if not error <= CLOSE_FAMILY}
+
+
+def test_gradients_are_those_of_one_process(tmp_path):
+    """Fewer KV heads than ranks, batch 1 and 2, packed, padded, zigzag, LoRA, every, tiers, saved or not, no label on a rank."""
+    reports = torchrun("sequence_worker.py", "short", folder=tmp_path)
+    check(reports, 13)
+    for report in reports:
+        assert report["calls"] > 13 * 3  # every layer's attention was exchanged
+        positions, packed = report["said"]
+        assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
+        assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
+        assert report["evaluation"] <= 1e-6  # whole rows, one a rank, as accelerate evaluates
+        assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_way_and_family(ranks, tmp_path):
+    check(torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=900), 85)
+
+
+@pytest.mark.long
+def test_hfpatch_train_on_two_ranks_is_one_process(tmp_path):
+    """The same losses, packed rows, with and without a stop in the middle of an epoch."""
+    words = [f"word{i} of the sea" for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380)))
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    common = [
+        "--data", tmp_path / "a.txt", "--text_unit", "paragraph", "--seq_length", 63, "--packing", "--use_cpu", True, "--seed", 3,
+        "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4, "--save_steps", 3, "--logging_steps", 1,
+        "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
+        "--lr_scheduler_type", "constant", "--cache_dir", tmp_path / "cache",
+    ]  # fmt: skip
+    share = ["--engine", tmp_path / "zero.json", "--sp_size", 2]
+
+    def train(name: str, ranks: int, *more) -> list[dict]:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else []
+        words = [*run, "train_worker.py", *common, "--output_dir", tmp_path / name, *more]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        rows = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        return [row["loss"] for row in rows if "loss" in row]
+
+    train("model", 1, "--preset", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
+    model = ["--model", tmp_path / "model"]
+    one, two = train("one", 1, *model, "--max_steps", 5), train("two", 2, *model, "--max_steps", 5, *share)
+    assert one == pytest.approx(two, rel=2e-6) and len(one) == 5
+    shutil.rmtree(tmp_path / "two" / "checkpoint-5")
+    again = train("two", 2, *model, "--max_steps", 5, *share, "--resume_from_checkpoint", True)
+    assert again == two

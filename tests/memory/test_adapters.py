@@ -1,0 +1,144 @@
+"""LoRA and QLoRA as sizes: against PEFT's own adapters, and the closed form against a simulated step over quantised weights."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hfpatch.memory.adapters import BASES, Adapters, attention_linears, layer_linears
+from hfpatch.memory.formula import step_flops, step_memory
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.presets import preset_config
+from hfpatch.memory.shape import ModelShape, Policy
+from hfpatch.planner.plan import plan
+from tests.memory.test_shape import MORE, TINY, built
+
+LAYERS = 2
+CARDS = ("rtx4090", "rtx5090", "l40s", "a100-80gb", "h100")
+
+
+def shape_of(config: dict, adapters: Adapters) -> ModelShape:
+    return replace(ModelShape.from_config(config), adapters=adapters)
+
+
+# A row of each layout of projections: apart, joined, half joined, ungated, latent.
+@pytest.mark.parametrize("kind", ["llama", "phi3", "glm4", "starcoder2", "deepseek_v3"])
+@pytest.mark.parametrize("base", BASES)
+def test_adapters_are_those_of_peft(kind, base):
+    from hfpatch.simulate.adapters import adapted
+
+    config, model = built(kind, json.dumps(TINY | MORE.get(kind, {}) | {"hidden_size": 128}))
+    shape = ModelShape.from_config(config)
+    adapters = Adapters(4, base, tuple(attention_linears(shape)) if shape.experts else ())
+    made, shape = adapted(copy.deepcopy(model), adapters), replace(shape, adapters=adapters)
+    trained = [p for p in made.parameters() if p.requires_grad]
+    assert shape.trained_parameters == sum(p.numel() for p in trained)
+    stored = [*made.parameters(), *(b for n, b in made.named_buffers() if n.endswith(("scales", "nested")))]
+    held = sum(t.numel() * t.element_size() for t in stored)
+    # A tiny layer has less than one nested scale for the 16,384 weights that it serves.
+    linears = sum(len(layer_linears(shape, i)) for i in range(shape.num_layers))
+    assert held - 4 * linears * (base == "4bit") <= shape.parameter_bytes(4) <= held
+
+
+def test_bytes_of_a_parameter():
+    assert BASES["4bit"] == pytest.approx(0.516, abs=1e-3)
+    config = preset_config("llama-3.1-8b")
+    packed = shape_of(config, Adapters(16, "4bit"))
+    assert packed.trained_parameters == 41_943_040  # as PEFT prints for r=16 on all linear layers
+    assert packed.parameter_bytes() / 2**30 == pytest.approx(5.39, abs=0.01)
+    some = shape_of(config, Adapters.of(16, "bf16", "q_proj, v_proj"))
+    assert some.trained_parameters == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+
+
+def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0.05):
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.simulate.simulator import simulate
+
+    config, adapters, sizes = preset_config(preset) | {"num_hidden_layers": LAYERS}, Adapters(16, base), {"batch": 1}
+    shape = shape_of(config, adapters)
+    found = simulate(prepare(build(config, adapters=adapters), "hfpatch"), 1, tokens, policy=policy)
+    planned = step_memory(shape, policy, tokens=tokens, **sizes)
+    assert planned.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
+    assert planned.gradients == pytest.approx(shape.trained_parameters * 2)
+    assert max(m.beyond for m in planned.moments) == pytest.approx(found.most_beyond_bytes, rel=rel)
+    assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.01)
+    assert step_flops(shape, policy, tokens=tokens, **sizes).total == pytest.approx(found.flops["total"], rel=1e-3)
+
+
+# The forward's, the tiles', the attention's and one tile's moment are the highest here, in this order.
+@pytest.mark.parametrize("base, tokens, policy", [
+    ("8bit", 32768, Policy("host", tile=4096, stream_attention=True)),
+    ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
+    ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
+])  # fmt: skip
+def test_agrees_with_the_simulator(base, tokens, policy):
+    compare(base, tokens, policy, "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b")
+
+
+def test_experts_are_adapted_by_name():
+    config = preset_config("Qwen/Qwen3-30B-A3B")
+    assert shape_of(config, Adapters(16, "4bit", ("q_proj", "o_proj"))).trained_parameters
+    with pytest.raises(ValueError, match="^hfpatch: [^\n]*such as q_proj, k_proj[^\n]*$"):
+        shape_of(config, Adapters(16))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("tokens", [32768, 131072, 342733])
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("every", ["auto", 2, 4])
+def test_agrees_with_the_simulator_everywhere(base, tokens, card, every):
+    settings = Checkpointing(every=every)
+    found = plan("llama-3.1-8b", seq_len=tokens, gpu=GPUS[card], checkpointing=settings, adapters=Adapters(16, base))
+    compare(base, tokens, Policy(**found.policy))
+
+
+def test_the_command_takes_adapters(capsys):
+    from hfpatch.commands.main import main
+
+    run = ["plan", "--model", "llama-3.1-8b", "--seq-len", "128k", "--gpu", "rtx4090", "--host-ram", "128GiB"]
+    assert main(run) == 3  # all weights do not fit
+    assert main([*run, "--lora-r", "16", "--base", "4bit", "--max-seq-len", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
+    lengths = [(way["every"], way["seq_len"]) for way in found["longest"]]
+    assert [every for every, _ in lengths] == ["auto", 2, 4] and found["max_seq_len"] == lengths[0][1] > 131072
+    assert all(way["host_peak_bytes"] <= 0.9 * (128 << 30) for way in found["longest"])
+    assert main([*run, "--base", "4bit"]) == 2 and "--lora-r" in capsys.readouterr().err
+    assert main([*run, "--lora-r", "8", "--lora-target", "q_proj,nonesuch"]) == 2
+    assert "'nonesuch' came" in capsys.readouterr().err
+    assert main([*run, "--lora-r", "8", "--placement", "zero3-offload"]) == 2
+
+
+def test_a_patched_model_is_sized_by_what_it_trains():
+    """The policy of a session, and the report, know adapters and quantised layers."""
+    from hfpatch.checkpoint.quantised import as_trained
+    from hfpatch.simulate.adapters import adapted
+
+    values = TINY | {"head_dim": 16}
+    config, model = built("llama", json.dumps(values))
+    shape = ModelShape.from_config(config)
+    assert as_trained(shape, model.model.layers[0]) is shape
+    for adapters in (Adapters(4, "4bit"), Adapters(8, "bf16", ("q_proj", "v_proj"))):
+        made = adapted(copy.deepcopy(model), adapters)
+        layer = made.base_model.model.model.layers[0]
+        found = as_trained(shape, layer)
+        assert found.trained_parameters == replace(shape, adapters=adapters).trained_parameters
+        assert found.adapters.base == adapters.base
+        torch.nn.Module.requires_grad_(layer.input_layernorm)  # a norm is trained as well
+        assert as_trained(shape, layer) is shape
+
+
+def test_a_short_host_is_planned_with_fewer_inputs():
+    """Neither memory has room for every layer's input: auto is no worse than the interval set by hand."""
+    run = {
+        "seq_len": 8192,
+        "gpu": "rtx4090",
+        "host_ram": "64GiB",
+        "adapters": Adapters(16, "4bit"),
+        "max_seq_len": True,
+    }
+    auto, second, _ = plan("llama-3.1-8b", **run).longest
+    assert auto["seq_len"] >= second["seq_len"] > 320_000

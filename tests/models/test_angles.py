@@ -1,0 +1,29 @@
+"""apply(rope="float64"): rotary angles at positions that float32 does not hold."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+import hfpatch
+
+
+def test_far_positions_are_as_exact_as_near_ones():
+    stock = tiny.llama()
+    ours = copy.deepcopy(stock)
+    assert hfpatch.apply(ours, rope="float64", checkpointing="off").count("float64 RoPE") == 1
+    positions, x = torch.tensor([[5, 1 << 20, (1 << 23) - 1]]), torch.zeros(1)
+    angles = positions[..., None].double() * stock.model.rotary_emb.inv_freq.double()
+    for part, exact in zip(ours.model.rotary_emb(x, positions), (angles.cos(), angles.sin())):
+        assert part.dtype == torch.float32
+        assert (part[..., : exact.shape[-1]] - exact).abs().max() <= torch.finfo(torch.float32).eps
+    off = stock.model.rotary_emb(x, positions)[0][..., : angles.shape[-1]] - angles.cos()
+    assert off[0, 2].abs().max() > 0.01  # what it is for
+    hfpatch.undo(ours)
+    assert tiny.classes(ours) == tiny.classes(stock)
+
+
+def test_other_values_are_refused():
+    with pytest.raises(ValueError, match='hfpatch: rope must be True, False or "float64", .* came'):
+        hfpatch.apply(tiny.llama(), rope="fp64")

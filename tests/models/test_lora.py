@@ -1,0 +1,107 @@
+"""LoRA over plain and quantised bases: exact where products are left out, small where others widen or ask for gradients."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+
+import hfpatch
+from hfpatch.checkpoint.quantised import base_of
+from hfpatch.models import dead
+from tests import tiny
+
+
+def adapted(model: nn.Module, **settings) -> nn.Module:
+    made = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings))
+    torch.manual_seed(1)
+    for name, p in made.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.1)
+    return made
+
+
+@pytest.fixture(scope="module", params=["4bit", "8bit"])
+def quantised(request, tmp_path_factory):
+    """A tiny Llama loaded in few bits."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny.llama(dtype=torch.bfloat16).save_pretrained(folder)
+    kind = {f"load_in_{request.param}": True}
+    config = BitsAndBytesConfig(**kind, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, of a CPU without its compiled kernels
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).train()
+
+
+def gradients(model: nn.Module) -> dict:
+    model.zero_grad()
+    model(**tiny.labelled()).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_with_and_without_dead_products(model: nn.Module, monkeypatch) -> set:
+    """Which Linear layers were left out, gradients being equal to the bit."""
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    left, forward = set(), dead._valueless_forward
+    monkeypatch.setattr(dead, "_valueless_forward", lambda m, *args: left.add(m) or forward(m, *args))
+    ours = gradients(model)
+    monkeypatch.setattr(dead, "can_go_without", lambda module: False)
+    computed = gradients(model)
+    assert ours.keys() == computed.keys() and all("lora_" in n for n in ours)
+    assert all(torch.equal(ours[n], computed[n]) for n in ours)
+    return {name.removeprefix("base_model.model.") for name, m in model.named_modules() if m in left}
+
+
+def test_a_base_under_lora_leaves_out_what_nobody_reads(monkeypatch):
+    left = same_with_and_without_dead_products(adapted(tiny.llama()), monkeypatch)
+    assert {n.partition("layers.0.")[2] for n in left if "layers.0." in n} == {
+        "mlp.down_proj.base_layer", *(f"self_attn.{n}_proj.base_layer" for n in "qkv")
+    }  # fmt: skip
+
+
+def test_so_does_a_quantised_one(quantised, monkeypatch):
+    left = same_with_and_without_dead_products(adapted(copy.deepcopy(quantised)), monkeypatch)
+    assert any("down_proj" in n for n in left)
+
+
+def test_an_adapter_that_reads_the_output_keeps_it():
+    dora = adapted(tiny.llama(), use_dora=True)
+    assert base_of(dora.get_submodule("base_model.model.model.layers.0.mlp.down_proj")) is None
+    hfpatch.apply(ours := copy.deepcopy(dora), checkpointing=tiny.TILED)
+    theirs, ours = gradients(dora), gradients(ours)
+    assert all(torch.allclose(ours[n], theirs[n], rtol=1e-4, atol=1e-6) for n in theirs)
+
+
+def test_preparation_freezes_and_no_more(quantised):
+    """PEFT's widens what is not quantised; ours leaves it, and takes PEFT's back without a loss."""
+    model = copy.deepcopy(quantised)
+    before = {n: p.dtype for n, p in model.named_parameters()}
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert hfpatch.prepare_for_lora(model) is model
+    assert before == {n: p.dtype for n, p in model.named_parameters()}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert "float32 over" not in "".join(hfpatch.apply(model).notes)
+    model = adapted(prepare_model_for_kbit_training(copy.deepcopy(quantised)))
+    notes = "".join(hfpatch.apply(model).notes)
+    assert "float32 over a quantised base" in notes and "hfpatch.prepare_for_lora(model)" in notes
+    hfpatch.prepare_for_lora(model)
+    assert "float32 over" not in "".join(hfpatch.apply(model).notes)
+    base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in model.named_parameters()}
+    assert all(torch.equal(base[n], value) and base[n].dtype == before[n] for n, value in values.items())
+    assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+
+
+def test_a_hook_of_ones_own_gets_the_gradient_of_what_is_embedded():
+    model = adapted(tiny.llama())
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    plain, seen = gradients(model), []
+    model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.requires_grad_(True)))
+    found = gradients(model)
+    assert all(torch.equal(found[n], plain[n]) for n in plain)
+    assert seen[0].grad is not None

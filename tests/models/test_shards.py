@@ -1,0 +1,79 @@
+"""What a model says to a part of each row that it cannot share with other ranks."""
+
+import sys
+
+import pytest
+import tiny
+import torch
+import torch.distributed.tensor.experimental._attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfpatch import compat
+from hfpatch.models.parallel import sharded
+from hfpatch.simulate.sequence import LoneRank
+
+
+def given(**more) -> dict:
+    ids = tiny.ids(1, 12)
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(12)[None], **more}
+
+
+def mixing(model):
+    model.model._hfpatch_mixers = True
+    return model
+
+
+@pytest.mark.parametrize("make, more, said", [
+    (lambda: mixing(tiny.patched(tiny.llama())), {}, "expected whole rows, a part of each came to a LlamaModel"),
+    (lambda: tiny.patched(tiny.llama()), {"position_ids": None}, "expected position_ids where a row's tokens lie on several"),
+    (lambda: tiny.patched(tiny.llama()), {"attention_mask": torch.ones(1, 1, 12, 12)}, "expected a forward that ranks can share"),
+    (lambda: tiny.patched(tiny.llama(num_attention_heads=1, num_key_value_heads=1)), {}, "expected a forward that ranks can share"),
+    (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {}, "expected a forward that ranks can share"),
+])  # fmt: skip
+def test_what_cannot_be_shared_is_refused(make, more, said):
+    with sharded(LoneRank(2)), pytest.raises(ValueError, match=f"^hfpatch: {said}"):
+        make()(**given(**more))
+
+
+def test_an_attention_of_another_library_is_left_alone(monkeypatch):
+    """One whose ranks are not known: it runs, but for packed rows, whose documents its sdpa may join."""
+    called = []
+
+    def theirs(module, query, key, value, attention_mask=None, **kwargs):
+        called.append(query.shape)
+        return query.transpose(1, 2), None
+
+    theirs.__module__ = "another.library"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", theirs)
+    model = tiny.patched(tiny.llama())
+    model(**given())
+    assert called
+    with pytest.raises(ValueError, match="^hfpatch: expected one document a row where sequence parallelism runs sdpa"):
+        model(**given(position_ids=torch.arange(12)[None] % 5))
+
+
+def test_without_torchs_private_names_no_context_is_seen(monkeypatch):
+    module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
+    assert compat.context_parallel() is None
+    monkeypatch.delattr(module, "_replaced_functions")
+    assert compat.context_parallel() is None
+
+
+def test_windows_are_those_of_whole_rows():
+    """A window wider than this rank's part still ends within the row."""
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    import hfpatch
+    from hfpatch.checkpoint import exchange
+
+    config = MistralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    seen, inner = [], exchange.attention_forward
+    with pytest.MonkeyPatch.context() as patch, sharded(LoneRank(2)):
+        patch.setattr(exchange, "attention_forward", lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k))
+        model(**given())
+    assert seen == [16]

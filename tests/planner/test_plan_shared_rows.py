@@ -1,0 +1,69 @@
+"""hfpatch plan --sp-size: GPUs that share each sequence."""
+
+import json
+
+import pytest
+
+import hfpatch
+from hfpatch.commands import plan as command
+from hfpatch.memory.hardware import LINK_SHARE, gpu_row
+from hfpatch.memory.sequence import sent_bytes
+from hfpatch.planner.models import resolve
+
+M = 1 << 20
+EIGHT = {"gpus": 8, "gpu": "h100", "host_ram": "2048GiB"}
+
+
+def shared(seq_len=M, **more):
+    return hfpatch.plan("llama-3.1-8b", seq_len=seq_len, sp_size=8, **EIGHT, **more)
+
+
+def test_a_million_tokens_fit_on_eight():
+    plan, rows = shared(), hfpatch.plan("llama-3.1-8b", seq_len=M, **EIGHT)
+    assert plan.fits and plan.seq_len == M and not rows.fits
+    assert "--sp-size 2" in [s["change"] for s in rows.suggestions] and ", 8 GPUs a sequence): fits" in str(plan)
+    assert 'rope="float64"' in str(plan) and "float64" not in str(hfpatch.plan("llama-3.1-8b", seq_len=131072))
+    assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
+    # Eight rows side by side take as long in attention as one after the other on eight: an eighth of a row each.
+    assert 8 * plan.seconds["attention"] == pytest.approx(rows.seconds["attention"], rel=0.3)
+    part = hfpatch.plan("llama-3.1-8b", seq_len=M // 8, **EIGHT)
+    assert plan.seconds["matmul"] == pytest.approx(part.seconds["matmul"], rel=0.1)
+    assert plan.host_peak_bytes == pytest.approx(part.host_peak_bytes, rel=0.01)  # of all ranks
+
+
+def test_the_longest_sequences():
+    """On 8 x 80 GB with 2 TB of host memory and the optimizer on the GPUs."""
+    inputs = shared(checkpointing=hfpatch.Checkpointing(save_attention=False), max_seq_len=True)
+    saved = shared(checkpointing=hfpatch.Checkpointing(save_attention=True), max_seq_len=True)
+    assert inputs.placement == saved.placement == "fsdp2"
+    assert inputs.max_seq_len >= 6.5 * M and saved.max_seq_len >= 3.3 * M
+
+
+def test_what_goes_between_the_gpus():
+    """q, k, v and out in forward; q, dout, out, k, v and dq, dk, dv in backward: once each, seven of eight parts."""
+    from dataclasses import replace
+
+    shape = replace(resolve("llama-3.1-8b")[1], ranks=8)
+    each = 2 * 32 * (M // 8) * 128 * 7 / 8
+    assert sent_bytes(shape, M // 8, 2, forwards=1) == pytest.approx(each * (32 + 16 + 32 + 3 * 32 + 16 + 32 + 16))
+    assert gpu_row("h100").peer_rate == LINK_SHARE * 450e9
+    assert gpu_row("l40s").peer_rate == gpu_row("l40s").link_rate
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ({"sp_size": 3, "gpus": 8}, "--sp-size divides --gpus"), ({"sp_size": 64, "gpus": 64}, "do not go evenly"),
+    ({"sp_size": 0}, "sp_size must be a positive"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
+        hfpatch.plan("llama-3.1-8b", seq_len=M, **arguments)
+
+
+def test_the_command(capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = "--model llama-3.1-8b --gpus 8 --sp-size 8 --seq-len 1M --host-ram 2048GiB --json"
+    assert command.main(parser.parse_args(words.split())) == 0
+    assert json.loads(capsys.readouterr().out)["seq_len"] == M

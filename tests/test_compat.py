@@ -1,0 +1,256 @@
+"""Private names of torch, transformers, accelerate and DeepSpeed: all in compat.py, each with what happens without it."""
+
+import ast
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hfpatch import compat
+
+PACKAGE = Path(compat.__file__).parent
+# Names of the standard library, of JSON, of datasets and TRL, and what a Trainer's subclass overrides.
+NOT_THEIRS = {
+    "_exit",
+    "_getframe",
+    "_actions",
+    "_fields",
+    "_name_or_path",
+    "_fingerprint",
+    "_load_best_model",
+    "_is_sac_wrapped",
+}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_hfpatch"))
+
+
+def foreign_names(tree: ast.AST, own: set) -> set[str]:
+    """Private attributes and imports of a module's text that the package does not define itself."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
+            of_aten = isinstance(node.value, ast.Name) and node.value.id == "aten"
+            found |= set() if of_aten else {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in (
+            "torch",
+            "transformers",
+            "accelerate",
+            "deepspeed",
+        ):
+            found |= {n for n in [*node.module.split("."), *(a.name for a in node.names)] if private(n)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "delattr",
+        ):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and private(name.value) and name.value not in own:
+                found.add(name.value)
+    return found
+
+
+def test_private_names_stand_in_compat_alone():
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = set()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
+    inside = foreign_names(trees.pop(PACKAGE / "compat.py"), own)
+    assert len(inside) > 15  # the scan sees them
+    outside = {
+        f"{path.relative_to(PACKAGE)}: {n}" for path, t in trees.items() for n in foreign_names(t, own) - NOT_THEIRS
+    }
+    assert not outside
+
+
+# --- each name taken away ------------------------------------------------------------------------------------------------------
+
+
+class Config:
+    pass
+
+
+def without_imports(monkeypatch, *modules):
+    real = builtins.__import__
+
+    def refuse(name, globals=None, locals=None, fromlist=(), level=0):
+        if name in modules or any(f"{name}.{n}" in modules for n in fromlist or ()):
+            raise ImportError(name)
+        return real(name, globals, locals, fromlist, level)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_autograd_names(monkeypatch):
+    x = torch.ones(2)
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert compat.keeps_graph() is True  # held longer, never freed too early
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    assert compat.graph_task() == -1
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert compat.holders(x) == (sys.maxsize, sys.maxsize)
+    from hfpatch.checkpoint.privacy import holders, is_private
+
+    held = holders(x)
+    assert not is_private(x, held, held)  # copied, never overwritten
+    monkeypatch.delattr(torch._C, "_AutoDispatchBelowAutograd")
+    assert compat.below_autograd() is None
+    monkeypatch.delattr(torch, "_assert_async")
+    compat.assert_async(torch.tensor(False), "not said then")
+    monkeypatch.delattr(torch, "_int_mm")
+    a = torch.randint(-127, 127, (3, 5), dtype=torch.int8)
+    assert torch.equal(compat.int8_product(a, a.t()), (a.int()[:, None] * a.int()).sum(2, dtype=torch.int32))
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has [^\n]*\.$"):
+        compat.autograd_node()
+
+
+def test_ops_are_registered_by_the_public_function_where_the_dispatcher_has_other_names():
+    code = (
+        "import torch; from hfpatch import compat; compat.below_autograd = lambda: None\n"
+        "from hfpatch import ops\n"
+        "x = torch.randn(3, 8, requires_grad=True); y = torch.randn(3, 8)\n"
+        "ops.swiglu(x, y).sum().backward(); g = x.grad.clone(); x.grad = None\n"
+        "(torch.nn.functional.silu(x) * y).sum().backward()\n"
+        "assert torch.allclose(g, x.grad, atol=1e-6)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_fake_tensors_modes_and_trees(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    without_imports(monkeypatch, "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "torch.utils._pytree")
+    assert compat.is_fake(fake) and not compat.is_fake(torch.ones(2))
+    with compat.real_tensors():
+        pass
+    for parts in (compat.simulation_parts, compat.pytree):
+        with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has [^\n]*\.$"):
+            parts()
+
+
+def test_kernels_that_are_gone():
+    with pytest.raises(RuntimeError, match=r'^hfpatch: expected a torch that has aten::no_such[^\n]*"off"\)\.$'):
+        getattr(compat.aten, "no_such")  # noqa: B009
+    assert compat.aten.mm is torch.ops.aten.mm and compat.has_kernel("mm") and not compat.has_kernel("no_such")
+
+
+def test_attention_without_the_cpu_kernel_is_exact(monkeypatch):
+    import tiny
+
+    from hfpatch.ops import attention
+
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    monkeypatch.setattr(attention, "has_kernel", lambda name: False)
+    monkeypatch.setattr(attention, "_cpu_forward", None)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+def test_storages_are_told_apart_without_their_names(monkeypatch):
+    class Nameless(torch.Tensor):
+        def untyped_storage(self):
+            real = torch.Tensor.untyped_storage(self.as_subclass(torch.Tensor))
+            return type("Storage", (), {"data_ptr": real.data_ptr})()
+
+    x = torch.ones(4)
+    a, b = x.as_subclass(Nameless), x[1:].as_subclass(Nameless)
+    assert compat.same_storage(a, b) and not compat.same_storage(a, torch.ones(4).as_subclass(Nameless))
+
+
+def test_modules():
+    module = nn.Linear(2, 2)
+    bare = type("Bare", (), {})()
+    assert compat.parameters_of(module)["weight"] is module.weight
+    assert compat.forward_hooks(bare) == compat.other_hooks(bare) == [] and compat.buffers_of(bare) == {}
+    with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has Module._parameters"):
+        compat.parameters_of(bare)
+    del vars(module)["_modules"]
+    module.named_children = lambda: [("child", None)]
+    assert compat.modules_of(module) == {"child": None}
+
+
+def test_history_of_allocations(monkeypatch, tmp_path):
+    monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
+    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
+    compat.record_allocations(True)
+    assert compat.dump_allocations(str(tmp_path / "x")) is False
+
+
+def test_names_of_transformers(monkeypatch):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig()
+    config._attn_implementation = "sdpa"
+    assert compat.name_attention(config, "other") == "sdpa" and compat.attention_of(config) == "other"
+    plain = Config()
+    plain._attn_implementation = "sdpa"
+    assert compat.name_attention(plain, "other") == "sdpa" and compat.attention_of(plain) == "other"
+    assert compat.attention_of(Config()) is None and not compat.names_attention(Config())
+    compat.run_experts_plainly(plain)
+    assert not hasattr(plain, "_experts_implementation_internal")
+    assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(nn.Linear(1, 1))
+    without_imports(monkeypatch, "transformers.modeling_utils._CAN_RECORD_REGISTRY",
+                    "transformers.utils.output_capturing._active_collector")  # fmt: skip
+    compat.record_outputs_like(Config, Config)
+    assert compat.collected_now() == {}
+    with compat.collecting({"router_logits": []}):
+        assert compat.collected_now() == {}
+
+
+def test_names_of_the_engines(monkeypatch):
+    module = nn.Linear(2, 2)
+    assert compat.engine_hook(module) is None and compat.forward_before_wrapping(module) is None
+    assert (
+        not compat.under_zero3(module)
+        and not compat.is_flat(module.weight)
+        and not compat.is_view_of_flat(module.weight)
+    )
+    assert compat.local_part(module.weight) is module.weight
+    compat.gather_as_one(module, False)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", type(sys)("renamed"))
+    with compat.plain_construction():
+        pass
+
+
+LESS = """
+import torch
+from torch._C import _autograd
+for owner, names in (
+    (torch._C, ("_current_graph_task_id", "_storage_Use_Count")), (_autograd, ("_get_current_graph_task_keep_graph",)),
+    (torch, ("_assert_async",)), (torch.cuda.memory, ("_record_memory_history", "_dump_snapshot")),
+):
+    for name in names:
+        delattr(owner, name)
+import hfpatch
+import tiny
+stock = tiny.llama()
+ours = tiny.patched(stock)
+tiny.assert_as_good(ours, stock, tiny.labelled())
+print("exact")
+"""
+
+
+def test_a_step_is_exact_where_private_names_are_gone():
+    """All of them at once that torch itself can go without, before hfpatch is imported."""
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent)])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LESS], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": paths})  # fmt: skip
+    assert done.stdout.strip().endswith("exact"), done.stderr[-2000:]

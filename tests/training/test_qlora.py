@@ -1,0 +1,57 @@
+"""`hfpatch train --load_in_4bit`, in the names of TRL and transformers, on the CPU."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+BNB = pytest.mark.filterwarnings(
+    "ignore::UserWarning:bitsandbytes", "ignore::UserWarning:peft", "ignore::FutureWarning"
+)
+
+
+@BNB
+@pytest.mark.parametrize("flag, more", [
+    ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"], "placement": "gpu8bit"}), ("load_in_8bit", {}),
+])  # fmt: skip
+def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
+    pytest.importorskip("bitsandbytes")
+    assert run_train("base", max_steps=1)[0] == 0
+    flags = {"preset": None, "config_overrides": None, "model": tmp_path / "base", "max_steps": 2, "dtype": "bfloat16"}
+    code, out, err, folder = run_train("qlora", f"--{flag}", "True", lora_r=4, **flags, **more)
+    assert code == 0, err
+    saved = load_file(folder / "adapter_model.safetensors")
+    kinds = {name.split(".lora_")[0].rpartition(".")[2] for name in saved}
+    assert kinds == set(more.get("lora_target_modules", kinds)) and len(kinds) in (2, 7)
+    assert all("lora_" in name for name in saved)
+    assert any(tensor.abs().max() > 0 for name, tensor in saved.items() if "lora_B" in name)
+
+
+@BNB
+def test_the_example_trains_adapters(run_train, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    import runpy
+    from pathlib import Path
+
+    assert run_train("base", max_steps=1)[0] == 0
+    example = runpy.run_path(str(Path(__file__).parents[2] / "scripts/examples/qlora.py"))
+    trainer = example["main"](str(tmp_path / "base"), json.__file__, str(tmp_path / "out"))
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e][1] > 0
+    assert any(
+        t.abs().max() > 0 for n, t in load_file(tmp_path / "out/adapter_model.safetensors").items() if "lora_B" in n
+    )
+    assert "float32 over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 4}, "both came"),
+    ({"load_in_8bit": True, "lora_r": 4}, "name a --model"),
+])  # fmt: skip
+def test_what_cannot_be_is_said_at_once(run_train, flags, words):
+    code, _, err, folder = run_train(**flags)
+    assert code == 2 and words in err and err.count("\n") == 1 and not folder.exists()
+
+
+def test_targets_that_are_nowhere_are_named(run_train):
+    code, _, err, _ = run_train(lora_r=4, lora_target_modules=["nonesuch"])
+    assert code == 2 and "nonesuch" in err and "--lora_target_modules" in err

@@ -1,0 +1,79 @@
+"""What --sp_size is made of, in one process: the engine's settings, rows dealt out, batches skipped."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from hfpatch.simulate.sequence import LoneRank
+from hfpatch.training import checks, sequence
+from hfpatch.training.arguments import DataArguments, ModelArguments, apply_options
+from hfpatch.training.dataset import Collator
+from hfpatch.training.sequence import SharedRows, parallelism, part_of
+
+
+def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
+    one = LoneRank(size)
+    one.rank, one.zigzag = rank, zigzag
+    return one
+
+
+def test_each_engine_gets_its_own_form(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    under = parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
+    assert (under.sp_size, under.sp_backend, under.sp_handler.sp_attn_implementation) == (2, "deepspeed", "sdpa")
+    under = parallelism("fsdp", {"version": 2}, size=2, attention="sdpa")
+    assert (under.cp_size, under.dp_shard_size, under.sp_size) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("engine, values, size, said", [
+    (None, {}, 2, "needs an engine"), ("fsdp", {"version": 1}, 2, "needs FSDP2"), ("fsdp", {"version": 2}, 3, "divides the number"),
+    ("deepspeed", {"zero_optimization": {"stage": 2}}, 2, "2 times too large"),
+    ("deepspeed", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, 4, "4 times too large"),
+])  # fmt: skip
+def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
+        parallelism(engine, values, size=size, attention="sdpa")
+
+
+def test_float64_angles_are_asked_of_apply():
+    assert apply_options(ModelArguments(rope_float64=True))["rope"] == "float64"
+    assert apply_options(ModelArguments())["rope"] is True
+    with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
+        checks.flags(ModelArguments(preset="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True),
+                     DataArguments(data=["a"]), SimpleNamespace(max_steps=1, use_liger_kernel=False))  # fmt: skip
+
+
+def test_heads_that_do_not_go_evenly_are_refused_early():
+    checks.sharing(2, tiny.config())
+    with pytest.raises(
+        ValueError, match="^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
+    ):
+        checks.sharing(3, tiny.config())
+
+
+def test_labels_are_shifted_before_rows_are_cut():
+    batch = Collator(multiple=2, positions=True)([{"input_ids": torch.arange(7), "labels": torch.arange(7)}])
+    parts = [part_of(rank_of(rank), batch) for rank in range(2)]
+    assert [p["shift_labels"].tolist() for p in parts] == [[[1, 2, 3, 4]], [[5, 6, -100, -100]]]
+    assert [p["position_ids"].tolist() for p in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    zigzag = part_of(rank_of(0, zigzag=True), batch)["position_ids"]
+    assert zigzag.tolist() == [[0, 1, 6, 7]]
+    with pytest.raises(ValueError, match="hfpatch: expected rows whose tokens go evenly over 2 ranks, 7 came"):
+        part_of(rank_of(0), {"input_ids": torch.arange(7)[None]})
+
+
+def test_batches_are_skipped_inside_an_epoch(monkeypatch):
+    """Two ranks with rows of their own: 0 and 1, 2 and 3, ...; every batch is a row of one of them."""
+    monkeypatch.setattr(
+        sequence, "of_all_ranks", lambda _, batch: [{n: x + r for n, x in batch.items()} for r in range(2)]
+    )
+    rows = [{"input_ids": torch.full((2,), 2 * i), "labels": torch.full((2,), 2 * i)} for i in range(4)]
+    loader = SharedRows(torch.utils.data.DataLoader(rows, batch_size=1), rank_of(0))
+    seen = lambda loader: [int(batch["input_ids"][0, 0]) for batch in loader]  # noqa: E731
+    assert seen(loader) == list(range(8)) and len(loader) == 8 and loader.dataset is rows
+    late = loader.skipping(3)
+    assert seen(late) == [3, 4, 5, 6, 7] and len(late) == 5
+    assert seen(late) == [3, 4, 5, 6, 7]
