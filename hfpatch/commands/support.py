@@ -26,7 +26,7 @@ _SHOWN = {
 @dataclass(frozen=True)
 class Support:
     """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile; reasons: why others do not;
-    fused: of PARTS; packed: "isolated", "refused", or "as transformers" where layers run whole; notes: the report's sentences."""
+    fused: of PARTS; packed: "isolated", or "as transformers" where layers run whole; notes: the report's sentences."""
 
     model: str
     layers: int
@@ -47,6 +47,7 @@ class Support:
 def support_of(name: str, config: dict) -> Support:
     """Builds the model without memory and applies hfpatch to it. ValueError for what transformers cannot build."""
     import hfpatch
+    from hfpatch.models.answers import OTHER_MIXER
     from hfpatch.models.finding import find_decoder
     from hfpatch.simulate.rivals import build
 
@@ -56,7 +57,8 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(layer._hfpatch_answers.reason for layer in layers if layer._hfpatch_answers.reason)
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "refused" if decoder.stack._hfpatch_mixers else "as transformers" if whole else "isolated"
+    # What mixes tokens beside attention runs document by document (models/layer.py).
+    packed = "isolated" if set(whole) <= {OTHER_MIXER} else "as transformers"
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
