@@ -26,7 +26,7 @@ _SHOWN = {
 @dataclass(frozen=True)
 class Support:
     """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile; reasons: why others do not;
-    fused: of PARTS; packed: "isolated", "refused", or "as transformers" where layers run whole; notes: the report's sentences."""
+    fused: of PARTS; packed: "isolated", or "as transformers" where layers run whole; notes: the report's sentences."""
 
     model: str
     layers: int
@@ -57,7 +57,9 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(layer._hfpatch_answers.reason for layer in layers if layer._hfpatch_answers.reason)
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "refused" if OTHER_MIXER in whole else "as transformers" if whole else "isolated"
+    # What mixes tokens beside attention runs document by document, where it was found (models/layer.py).
+    lost = any(a.reason == OTHER_MIXER and not a.mixers for a in (layer._hfpatch_answers for layer in layers))
+    packed = "refused" if lost else "isolated" if set(whole) <= {OTHER_MIXER} else "as transformers"
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
