@@ -31,7 +31,7 @@ def sequence_now(config, training: bool) -> Sequence | None:
     so; under torch's context_parallel whatever runs in its context.
     """
     if here.sequence is not None:
-        return here.sequence
+        return here.sequence or None
     found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(attention_of(config))) or (None, False)
@@ -67,8 +67,8 @@ def sequence_of(group, zigzag: bool = False) -> Sequence:
 
 
 @contextmanager
-def sharded(sequence: Sequence | None):
-    """Forwards that run here share their rows with the ranks of `sequence`."""
+def sharded(sequence: Sequence | None | bool):
+    """Forwards that run here share their rows with the ranks of `sequence`; with nobody where it is False."""
     before, here.sequence = here.sequence, sequence
     try:
         yield

@@ -76,7 +76,7 @@ class OurAttention:
             return self._hfpatch_declined(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
-            if here.sequence is not None:
+            if here.sequence:
                 raise ValueError(
                     "hfpatch: expected a forward that ranks can share, one came that runs as transformers has it (attention "
                     "weights, a mask or attention function of the caller's own, heads that do not go evenly); leave that out."

@@ -19,6 +19,7 @@ from hfpatch.models.answers import OTHER_MIXER, Answers
 from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
+from hfpatch.models.parallel import sharded
 from hfpatch.models.scaled import TOKENS, kind_of, quiet_process, small_stack
 from hfpatch.models.stack import OurAttention
 
@@ -95,7 +96,7 @@ class _Config:
 
 @cache
 def _verdict(stack_class: type, config: _Config, kinds: tuple) -> _Found:
-    with quiet_process():
+    with quiet_process(), sharded(False):
         began = time.thread_time()
         stack = small_stack(stack_class, config.config, list(kinds))
         stack = _in_double(stack)

@@ -38,7 +38,7 @@ def test_rounds_beyond_two_to_the_31(monkeypatch):
     q, k = torch.empty(1, T // P, 32, 128, device="meta"), torch.empty(1, T // P, 8, 128, device="meta")
     attention = exchange.ExchangedAttention(LoneRank(P))
     asked = SimpleNamespace(scale=1.0, pattern=CAUSAL, sinks_H=None)
-    outs, lses = attention.forward([asked], [q, k, k])
+    outs, lses = attention.forward([asked], [], [q, k, k])
     (out,) = attention.join(outs)
     assert out.shape == q.shape and [lse.shape for lse in lses] == [(1, 4, T)]
     grads = [torch.empty_like(x) for x in (q, k, k)]
