@@ -237,7 +237,13 @@ def test_longest_counts_host_memory_as_the_engine_reserves_it():
     GiB = common.GiB
     assert longest.host_bytes(shape, 131072, 32, 1, True) == 32 * (2 * GiB + 131072 * 32 * 4)
     assert longest.host_bytes(shape, 524288, 32, 1, False) == 128 * GiB
-    assert longest.kept_for(shape, 524288, 32, 100.0) == {"offload": "host", "every": 2, "save_attention": False}
+    assert longest.kept_for(shape, 524288, 32, 100.0) == {
+        "offload": "host",
+        "every": 2,
+        "save_attention": False,
+        "plain": 0,
+        "keep": [],
+    }
     assert longest.kept_for(shape, 131072, 32, 100.0)["save_attention"] is True
 
 
@@ -247,6 +253,8 @@ def test_plan_is_held_against_measured_rows(tmp_path):
     row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
     expected = plan.planned(row, plan.gpu_row("h100"))
     assert plan.policy_from(row["policy"]) == Policy("host", 1, True, False, 8192) and plan.policy_from("") is None
+    kept = plan.policy_from("gpu every=1 save=1 stream=0 park=1 tile=8192 plain=2 keep=qkv,mid")
+    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), park=True)
     GiB = common.GiB
     row |= {
         "peak_gib": expected["gpu"] / GiB,
@@ -275,7 +283,7 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     parameters = ModelShape.from_config(preset_config("llama-3.1-8b")).parameters
     assert with_it - without == pytest.approx((2 + 2 * 4 / 256) * parameters, rel=1e-6)
     # and what `hfpatch plan` says itself, but for the allocator's slack
-    policy = hfpatch.Checkpointing(offload="host", every=1, save_attention=True, tile=8192)
+    policy = hfpatch.Checkpointing(offload="host", every=1, save_attention=True, tile=8192, plain=0, keep=())
     said = hfpatch.plan("llama-3.1-8b", seq_len=131072, gpu="h100", placement="gpu8bit", checkpointing=policy)
     assert with_it == said.gpu_peak_bytes - said.gpu_bytes["slack"]
     seconds = plan.planned(row | {"placement": "gpu8bit"}, plan.gpu_row("h100"))["seconds"]

@@ -5,6 +5,7 @@ python scripts/gpu/01c_model.py --out $OUT
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -16,6 +17,7 @@ from cases import Error
 
 import hfpatch
 from hfpatch import Checkpointing
+from hfpatch.memory.shape import KEEPABLE
 
 sys.path.insert(0, str(common.ROOT / "tests"))
 
@@ -31,12 +33,16 @@ done: a host that waits takes as long as the device.
 
 def ways(tile: int) -> dict:
     """How a layer's tensors may be kept; every one must give the same gradients."""
+    least = partial(Checkpointing, every=1, save_attention=True, tile=tile, plain=0, keep=())
     return {
-        "host": Checkpointing(offload="host", every=1, save_attention=True, tile=tile),
-        "host, attention again": Checkpointing(offload="host", every=1, save_attention=False, tile=tile),
-        "gpu": Checkpointing(offload="gpu", every=1, save_attention=True, tile=tile),
+        "host": least(offload="host"),
+        "host, attention again": least(offload="host", save_attention=False),
+        "host, all kept": least(offload="host", keep=KEEPABLE),
+        "gpu": least(offload="gpu"),
+        "gpu, all kept": least(offload="gpu", keep=KEEPABLE),
         "every second": Checkpointing(offload="host", every=2, tile=tile),
-        "one tile": Checkpointing(offload="host", every=1, save_attention=True, tile=1 << 20),
+        "one tile": least(offload="host", tile=1 << 20),
+        "last layer plain": least(offload="host", plain=1),
         "auto": "auto",
     }
 
@@ -94,10 +100,10 @@ def races(sheet, case, T, tile, runs) -> None:
     device = sheet.args.device
     model = step.build(case, device)
     batch = batch_of(model, T, device)
-    hfpatch.apply(model, checkpointing=ways(tile)["gpu"])
-    base = gradients(model, batch)
-    spread = _apart(gradients(model, batch), base)
-    for way in ("host", "host, attention again"):
+    for way in ("host", "host, attention again", "host, all kept"):
+        hfpatch.apply(model, checkpointing=ways(tile)["gpu, all kept" if "kept" in way else "gpu"])
+        base = gradients(model, batch)
+        spread = _apart(gradients(model, batch), base)
         hfpatch.apply(model, checkpointing=ways(tile)[way])
         for i in range(runs):
             off = _apart(gradients(model, batch), base)

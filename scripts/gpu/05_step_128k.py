@@ -42,7 +42,9 @@ def main(argv=None) -> int:
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
-    kept = {"offload": "host", "every": 1, "save_attention": True} | ({"tile": args.tile} if args.tile else {})
+    kept = {"offload": "host", "every": 1, "save_attention": True, "plain": 0, "keep": []} | (
+        {"tile": args.tile} if args.tile else {}
+    )
     depth = preset_config(args.preset)["num_hidden_layers"]
     for layers in args.layers:
         case = {

@@ -37,7 +37,9 @@ def main(argv=None) -> int:
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
     base = {"layers": args.layers, "warmup": 2, "steps": args.steps, "split": True, "host_gib": args.host_gib}
-    kept = {tier: {"offload": tier, "every": 1, "save_attention": True} for tier in ("host", "gpu")}
+    kept = {
+        tier: {"offload": tier, "every": 1, "save_attention": True, "plain": 0, "keep": []} for tier in ("host", "gpu")
+    }
     ours = [
         {**base, "impl": "hfpatch", "tokens": T, "checkpointing": kept.get(tier, tier), "label": {"tier": tier}}
         for T in args.tokens

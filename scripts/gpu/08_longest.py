@@ -43,7 +43,7 @@ def kept_for(shape, tokens: int, layers: int, host: float) -> dict:
     for every, save in ((1, True), (1, False), (2, False), (4, False)):
         if host_bytes(shape, tokens, layers, every, save) <= host * common.GiB:
             break
-    return {"offload": "host", "every": every, "save_attention": save}
+    return {"offload": "host", "every": every, "save_attention": save, "plain": 0, "keep": []}
 
 
 def main(argv=None) -> int:

@@ -14,9 +14,12 @@ import common
 import step
 import torch
 
+from hfpatch.memory.shape import KEEPABLE
+
 WORDS = """
 Four layers of Llama-3.1-8B's shape; what a layer costs is the difference to no layers, and is compared between
-tiles and tiers, not taken as a step. Then the host: seconds to pin a GiB of memory registered as the pool registers
+tiles and tiers, not taken as a step; `keep` rows hold tensors beside inputs and attention outputs (the policy's order should
+be theirs). Then the host: seconds to pin a GiB of memory registered as the pool registers
 it (shared anonymous pages), and of private pages asked to be huge, and the rates of copies to and from such memory.
 The policy's choice of tile and tier should be the fastest row of its length that its memory allows.
 """
@@ -72,7 +75,7 @@ def main(argv=None) -> int:
     cases = [
         {
             "impl": "hfpatch", "layers": 4, "tokens": T, "warmup": 2, "steps": 3 if T < 100000 else 1, "split": True,
-            "checkpointing": {"offload": tier, "every": 1, "save_attention": True, "tile": tile},
+            "checkpointing": {"offload": tier, "every": 1, "save_attention": True, "tile": tile, "plain": 0, "keep": []},
             "host_gib": args.host_gib, "label": {"what": "tile", "tier": tier, "tile": tile},
         }
         for T in args.tokens
@@ -80,13 +83,30 @@ def main(argv=None) -> int:
         for tier in ("host", "gpu")
         if tile <= T and not (T > 100000 and tier == "gpu" and tile != 8192)
     ]  # fmt: skip
-    step.run_cases(sheet, step.small(sheet, cases[:2] if args.small else cases))
+    # What the layers keep beside their input and attention outputs, one thing at a time, and what nobody asked for chooses.
+    ways = [{"keep": [n]} for n in KEEPABLE] + [{"keep": list(KEEPABLE)}, {"plain": 4}]
+    base = {"offload": "gpu", "every": 1, "save_attention": True, "tile": 8192, "plain": 0, "keep": []}
+    kept = [
+        {
+            "impl": "hfpatch", "layers": 4, "tokens": T, "warmup": 2, "steps": 3, "checkpointing": asked,
+            "host_gib": args.host_gib, "label": {"what": "keep", "tier": words},
+        }
+        for T in args.tokens
+        if T <= 32768
+        for asked, words in [*((base | way, str(way)) for way in [{}, *ways]), ("auto", "auto")]
+    ]  # fmt: skip
+    if args.small:
+        cases, kept = cases[:2], kept[:1] + kept[4:7]
+    step.run_cases(sheet, step.small(sheet, cases))
+    step.run_cases(sheet, step.small(sheet, kept))
     nbytes = (1 << 20) if args.small else (2 << 30)
     for name, make in (("shared pages", lambda n: mmap.mmap(-1, n)), ("private huge pages", private_huge)):
         pinning(sheet, name, make, nbytes)
 
     def draw(axes):
-        rows = [{**r, "where": f"{r['tokens']:,} {r['tier']}"} for r in sheet.rows if "step_s" in r]
+        rows = [
+            {**r, "where": f"{r['tokens']:,} {r['tier']}"} for r in sheet.rows if r["what"] == "tile" and "step_s" in r
+        ]
         for row in rows:
             row["per token, us"] = row["step_s"] / row["tokens"] * 1e6
         common.lines(axes[0], rows, "tile", "per token, us", "where", title="step time a token by tile")

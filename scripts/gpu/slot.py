@@ -73,7 +73,7 @@ PARTS = {
         Job("09_gpu8bit", "--tokens 8192 --steps 6", 75, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
         Job("13_qlora", "--tokens 131072 --rivals", 85, "impl tokens fits first_step_s peak_gib host_used_gib error"),
         Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 70, FULL),
-        Job("12_tiles", "--tokens 8192 16384", 60, "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"),
+        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 60, "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"),
         Job("11_learning", "", 50, "preset impl apart held_out_after seconds"),
     ],
 }  # fmt: skip
