@@ -328,6 +328,12 @@ def engine_hook(module: nn.Module):
     return vars(module).get("_hf_hook")
 
 
+def hooked_forward(module: nn.Module) -> str:
+    """The attribute that holds the forward which a call of the module runs in the end: accelerate's hooks set it aside."""
+    own = vars(module)
+    return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+
+
 def forward_before_wrapping(module: nn.Module):
     """The forward that accelerate's mixed precision wrapped on this instance, or None."""
     return vars(module).get("_original_forward")

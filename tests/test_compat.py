@@ -216,6 +216,7 @@ def test_names_of_transformers(monkeypatch):
 
 def test_names_of_the_engines(monkeypatch):
     module = nn.Linear(2, 2)
+    assert compat.hooked_forward(module) == "forward"
     assert compat.engine_hook(module) is None and compat.forward_before_wrapping(module) is None
     assert (
         not compat.under_zero3(module)

@@ -6,7 +6,7 @@ hooks around the call gather what is sharded.
 
 from torch import Tensor, nn
 
-from hfpatch.compat import modules_of, parameters_of
+from hfpatch.compat import hooked_forward, modules_of, parameters_of
 from hfpatch.models.classes import swap
 
 
@@ -36,7 +36,8 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     inner = copies(head)[1]
     if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
-    if "forward" in vars(inner) and not pass_forward:
+    held = vars(inner).get(hooked_forward(inner))
+    if held is not None and getattr(held, "__func__", None) is not nn.Linear.forward and not pass_forward:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
     weight = parameters_of(inner).get("weight")
@@ -48,14 +49,15 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
     own = vars(inner := copies(head)[1])
-    before = own.get("forward")
-    own["forward"] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
+    name = hooked_forward(inner)
+    before = own.get(name)
+    own[name] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
     try:
         return head(hidden)
     finally:
-        del own["forward"]
+        del own[name]
         if before is not None:
-            own["forward"] = before
+            own[name] = before
 
 
 def head_name(model: nn.Module) -> str | None:

@@ -54,7 +54,7 @@ def main(engine: str, folder: str) -> None:
     out, rows = Path(folder), common.make_rows(positions=True, ignored=13)
     seen, exchanged = set(), []
     inner = ExchangedAttention.forward
-    ExchangedAttention.forward = lambda self, *args: exchanged.append(1) or inner(self, *args)
+    ExchangedAttention.forward = lambda self, *args, **known: exchanged.append(1) or inner(self, *args, **known)
 
     def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, **extra):
         model = common.make_model()

@@ -57,7 +57,7 @@ REMOVALS = {
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
     "DiskDirectory._write: self.device.synchronize(event)": DISK,
     "DiskDirectory._read: self.device.synchronize(copied)": DISK,
-    "ToHost.__init__: self.device.wait(event, side)": PACKED,
+    "_side_stream: device.wait(event, device.side)": PACKED,
     "ToHost.get: self.device.synchronize(self.event)": PACKED,
     "ToHost.__del__: self.device.wait(self.event, self.stream)": HANDED,
     "_unpin: device.synchronize()": LENGTHS,
