@@ -4,6 +4,9 @@ It stays the Linear that it is. For one call its `forward` is a function of hidd
 hooks around the call gather what is sharded.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from hfpatch.compat import hooked_forward, modules_of, parameters_of
@@ -46,12 +49,33 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     return None
 
 
+@dataclass
+class Call:
+    """The head's forward for one call: function(hidden, weight, *args, bias=bias, **options)."""
+
+    function: Callable
+    linear: nn.Linear
+    args: tuple
+    options: dict
+
+    def __call__(self, hidden: Tensor):
+        linear = self.linear
+        return self.function(hidden, linear.weight, *self.args, bias=linear.bias, **self.options)
+
+
+def call_under_way(head: nn.Module) -> Call | None:
+    """The Call that this head answers with now, for hooks that run beside it; None where it gives logits."""
+    inner = copies(head)[1]
+    found = vars(inner).get(hooked_forward(inner))
+    return found if isinstance(found, Call) else None
+
+
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
     own = vars(inner := copies(head)[1])
     name = hooked_forward(inner)
     before = own.get(name)
-    own[name] = lambda hidden: function(hidden, inner.weight, *args, bias=inner.bias, **options)
+    own[name] = Call(function, inner, args, options)
     try:
         return head(hidden)
     finally:

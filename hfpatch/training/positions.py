@@ -4,8 +4,11 @@ A token's position is that in its document. The first bucket holds `width` posit
 before it: with 1024, positions 0 to 1023, 1024 to 2047, 2048 to 4095, and so on.
 """
 
+from dataclasses import replace
+
 import torch
 
+from hfpatch.models.head import call_under_way
 from hfpatch.training.finite import FiniteTrainer
 
 IGNORE = -100
@@ -41,9 +44,7 @@ class PositionTrainer(FiniteTrainer):
             return super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         dtype = torch.float32 if self.args.device.type == "mps" else torch.float64
         self._sums = torch.zeros(2, _BUCKETS, dtype=dtype, device=self.args.device)
-        hook = head.register_forward_pre_hook(
-            self._ask_head, with_kwargs=True
-        )  # behind the engines' own: weights are whole
+        hook = head.register_forward_pre_hook(self._ask_head)  # behind the engines' own: weights are whole
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
             losses, counts = self.accelerator.reduce(self._sums, reduction="sum").tolist()
@@ -61,16 +62,17 @@ class PositionTrainer(FiniteTrainer):
         except (AttributeError, NotImplementedError):
             return None
 
-    def _ask_head(self, head, args, kwargs):
-        if kwargs.get("labels") is None or self._at_BT is None:
+    def _ask_head(self, head, args):
+        call = call_under_way(head)
+        if call is None or self._at_BT is None:
             return
         self._head_said = True
-        labels_BT = kwargs["labels"]
+        labels_BT = call.args[0]
         one = torch.ones((), device=labels_BT.device)  # what the sum of the losses is divided by
-        options = kwargs | {"num_items": one, "num_valid": None, "inplace_hidden": False}
+        options = call.options | {"num_items": one, "num_valid": None, "inplace_hidden": False}
         for i in range(_bucket(self._at_BT.shape[1] - 1, self.args.eval_positions) + 1):
             here = (self._at_BT == i).to(labels_BT.device)
-            loss = head.forward(*args, **options | {"labels": labels_BT.where(here, IGNORE)})
+            loss = replace(call, args=(labels_BT.where(here, IGNORE),), options=options)(*args)
             self._sums[0, i] += loss.detach().to(self._sums)
         self._count(labels_BT)
 
