@@ -41,5 +41,5 @@ class Report:
         room = LINES - len(lines)
         lines += [f"  {note}" for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])]
         if len(self.notes) > room:
-            lines.append(f"  {len(self.notes) - room + 1} more in report.details")
+            lines.append(f"  {len(self.notes) - room + 1} more in report.notes")
         return "\n".join(lines)

@@ -279,7 +279,9 @@ class LayerCall(Kept):
                 outs, lses = self._attend(parts, again=True)
 
         # A
-        dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
+        dx = None
+        if need_x:
+            dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
         douts = None
         for index, x_t, out_t, known in self.tiles(next(passes)):
             a, b = self.bounds[index]
@@ -300,10 +302,8 @@ class LayerCall(Kept):
         parked = None
         if self.policy.park and need_x and self.ask.n_calls:
             parked, dx = self._park(dx), None
-        elif not need_x:
-            if private:
-                dy.data = dy.new_empty(0)
-            dx = None
+        elif not need_x and private:
+            dy.data = dy.new_empty(0)
         weights.round()
         if not self.ask.n_calls:
             return dx
@@ -411,7 +411,8 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     places = noted(layer)
     tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places, shards=session.shards,
+        layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places,
+        shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

@@ -66,6 +66,8 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
         return shape
     known = {n for i in shape.kinds for n in layer_linears(shape, i)}
     targets = {part for name in trained for part in name.split(".lora_")[0].split(".")} & known
+    if not targets:  # experts' own parameters, say: no closed form counts those
+        return shape
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
     return replace(shape, adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets))))
 

@@ -63,7 +63,7 @@ class Session:
         self.shards: Shards | None = None
         self.rooms: dict[torch.device, Room] = {}
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
-        self.planned: dict[Policy, int] = {}  # bytes on the device, by the closed form
+        self.planned: dict[tuple, int] = {}  # by policy, B and T: bytes on the device, by the closed form
         self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
@@ -99,6 +99,9 @@ class Session:
         longest = T if room is None else _rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence)
         policy = self.policies.get(key)
+        if policy is None and not training:  # nothing is kept
+            tile = self.checkpointing.tile
+            return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
         if policy is None:
             self.shape = as_trained(self.shape, layer)
             policy = self._chosen(layer, x_BTD, longest, whole)
@@ -108,7 +111,7 @@ class Session:
             self.opened.add(opened)
         self.policies[key] = policy  # last: what failed before is tried again
         if first:
-            room.begin(self.planned.get(policy))
+            room.begin(self.planned.get((policy, B, longest)))
         return policy
 
     def _room(self, device: torch.device) -> Room | None:
@@ -172,7 +175,7 @@ class Session:
             every = 1 if whole or settings.every == "auto" else settings.every
             save = not whole and (every == 1 if settings.save_attention == "auto" else settings.save_attention)
             tile = auto_tile(B * T) if settings.tile == "auto" else settings.tile
-            keep = () if whole or settings.keep == "auto" else tuple(settings.keep)
+            keep = () if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep)
             return Policy(offload=tier, every=every, save_attention=save, tile=tile, plain=plain, keep=keep)
         if whole:
             # Each layer keeps its input, no more: no closed form knows what else they would.
@@ -192,7 +195,7 @@ class Session:
             settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpu=room and room.gpu,
         )  # fmt: skip
-        self.planned[option.policy] = option.device
+        self.planned[option.policy, B, T] = option.device
         if room is not None:
             kept = describe(option.policy, self.shape.num_layers)
             pin = option.host / PIN_BYTES_PER_SECOND
@@ -239,7 +242,9 @@ class Session:
         transfers = self.queues[key].transfers
         if policy.offload != "host" or self.shape is None:
             return
-        sizes = self._block_sizes(policy, whole, B, T, x.element_size())
+        kind, itemsize = x.device.type, x.element_size()
+        computed = torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else itemsize
+        sizes = self._block_sizes(policy, whole, B, T, itemsize, computed)
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:
             began = time.monotonic()
@@ -251,11 +256,12 @@ class Session:
         """The copies of the first device, None before the first step."""
         return next((queue.transfers for queue in self.queues.values()), None)
 
-    def _block_sizes(self, policy: Policy, whole: bool, B: int, T: int, itemsize: int) -> dict[int, int]:
-        """How many host blocks of which size one step takes: {bytes: count}."""
+    def _block_sizes(self, policy, whole: bool, B: int, T: int, itemsize: int, computed: int) -> dict[int, int]:
+        """How many host blocks of which size one step takes: {bytes: count}. itemsize: of x; computed: of q, k, v and out,
+        smaller under autocast."""
         tiled, s, rows = self.n_layers - min(policy.plain, self.n_layers), self.shape, B * T
         bounds, kept = tile_bounds(B, T, policy.tile), rows
-        if self.shards is not None and not whole:
+        if self.shards is not None and not whole and policy.every == 1:
             kept = B * self.shards.bounds(bounds)[-1][1]
         sizes = Counter({kept * s.hidden_size * itemsize: -(-tiled // policy.every)})
         if policy.park and not whole:
@@ -264,14 +270,15 @@ class Session:
             return sizes
         if policy.save_attention:
             groups = self._groups(B, T)
-            for nbytes in (rows * s.out_size // groups * itemsize, rows * s.num_heads // groups * max(4, itemsize)):
+            for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):
                 sizes[nbytes] += tiled * groups
         if "qkv" in policy.keep:
             for columns in (s.q_size, s.kv_size, s.v_size):
-                sizes[rows * columns * itemsize] += tiled
+                sizes[rows * columns * computed] += tiled
         for a, b in bounds:
             sizes[B * (b - a) * s.hidden_size * itemsize] += tiled * ("mid" in policy.keep)
-            sizes[B * (b - a) * s.intermediate_size * itemsize] += 2 * tiled * ("gate_up" in policy.keep)
+            inner = s.intermediate_size * (2 if s.joined else 1)
+            sizes[B * (b - a) * inner * itemsize] += (1 if s.joined else 2) * tiled * ("gate_up" in policy.keep)
         return +sizes
 
     # -- the order of calls ------------------------------------------------------------------------------------------

@@ -218,8 +218,12 @@ class ModelShape:
     def keepable(self) -> tuple[str, ...]:
         """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/layer.py), gate and up
         of a dense gated MLP."""
+        # What an adapter adds to is computed again, whatever is kept of it.
+        adapted = lambda *names: self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets})  # noqa: E731
         other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
-        has = {"qkv": True, "mid": self.block and not other, "gate_up": self.gated and not self.experts}
+        has = {"qkv": True, "mid": self.block and not other and not adapted("o_proj")}
+        gates = adapted("gate_proj", "up_proj", "gate_up_proj")
+        has["gate_up"] = self.gated and not self.experts and not gates
         return tuple(name for name in KEEPABLE if has[name])
 
     # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------

@@ -65,14 +65,15 @@ def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
 def find_rows(
     B: int, T: int, device: torch.device, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
-    padding: bool = True,
+    padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
     """Documents and hidden keys of a batch (the module's rule).
 
     attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1] offsets over the flattened tokens
     (FlashAttention's keyword), which wins over positions; chunk: attention ends every so many
     tokens after a row's left padding (Llama 4); idle_BT: tokens whose output nobody reads, so that hidden ones among them at a
-    row's end cost nothing; padding: False where masked tokens are no rows of their own and only a restart starts a document.
+    row's end cost nothing; padding: False where masked tokens are no rows of their own and only a restart starts a document;
+    cached: transformers would make a cache of this batch.
     ValueError where offsets do not cover the tokens.
     """
     packed = cu_seq_lens is not None
@@ -96,9 +97,8 @@ def find_rows(
             starts_BT.view(-1)[inside.to(device)] = True
         elif position_ids is not None:
             visible_BT = None if attention_mask is None else attention_mask.bool()
-            starts_BT[:, 1:] |= _document_starts(
-                position_ids.expand(B, T), visible_BT, visible_BT is not None or not padding
-            )
+            counted = visible_BT is not None or cached or not padding
+            starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
         hidden, left_BT = torch.zeros((), dtype=torch.bool, device=device), None
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)

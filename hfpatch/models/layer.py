@@ -29,7 +29,7 @@ from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
-from hfpatch.models.parallel import sequence_now
+from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
 from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
 from hfpatch.ops.attention import Pattern, supported
 
@@ -163,8 +163,12 @@ class Ask:
         """
         if not self.n_calls:
             return []
+        wanted = (
+            self.arguments.wanted()
+        )  # an argument's gradient may read any value, and goes to the tile's stand-in for it
+        dead = dead and not wanted
         with without_values(self._idle(self.answers.dead_pre, x_BtD.device.type) if dead else ()):
-            if self.answers.block:
+            if self.answers.block and not wanted:
                 return self._block_pre(x_BtD, a, b)
             note = Noting(self.n_calls)
             try:
@@ -206,7 +210,7 @@ class Ask:
         """The modules whose values nobody reads where a kept value is known."""
         sources = {"mid": ("self_attn.o_proj",)} if self.answers.block else {}
         mlp = getattr(self.layer, "mlp", None)
-        if isinstance(mlp, (FusedMLP, FusedJointMLP)):
+        if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp):
             sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
         return sources
 
@@ -226,7 +230,7 @@ class Ask:
         `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
         found = {key: [] for key in self.records}
-        names = self.answers.dead_post if dead else self.answers.unread
+        names = self.answers.dead_post if dead and not self.arguments.wanted() else self.answers.unread
         if known:
             sources = self._sources()
             names = (*names, *(module for name in known for module in sources[name]))
@@ -382,7 +386,10 @@ class TiledLayer:
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
         answers = self._hfpatch_answers or Answers()
-        bounds = batch.apart if batch is not None and (answers.mixers or answers.reason == OTHER_MIXER) else None
+        mixes = answers.mixers or answers.reason == OTHER_MIXER
+        if mixes and batch is not None and batch.sequence is not None:
+            refuse_shared_mixers(type(self))
+        bounds = batch.apart if batch is not None and mixes else None
         if bounds is not None and not answers.mixers:
             raise ValueError(
                 f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, which "

@@ -45,6 +45,7 @@ class Batch:
         self._said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
         self.prefill = False  # whether the caller's cache, an empty one, is filled
+        self.cached = False  # whether transformers would make a cache, which nobody reads
         self.weights = False  # whether attention is to give its probabilities too
         self._rows: dict = {}
 
@@ -58,7 +59,9 @@ class Batch:
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
-            self._rows[chunk] = find_rows(self.B, self.T, self.device, *self._said, chunk=chunk, idle_BT=self._idle)
+            self._rows[chunk] = find_rows(
+                self.B, self.T, self.device, *self._said, chunk=chunk, idle_BT=self._idle, cached=self.cached
+            )
         return self._rows[chunk]
 
 

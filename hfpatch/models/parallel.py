@@ -108,6 +108,14 @@ def refuse_training_over_a_device_map(training: bool) -> None:
         )
 
 
+def refuse_shared_mixers(kind: type) -> None:
+    """ValueError: other mixers of tokens than attention want whole rows."""
+    raise ValueError(
+        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which mixes tokens by something else than "
+        "attention too; train it without sequence parallelism."
+    )
+
+
 def require_positions(position_ids: Tensor | None) -> None:
     """ValueError without position_ids: each rank would count its own tokens from 0."""
     if position_ids is None:

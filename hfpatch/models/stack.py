@@ -14,6 +14,7 @@ from hfpatch.models.documents import restarts
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
     refuse_packed_shards,
+    refuse_shared_mixers,
     refuse_training_over_a_device_map,
     replaced_attention,
     require_positions,
@@ -125,8 +126,9 @@ class OurAttention:
             T, use_cache = T * sequence.size, False
             kwargs["use_cache"] = False
         packed = lambda: positions is not None and restarts(positions.expand(B, -1), rows_mask)  # noqa: E731
+        cached = cache is None and use_cache is None and bool(getattr(config, "use_cache", False))
         if cache is None and use_cache is None:
-            use_cache = bool(getattr(config, "use_cache", False)) and not (self.training and torch.is_grad_enabled())
+            use_cache = cached and not (self.training and torch.is_grad_enabled())
             if use_cache and packed():
                 use_cache = False
             kwargs["use_cache"] = use_cache  # models make a cache in training too, where nobody reads it
@@ -144,13 +146,11 @@ class OurAttention:
         if not self._hfpatch_ours:
             return self._hfpatch_without(packed)
         if self._hfpatch_mixers and sequence is not None:
-            raise ValueError(
-                f"hfpatch: expected whole rows, a part of each came to a {type(self).__name__}, some of whose layers mix tokens by "
-                "something else than attention; train it without sequence parallelism."
-            )
+            refuse_shared_mixers(type(self))
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
         batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)
+        batch.cached = cached
         batch.prefill = cache is not None or bool(use_cache)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents)

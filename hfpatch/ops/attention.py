@@ -169,6 +169,8 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
             "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
         )
         return f"{what} need fp16 or bf16 on a GPU" if what else None
+    if pattern.hidden_BT is not None and head_dim > 248:  # they take a column of their own
+        return f"no kernel hides keys at head_dim {head_dim}"
     if head_dim % 8 or head_dim > 256:
         return f"head_dim {head_dim} is not a multiple of 8 up to 256"
     return None

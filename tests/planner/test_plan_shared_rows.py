@@ -31,6 +31,7 @@ def test_a_million_tokens_fit_on_eight():
     assert plan.host_peak_bytes == pytest.approx(part.host_peak_bytes, rel=0.01)  # of all ranks
 
 
+@pytest.mark.long
 def test_the_longest_sequences():
     """On 8 x 80 GB with 2 TB of host memory and the optimizer on the GPUs."""
     inputs = shared(checkpointing=hfpatch.Checkpointing(save_attention=False), max_seq_len=True)
