@@ -148,3 +148,11 @@ def test_import_hfpatch_loads_nothing():
     code = "import sys, hfpatch; print([m for m in ('torch', 'transformers', 'triton', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert out.stdout.strip() == "[]"
+
+
+def test_old_places_work_for_one_release():
+    from hfpatch.checkpoint.policy import Checkpointing
+    from hfpatch.planner.formula import ModelShape, heads_per_group, loss_chunk_rows, step_memory  # noqa: F401
+    from hfpatch.planner.simulate import simulate
+
+    assert Checkpointing is hfpatch.Checkpointing and simulate.__module__ == "hfpatch.simulate.simulator"

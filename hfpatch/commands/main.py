@@ -30,7 +30,9 @@ def main(argv=None) -> int:
 
 
 def _command(argv) -> int:
-    parser = Parser(prog="hfpatch", description="Long-context fine-tuning of Llama on one GPU.")
+    parser = Parser(
+        prog="hfpatch", description="Long-context fine-tuning of any Hugging Face decoder on the GPU at hand."
+    )
     parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
     parser.epilog = "Each command takes --debug: the traceback of a failure in place of its sentence."
     if argv[:1] == ["simulate"]:  # what follows its name is its own

@@ -1,3 +1,4 @@
 """The closed forms' old place, kept for one release: `hfpatch.memory.formula`."""
 
 from hfpatch.memory.formula import *  # noqa: F403
+from hfpatch.memory.formula import heads_per_group, loss_chunk_rows  # noqa: F401

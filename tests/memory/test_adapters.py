@@ -142,3 +142,12 @@ def test_a_short_host_is_planned_with_fewer_inputs():
     }
     auto, second, _ = plan("llama-3.1-8b", **run).longest
     assert auto["seq_len"] >= second["seq_len"] > 320_000
+
+
+def test_what_an_adapter_adds_to_is_not_kept():
+    """It is computed again whatever is kept of it: nothing is reserved for it."""
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
+    some = replace(shape, adapters=Adapters(16, "bf16", ("q_proj", "v_proj")))
+    assert some.keepable == shape.keepable == ("qkv", "mid", "gate_up")
+    assert replace(shape, adapters=Adapters(16, "bf16", ())).keepable == ("qkv",)
+    assert replace(shape, adapters=Adapters(16, "bf16", ("up_proj",))).keepable == ("qkv", "mid")

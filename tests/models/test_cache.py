@@ -4,6 +4,7 @@ import copy
 
 import families
 import pytest
+import tiny
 import torch
 from test_mixers import lengths
 from transformers import StaticCache
@@ -65,3 +66,15 @@ def test_other_caches_are_left_to_transformers():
     for a, b in zip(*results):
         close(a, b)
     close(ours.train()(ids, use_cache=True).logits, stock.train()(ids, use_cache=True).logits)
+
+
+def test_evaluation_and_generation_plan_nothing(monkeypatch):
+    """Nothing is kept without a gradient: a host that is too small for checkpoints is no reason to refuse."""
+    monkeypatch.setenv("HFPATCH_HOST_MEMORY", "4000")
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8))
+    with torch.no_grad():
+        assert torch.allclose(ours(tiny.ids()).logits, stock(tiny.ids()).logits, atol=1e-5)
+    ours.generate(tiny.ids(1), max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="^hfpatch: checkpoints need"):
+        ours.train()(tiny.ids(), labels=tiny.ids())

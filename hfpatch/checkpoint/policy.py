@@ -1,0 +1,5 @@
+"""`Checkpointing`'s old place, kept for one release: `hfpatch.Checkpointing`."""
+
+from hfpatch.memory.policy import Checkpointing
+
+__all__ = ["Checkpointing"]

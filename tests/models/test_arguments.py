@@ -1,0 +1,60 @@
+"""Arguments of a layer beside its hidden states that want a gradient."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hfpatch
+
+
+class Gained(LlamaDecoderLayer):
+    """Its MLP's output, which no gradient reads in Llama, is multiplied by an argument."""
+
+    def forward(self, hidden_states, position_embeddings=None, gain=None, **kwargs):
+        normed = self.input_layernorm(hidden_states)
+        h = hidden_states + self.self_attn(normed, position_embeddings=position_embeddings, **kwargs)[0]
+        return h + self.mlp(self.post_attention_layernorm(h)) * gain
+
+
+Gained.__module__ = LlamaDecoderLayer.__module__
+
+
+def gradients(model, trained) -> list:
+    model.zero_grad()
+    gain = torch.linspace(0.5, 2, 24 * 64, dtype=torch.float64).view(1, 24, 64).repeat(2, 1, 1).requires_grad_()
+    model.model(input_ids=tiny.ids(), gain=gain, use_cache=False).last_hidden_state.pow(2).sum().backward()
+    return [gain.grad, *(p.grad.clone() for p in trained(model))]
+
+
+@pytest.mark.parametrize("tile", [16, 4096])
+def test_an_argument_reads_values_that_nobody_else_does(tile):
+    stock = tiny.llama(dtype=torch.float64)
+    for layer in stock.model.layers:
+        layer.__class__ = Gained
+    ours = copy.deepcopy(stock)
+    settings = hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0)
+    hfpatch.apply(ours, checkpointing=settings, verdict=False, rms_norm=False, rope=False, mlp=False, loss=False)
+    trained = lambda m: [m.model.layers[0].mlp.up_proj.weight, m.model.layers[1].self_attn.q_proj.weight]  # noqa: E731
+    gradients(ours, trained)
+    assert ours.model.layers[0]._hfpatch_answers.dead_post, "no value is left out: the test tests nothing"
+    for got, want in zip(gradients(ours, trained), gradients(stock, trained)):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("tile", [16, 4096])
+def test_angles_that_are_trained(tile):
+    stock = tiny.llama(dtype=torch.float64)
+    rotary = stock.model.rotary_emb
+    rotary.inv_freq = torch.nn.Parameter(rotary.inv_freq.clone())
+    rotary.forward = type(rotary).forward.__wrapped__.__get__(rotary)  # transformers' own runs without a graph
+    ours = copy.deepcopy(stock)
+    ours.model.rotary_emb.forward = type(rotary).forward.__wrapped__.__get__(ours.model.rotary_emb)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0))
+    found = []
+    for model in (stock, ours):
+        model(input_ids=tiny.ids(), labels=tiny.ids(), use_cache=False).loss.backward()
+        found.append(model.model.rotary_emb.inv_freq.grad)
+    assert (found[0] - found[1]).norm() < 1e-4 * found[0].norm()
