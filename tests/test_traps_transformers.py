@@ -470,3 +470,30 @@ def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():
         torch.testing.assert_close(got.logits, want.logits)
         torch.testing.assert_close(got.loss, want.loss)
     assert len(graphs) == 1
+
+
+def test_exported_evaluation_takes_masks_positions_and_any_length():
+    """As transformers' own model: torch.export with a mask, positions and a dynamic number of tokens."""
+    stock = tiny.llama().eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny.patched(stock).eval()
+
+        def forward(self, ids, mask, positions):
+            return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+    def given(tokens):
+        ids = tiny.ids()[:, :1].expand(2, tokens).contiguous()
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        return ids, mask, torch.arange(tokens).expand(2, tokens).contiguous()
+
+    length = {1: torch.export.Dim("tokens", min=4, max=64)}
+    with torch.no_grad():
+        made = torch.export.export(Logits(), given(12), dynamic_shapes=(length, length, length), strict=False).module()
+        for tokens in (12, 17):
+            ids, mask, positions = given(tokens)
+            want = stock(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(made(ids, mask, positions), want)
