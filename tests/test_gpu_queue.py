@@ -67,7 +67,11 @@ def test_every_entry_is_tested():
     assert entries == {*ENTRIES, *SLOW, "10_plan"}
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    # Half a minute, and its parts have tests of their own.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name == "01b_float64" else []) for name in ENTRIES],
+)
 def test_entry_at_small_size(name, tmp_path):
     arguments, columns = ENTRIES[name]
     module = load(name)

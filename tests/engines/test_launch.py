@@ -94,7 +94,7 @@ def half_of(single) -> int:
     return sum(w.numel() for w in single[1]["float32"].values()) // 2
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp1_full_shard"])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("fsdp1_full_shard", marks=pytest.mark.long)])
 def test_fsdp(name, single, tmp_path):
     reports = torchrun("fsdp_worker.py", name, folder=tmp_path)
     wrapper = "FSDPLlamaDecoderLayer" if name == "fsdp2" else "FullyShardedDataParallel"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(INTERPRET, reason="this is the process in which everything is interpreted")
 def test_a_part_of_the_ops_tests_pass_in_the_interpreter():
     # scripts/test.sh runs all of them so; this part is for whoever runs pytest alone. Triton reads the variable when a
