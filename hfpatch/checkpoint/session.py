@@ -243,7 +243,8 @@ class Session:
         if policy.offload != "host" or self.shape is None:
             return
         kind, itemsize = x.device.type, x.element_size()
-        computed = torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else itemsize
+        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        computed = torch.get_autocast_dtype(kind).itemsize if cast else itemsize
         sizes = self._block_sizes(policy, whole, B, T, itemsize, computed)
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:
