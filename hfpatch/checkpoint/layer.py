@@ -300,12 +300,12 @@ class LayerCall(Kept):
                     dout[:, a:b] = leaf.grad
             x_t = out_t = leaves = leaf = dout = None
         parked = None
-        if self.policy.park and need_x and self.ask.n_calls:
+        if self.policy.park and need_x and self.mixes:
             parked, dx = self._park(dx), None
         elif not need_x and private:
             dy.data = dy.new_empty(0)
         weights.round()
-        if not self.ask.n_calls:
+        if not self.mixes:
             return dx
 
         with torch.no_grad():

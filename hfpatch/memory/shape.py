@@ -343,11 +343,6 @@ class ModelShape:
         return self.over(self.layer_parameters_of)
 
     @property
-    def mlp_parameters(self) -> int:
-        """Parameters of the largest MLP of a layer."""
-        return max(self.mlp_parameters_of(i) for i in self.kinds)
-
-    @property
     def layer_parameters(self) -> int:
         """Parameters of the largest decoder layer."""
         return max(self.layer_parameters_of(i) for i in self.kinds)

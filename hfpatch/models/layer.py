@@ -397,8 +397,9 @@ class TiledLayer:
             )
 
         def whole(h):
-            apart = documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds)
-            with apart if bounds is not None else nullcontext():
+            if bounds is None:
+                return super(TiledLayer, self).forward(h, *args, **kwargs)
+            with documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds):
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
