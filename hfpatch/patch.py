@@ -120,8 +120,10 @@ def apply(
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
     Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
-    Gradients are exact. `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to "other
-    models": a TRL trainer made with this model patches its reference model likewise, so that equal weights give equal numbers.
+    Gradients are exact. Documents packed in a row (positions that restart) stay apart, also beside an attention mask of
+    ones, where transformers lets them see each other. `hfpatch.undo(model)` takes it back. Calling it again replaces the
+    settings. One exception to "other models": a TRL trainer made with this model patches its reference model likewise, so
+    that equal weights give equal numbers.
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
@@ -131,8 +133,7 @@ def apply(
     mlp: fused activation times up.
     loss: head and cross-entropy by chunks of tokens, logits never whole.
     checkpointing: "auto" is the fastest that fits the memory free at the first step; "least" takes the least device
-        memory; "off" leaves transformers' own checkpointing as
-        it is; a hfpatch.Checkpointing says what to keep and where.
+        memory; "off" leaves transformers' own checkpointing as it is; a hfpatch.Checkpointing says what to keep and where.
     eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
     train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from hfpatch.compat import other_hooks
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 deprecates the old name
+
 
 def tensor_parallel_group(layer: nn.Module):
     """The group of ranks that hold this layer's weights between them and see the same input; None where there is none.
@@ -73,5 +75,5 @@ class Shards:
         tile = self.buffer[:numel].view(B, self.world * t, *part_BtD.shape[2:])
         with torch.no_grad():
             for row in range(B):
-                dist.all_gather_into_tensor(tile[row], part_BtD[row].contiguous(), group=self.group)
+                _gather(tile[row], part_BtD[row].contiguous(), group=self.group)
         return tile[:, :length]

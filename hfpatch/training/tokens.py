@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hfpatch.training import chat, sources
 
 _FORMAT = 2  # part of the name: raise it when what is written changes
 _FILES = ("ids.bin", "learned.bin", "offsets.npy")
+_SCRATCH = ".writing-"
 _TOLD = 20  # malformed rows named one by one; the rest are counted
 
 
@@ -86,12 +87,9 @@ def tokenize(
     stats = _stats(folder)
     if stats is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-        try:
+        with _scratch(folder.parent) as scratch:
             _write(scratch, encoded(rows, tokenizer, kind=kind, text_field=text_field, vocab_size=vocab_size), strict)
             _move(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         stats = _stats(folder)
     for reason in stats["first"]:
         say(f"hfpatch: malformed row left out: {reason}")
@@ -188,7 +186,7 @@ def _stats(folder: Path) -> dict | None:
     try:
         stats = json.loads((folder / "stats.json").read_text())
         whole = all((folder / file).stat().st_size == size for file, size in stats["sizes"].items())
-    except (FileNotFoundError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return stats if whole else None
 
@@ -202,10 +200,30 @@ def _move(scratch: Path, folder: Path) -> None:
         if _stats(folder) is not None:
             return
         if folder.exists():
-            aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-            os.rename(folder, aside)
+            aside = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder.parent))
+            os.rename(folder, aside / folder.name)  # may be a file
             shutil.rmtree(aside, ignore_errors=True)
         os.rename(scratch, folder)
+
+
+@contextmanager
+def _scratch(parent: Path):
+    """A folder to write in that does not outlive us; those of killed writers, whose locks the kernel freed, go first."""
+    with _alone_in(parent):
+        for left in parent.glob(f"{_SCRATCH}*"):
+            with suppress(OSError):  # it has just gone, or is another user's
+                handle = os.open(left, os.O_RDONLY)
+                if try_lock(handle):
+                    shutil.rmtree(left, ignore_errors=True)
+                os.close(handle)
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+        handle = os.open(scratch, os.O_RDONLY)
+        try_lock(handle)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(handle)
 
 
 @contextmanager

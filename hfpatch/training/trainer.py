@@ -15,7 +15,7 @@ from hfpatch.checkpoint.device import arrived
 from hfpatch.models.parallel import sequence_of
 from hfpatch.models.stack import OurAttention
 from hfpatch.training import folders, schedule
-from hfpatch.training.positions import PositionTrainer
+from hfpatch.training.positions import IGNORE, PositionTrainer
 from hfpatch.training.sequence import SharedRows, evaluation_loss
 
 
@@ -78,6 +78,7 @@ class Trainer(PositionTrainer):
         return sequence_of(get_sequence_parallel_group())
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._without_repeats(inputs)
         labelled = "labels" in inputs and self._eval_sum is not None
         count = (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device) if labelled else None
         config = self.accelerator.parallelism_config
@@ -93,6 +94,16 @@ class Trainer(PositionTrainer):
             total = loss * count if share is None else loss * share.to(loss) / self.args.world_size
             self._eval_sum += torch.stack([total, count.to(self._eval_sum) / ranks])
         return result
+
+    def _without_repeats(self, inputs):
+        """The batch without labels in the rows that accelerate repeats, so that every rank's last batch is full."""
+        state = self.accelerator.gradient_state
+        if "labels" not in inputs or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        labels = inputs["labels"].clone()
+        rank = getattr(state.active_dataloader.batch_sampler, "process_index", 0)
+        labels[max(0, state.remainder - rank * len(labels)) :] = IGNORE
+        return {**inputs, "labels": labels}
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         dtype = torch.float32 if self.args.device.type == "mps" else torch.float64

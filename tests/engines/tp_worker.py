@@ -52,6 +52,7 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
 
 def main(folder: str) -> None:
     common.quiet()
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # a collective of ours by an old name
     shim = common.as_if_on_gpus()
     out = Path(folder)
 

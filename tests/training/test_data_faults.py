@@ -3,8 +3,10 @@
 import gzip
 import json
 import lzma
+import multiprocessing
 import os
-import threading
+import shutil
+import time
 from dataclasses import replace
 
 import datasets
@@ -244,24 +246,42 @@ def cached(folder, tokenizer):
 
 
 def test_eight_writers_of_one_cache(tmp_path, tokenizer, monkeypatch):
-    """All finish writing at the same moment, over a cache that was cut."""
-    expected = cached(tmp_path, tokenizer)
-    [folder] = tmp_path.iterdir()
+    """Eight processes finish writing at the same moment, over a cache that was cut; beside them lies what a killed one left."""
+    cache, said = tmp_path / "cache", tmp_path / "said"
+    said.mkdir()
+    expected = cached(cache, tokenizer)
+    [folder] = cache.iterdir()
     (folder / "ids.bin").write_bytes(b"1234")
-    barrier, write, made = threading.Barrier(8), tokens._write, []
+    (cache / ".writing-killed").mkdir()
+    fork = multiprocessing.get_context("fork")
+    barrier, write = fork.Barrier(8), tokens._write
 
     def together(*args):
         write(*args)
         barrier.wait(timeout=60)
 
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *names: time.sleep(0.02) or rename(*names))  # whoever looks, looks before
     monkeypatch.setattr(tokens, "_write", together)
-    threads = [threading.Thread(target=lambda: made.append(cached(tmp_path, tokenizer))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert made == [expected] * 8
-    assert [p.name for p in tmp_path.iterdir()] == [folder.name], "nothing else stays behind"
+    process = lambda i: (said / str(i)).write_text(json.dumps(cached(cache, tokenizer)))  # noqa: E731
+    processes = [fork.Process(target=process, args=(i,)) for i in range(8)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join()
+    assert [json.loads(file.read_text()) for file in said.iterdir()] == [list(expected)] * 8
+    assert [p.name for p in cache.iterdir()] == [folder.name], "nothing else stays behind"
+
+
+def test_stats_of_another_form_are_no_cache(tmp_path, tokenizer):
+    expected = cached(tmp_path, tokenizer)
+    [folder] = tmp_path.iterdir()
+    for text in ("[]", '{"sizes": null}', '{"sizes": {"ids.bin": "x"}}'):
+        (folder / "stats.json").write_text(text)
+        assert cached(tmp_path, tokenizer) == expected
+    shutil.rmtree(folder)
+    folder.touch()
+    assert cached(tmp_path, tokenizer) == expected
 
 
 @pytest.mark.parametrize("name", ["ids.bin", "learned.bin", "offsets.npy", "stats.json"])

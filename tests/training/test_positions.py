@@ -1,10 +1,12 @@
 """The evaluation loss by position: the same from logits and from the fused head, packed or not, and it adds up."""
 
+import functools
 import math
 
 import pytest
 import tiny
 import torch
+from accelerate.data_loader import prepare_data_loader
 from transformers import GraniteConfig, GraniteForCausalLM
 
 import hfpatch
@@ -67,6 +69,29 @@ def test_loss_by_position(tmp_path, kind):
     one_bucket = run.args
     one_bucket.eval_positions = T
     assert not any("_at_" in name for name in run.evaluate())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_that_fill_the_last_batch_count_once(tmp_path, monkeypatch, ranks):
+    """accelerate repeats the first rows so that each rank has a full last batch; the loss is that of one process."""
+    model = tiny.llama(dtype=torch.float64).eval()
+    hfpatch.apply(model, eval_logits=False)
+    args = TrainArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2, eval_positions=8,
+        disable_tqdm=True,
+    )  # fmt: skip
+    run = trainer.Trainer(model, args, data_collator=dataset.Collator(), eval_dataset=(rows() * 3)[:5])
+    wanted, parts = run.evaluate(), []
+    monkeypatch.setattr(run.accelerator, "reduce", lambda x, reduction: parts.append(x) or x)
+    for rank in range(ranks):
+        deal = functools.partial(prepare_data_loader, num_processes=ranks, process_index=rank)
+        monkeypatch.setattr(run.accelerator, "prepare_data_loader", lambda loader, deal=deal, **_: deal(loader))
+        run.evaluate()
+    by_place, (total, count) = sum(parts[0::2]), sum(parts[1::2])
+    assert total / count == pytest.approx(wanted["eval_loss"], rel=1e-6)  # float32 losses
+    assert by_place[1].sum() == count and by_place[0, 0] / by_place[1, 0] == pytest.approx(
+        wanted["eval_loss_at_0"], rel=1e-6
+    )
 
 
 def test_buckets_double():
