@@ -1,16 +1,18 @@
 """The head of a causal model: which module it is, whether a call of it can answer with something else than logits, and that call.
 
 It stays the Linear that it is. For one call its `forward` is a function of hidden states, weight and bias, so that the engines'
-hooks around the call gather what is sharded.
+hooks around the call gather what is sharded. Under tensor parallelism the function gets the rows that this rank has.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import hooked_forward, modules_of, parameters_of
-from hfpatch.models.classes import swap
+from hfpatch.models.classes import swap, whose
+from hfpatch.ops import VocabShard
 
 
 def copies(head: nn.Module):
@@ -39,14 +41,46 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     inner = copies(head)[1]
     if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if _has_rows_of_it(inner):
+        return "torch.compile takes no part of lm_head's rows" if torch.compiler.is_compiling() else None
     held = vars(inner).get(hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not nn.Linear.forward and not pass_forward:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
-    # FSDP2's sharded weights are whole within the call; those of tensor parallelism and of quantisation stay what they are.
+    # FSDP2's sharded weights are whole within the call; those of quantisation stay what they are.
     weight = parameters_of(inner).get("weight")
-    if hasattr(type(weight), "__tensor_flatten__") and "FSDPModule" not in {c.__name__ for c in type(inner).__mro__}:
+    if hasattr(type(weight), "__tensor_flatten__") and not _in_fsdp2(inner):
         return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
     return None
+
+
+def _in_fsdp2(module: nn.Module) -> bool:
+    return "FSDPModule" in {c.__name__ for c in type(module).__mro__}
+
+
+def _has_rows_of_it(linear: nn.Linear) -> bool:
+    """Whether transformers' tensor parallelism, whose forward this Linear then has, gave each rank some rows."""
+    held = vars(linear).get(hooked_forward(linear))
+    tensors = [t for t in parameters_of(linear).values() if t is not None]
+    by_rows = [
+        (t.device_mesh.ndim == 1 or _in_fsdp2(linear))
+        and t.placements[-1].is_shard()
+        and t.placements[-1].dim in (0, -t.ndim)
+        for t in tensors
+        if hasattr(t, "placements")
+    ]
+    return (
+        held is not None and whose(held).startswith("transformers.") and len(by_rows) == len(tensors) and all(by_rows)
+    )
+
+
+def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, dict]:
+    """hidden, weight and bias as this rank's function takes them, within a call of the head; and of which words they are."""
+    weight, bias = linear.weight, linear.bias
+    if not hasattr(weight, "placements"):
+        return hidden, weight, bias, {}
+    whole = hidden.full_tensor() if hasattr(hidden, "placements") else hidden
+    shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
+    return whole, weight.to_local(), None if bias is None else bias.to_local(), {"shard": shard}
 
 
 @dataclass
@@ -59,8 +93,8 @@ class Call:
     options: dict
 
     def __call__(self, hidden: Tensor):
-        linear = self.linear
-        return self.function(hidden, linear.weight, *self.args, bias=linear.bias, **self.options)
+        hidden, weight, bias, part = _rows_here(self.linear, hidden)
+        return self.function(hidden, weight, *self.args, bias=bias, **self.options, **part)
 
 
 def call_under_way(head: nn.Module) -> Call | None:

@@ -52,6 +52,18 @@ def check_labels_like(op: str, rows: Tensor, labels: Tensor, shift: bool) -> Non
         refuse(op, "labels [..., T] for shift", "a scalar", "drop it")
 
 
+def check_shard(op: str, weight: Tensor, shard) -> int:
+    """How many words there are; a rank's part of them is what `shard` (a VocabShard or None) says."""
+    if shard is None:
+        return weight.shape[0]
+    if weight.shape[0] != shard.stop - shard.start:
+        advice = "split the vocabulary as torch.chunk does"
+        refuse(op, f"{shard.stop - shard.start} rows of this rank's weight", weight.shape[0], advice)
+    if torch.compiler.is_compiling():
+        refuse(op, "no torch.compile where ranks share the vocabulary", "a graph", "leave the loss out of it")
+    return shard.size
+
+
 def check_options(op: str, *, scale: float, softcap: float | None, temperature: float = 1.0, num_valid=None) -> None:
     for name, value in (("scale", scale), ("temperature", temperature)):
         if not 0.0 < value < float("inf"):

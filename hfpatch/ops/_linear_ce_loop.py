@@ -23,6 +23,7 @@ from torch import Tensor
 from hfpatch.compat import assert_async, is_fake, shapes_of_out_dtype
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+from hfpatch.ops._linear_ce_shards import VocabShard
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
 BYTES_PER_TOKEN = 48  # loss, lse, best, label, sort key and order of every token, from the workspace
@@ -220,11 +221,13 @@ def sweep(
     needs: tuple[bool, bool, bool],
     overwrite: bool = False,
     extra_bytes_per_token: int = 0,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias), each None where `needs` says so, over chunks of the kept tokens.
 
     step(logits_CV, start, end) turns the logits of kept tokens [start, end) into their gradient, in place.
-    overwrite: dX is written over hidden_ND (of the logits' dtype).
+    overwrite: dX is written over hidden_ND (of the logits' dtype). shard: weight_VD and bias_V are this rank's part; all ranks
+    have the same chunks, and the sum of their dX.
     """
     need_dx, need_dw, need_db = needs
     order, kept_count = kept
@@ -233,9 +236,10 @@ def sweep(
     on_cuda = _sums_in_epilogue(hidden_ND)
     # A row stride of 16 bytes keeps the fast matmuls for vocabularies that are no multiple of 8.
     stride = -(-vocab_size // 8) * 8 if on_cuda else vocab_size
+    widest = stride if shard is None else -(-shard.widest // 8) * 8
     gather, scatter = order is not None or hidden_ND.dtype != dtype, order is not None or hidden_ND.dtype != dtype
     upcast = need_dw and not on_cuda and wide_dtype(dtype) != dtype
-    row_bytes = max(1, stride) * dtype.itemsize
+    row_bytes = max(1, widest) * dtype.itemsize
     row_bytes += hidden_size * ((gather + (scatter and need_dx)) * dtype.itemsize + upcast * wide_dtype(dtype).itemsize)
     scratch_bytes = opts.workspace_bytes // 16
     room = opts.workspace_bytes - tokens * (BYTES_PER_TOKEN + extra_bytes_per_token) - upcast * scratch_bytes
@@ -279,6 +283,7 @@ def sweep(
     if overwrite and order is not None:
         dx_ND.index_fill_(0, order[kept_count:], 0)
     logits_CV = buffer_CV = hidden_CD = weight_work_VD = None
+    dx_ND = dx_ND if shard is None else shard.summed(dx_ND)
     return dx_ND, None if dw is None else dw.finish(), None if db_V is None else db_V.to(bias_V.dtype)
 
 
@@ -310,10 +315,11 @@ def forward_pass(
     best: bool = False,
     stats: bool = False,
     overwrite: bool = False,
+    shard: VocabShard | None = None,
 ) -> Forward:
     """The loss and what else is asked for, from logits computed once; with `needs` the gradients of the total as well,
-    folded into the logits' gradient."""
-    check_labels(labels_N, weight_VD.shape[0], opts.ignore_index)
+    folded into the logits' gradient. shard: of which words weight_VD and bias_V are; the rest is of all."""
+    check_labels(labels_N, weight_VD.shape[0] if shard is None else shard.size, opts.ignore_index)
     device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
     total_by = divisor(labels_N, class_weight_V, num_items, opts, device)
     scale = total_by.reciprocal()
@@ -329,8 +335,7 @@ def forward_pass(
 
     def step(logits_CV, start, end):
         loss, lse, best_C, stats_3C = (t[..., start:end] for t in written)
-        cross_entropy_chunk_(
-            logits_CV,
+        row = (
             labels_M[start:end],
             scale,
             class_weight_V,
@@ -338,16 +343,14 @@ def forward_pass(
             lse,
             best_C if best else None,
             stats_3C if stats else None,
-            opts.ignore_index,
-            opts.smoothing,
-            opts.inner,
-            opts.outer,
-            opts.z_loss,
-            any(needs),
         )
+        if shard is not None:
+            return shard.chunk_(logits_CV, *row, opts, loss_factors if any(needs) else None)
+        options = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, any(needs)
+        cross_entropy_chunk_(logits_CV, *row, *options)
 
     extra = STATS_BYTES_PER_TOKEN if stats else 0
-    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra)
+    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra, shard)
     if order is not None:
         for out, values in zip(outputs, written):
             if out.numel():
@@ -388,6 +391,7 @@ def backward_pass(
     opts: Options,
     needs: tuple[bool, bool, bool],
     overwrite: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias) from logits computed again; rows_KN are the factors of `cross_entropy_chunk_bwd_`."""
     order, _ = kept = kept_tokens(labels_N, opts)
@@ -396,12 +400,14 @@ def backward_pass(
 
     def step(logits_CV, start, end):
         rows = rows_KM[:, start:end]
+        if shard is not None:
+            return shard.chunk_bwd_(logits_CV, labels_M[start:end], rows, class_weight_V, opts)
         cross_entropy_chunk_bwd_(
             logits_CV, labels_M[start:end], rows, class_weight_V, opts.ignore_index, opts.inner, opts.outer
         )
 
     extra = STATS_BYTES_PER_TOKEN if rows_KN.shape[0] > 4 else 0
-    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra)
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, extra, shard)
 
 
 def or_empty(tensors, like: Tensor) -> tuple[Tensor, ...]:

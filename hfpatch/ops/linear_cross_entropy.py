@@ -29,6 +29,7 @@ from hfpatch.ops._linear_ce_inputs import (
     check_head,
     check_loss,
     check_options,
+    check_shard,
     logits_dtype,
     shift_labels,
 )
@@ -42,6 +43,7 @@ from hfpatch.ops._linear_ce_loop import (
     or_empty,
     readable,
 )
+from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops.cross_entropy import CrossEntropyOutput, cross_entropy_ref
 
 
@@ -74,13 +76,13 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Eager route. settings: (opts, needs, best, per_token, overwrite), see linear_cross_entropy."""
+    """Eager route. settings: (opts, needs, best, per_token, overwrite, shard), see linear_cross_entropy."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, num_items, settings):
-        opts, needs, best, per_token, overwrite = settings
+        opts, needs, best, per_token, overwrite, shard = settings
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs, ctx.now = opts, needs, _in_forward(opts, needs)
+        ctx.opts, ctx.needs, ctx.now, ctx.shard = opts, needs, _in_forward(opts, needs), shard
         with torch.autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
                 *(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V)),
@@ -91,6 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 needs if ctx.now else (False,) * 3,
                 best=best,
                 overwrite=overwrite and ctx.now and not per_token,
+                shard=shard,
             )
         ctx.again = any(needs) and (per_token or not ctx.now)
         inputs = (hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, out.lse_N, out.scale)
@@ -109,16 +112,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = tuple(_scaled(g, dtotal, keep) for g in (dx, dw, db))
             dtotal = None
         if ctx.again and not (dtotal is None and dtoken_N is None and dlse_N is None):
-            more = _backward_again(dtotal, dtoken_N, dlse_N, *inputs, ctx.opts, ctx.needs)
+            more = _backward_again(dtotal, dtoken_N, dlse_N, *inputs, ctx.opts, ctx.needs, ctx.shard)
             grads = tuple(map(_add, grads, more))
         return *grads, None, None, None, None
 
 
-def _backward_again(dtotal, dtoken, dlse, hidden, weight, bias, labels, class_weight, lse, scale, opts, needs):
+def _backward_again(
+    dtotal, dtoken, dlse, hidden, weight, bias, labels, class_weight, lse, scale, opts, needs, shard=None
+):
     dloss = _upstream_per_token(dtotal, dtoken, scale, lse)
-    rows = loss_factors(dloss, dlse, labels, lse, class_weight, weight.shape[0], opts)
+    vocab_size = weight.shape[0] if shard is None else shard.size
+    rows = loss_factors(dloss, dlse, labels, lse, class_weight, vocab_size, opts)
     with torch.autocast(hidden.device.type, enabled=False):
-        return backward_pass(hidden, weight, bias, labels, class_weight, rows, opts, needs)
+        return backward_pass(hidden, weight, bias, labels, class_weight, rows, opts, needs, shard=shard)
 
 
 def _in_forward(opts: Options, needs: tuple[bool, bool, bool]) -> bool:
@@ -224,6 +230,7 @@ def linear_cross_entropy(
     return_accuracy: bool = False,
     return_predicted: bool = False,
     inplace_hidden: bool = False,
+    shard: VocabShard | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """cross_entropy(hidden @ weight.T + bias, labels) with gradients for hidden, weight and bias, without whole logits.
 
@@ -256,6 +263,9 @@ def linear_cross_entropy(
         whose producer does not need it in its backward (autograd raises if it does). Has no effect where the
         overwriting is not possible: a leaf, a non-contiguous tensor, another dtype than the logits', return_token_loss
         or return_lse.
+    shard: hfpatch.ops.VocabShard(group, V): weight and bias are this rank's rows of V, as the vocabulary is split over the
+        group (tensor parallelism); hidden, labels and class_weight [V] are the same on every rank, and so are the results
+        and hidden's gradient. Two small all-reduces a chunk of logits, one of hidden's gradient. Not under torch.compile.
 
     Raises ValueError for a label out of range (on a GPU: a device-side assertion), for shapes, dtypes or options that
     do not fit. There is no second derivative: create_graph=True raises in the backward; use linear_cross_entropy_ref.
@@ -268,8 +278,9 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     check_head(op, hidden, weight, bias, labels, shift)
+    vocab_size = check_shard(op, weight, shard)
     check_options(op, scale=scale, softcap=softcap, num_valid=num_valid)
-    check_loss(op, weight.shape[0], class_weight, reduction, num_items, label_smoothing, z_loss)
+    check_loss(op, vocab_size, class_weight, reduction, num_items, label_smoothing, z_loss)
     dtype = logits_dtype(op, hidden, weight, bias)
     labels = shift_labels(labels, ignore_index) if shift else labels
     num_items = as_num_items(num_items, hidden, dtype)
@@ -287,7 +298,7 @@ def linear_cross_entropy(
         private = (
             inplace_hidden and needs[0] and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
         )
-        settings = (opts, needs, best, per_token, private)
+        settings = (opts, needs, best, per_token, private, shard)
         total, token_loss_N, lse_N, best_N = _LinearCrossEntropy.apply(*tensors, settings)
     loss = token_loss_N.view(labels.shape) if reduction == "none" else total
     asked = return_token_loss, return_lse, return_accuracy, return_predicted

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hfpatch.compat import keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, wide_dtype
-from hfpatch.ops._linear_ce_inputs import check_head, check_options, logits_dtype, refuse, shift_labels
+from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
 from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
+from hfpatch.ops._linear_ce_shards import VocabShard
 
 
 class LinearLogProbOutput(NamedTuple):
@@ -79,27 +80,29 @@ def _factors(dlog_prob_N, dlse_N, dstats_3N, lse_N, stats_3N, vocab_size: int) -
     return torch.stack([lse_N, p_N - q_N * square_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N, q_N])
 
 
-def _forward(hidden, weight, bias, labels, stats, best, opts):
+def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
     with torch.autocast(hidden.device.type, enabled=False):
-        out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats)
+        out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard)
     return out.token_loss_N.neg_(), out.lse_N, out.stats_3N, out.best_N
 
 
-def _backward(dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts, overwrite=False):
-    rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0])
+def _backward(
+    dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts, overwrite=False, shard=None
+):
+    rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0] if shard is None else shard.size)
     with torch.autocast(hidden.device.type, enabled=False):
-        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite)
+        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite, shard)
 
 
 class _LinearLogProb(torch.autograd.Function):
     """Eager route. Outputs: log_prob, lse, stats [3, N] (empty where not asked for), best (int32, likewise)."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private):
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private, shard):
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs, ctx.private = opts, ctx.needs_input_grad[:3], private
+        ctx.opts, ctx.needs, ctx.private, ctx.shard = opts, ctx.needs_input_grad[:3], private, shard
         tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
-        log_prob_N, lse_N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts)
+        log_prob_N, lse_N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts, shard)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N, stats_3N)
         ctx.mark_non_differentiable(best_N)
         return log_prob_N, lse_N, stats_3N, best_N
@@ -113,8 +116,8 @@ class _LinearLogProb(torch.autograd.Function):
         hidden_ND = (
             hidden_ND.detach()
         )  # its values are read no more, so that writing there is no change of a saved tensor
-        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite)
-        return *grads, None, None, None, None, None
+        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite, ctx.shard)
+        return *grads, None, None, None, None, None, None
 
 
 # The compiled route: the same passes behind two ops. Outputs that are absent are empty tensors.
@@ -186,6 +189,7 @@ def linear_log_prob(
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
     inplace_hidden: bool = False,
+    shard: VocabShard | None = None,
 ) -> LinearLogProbOutput:
     """log softmax(hidden @ weight.T + bias) at the labels, and what else is asked for, a number a token.
 
@@ -199,6 +203,7 @@ def linear_log_prob(
     shift, num_valid, workspace_bytes: as in linear_cross_entropy; with shift each row's last position is ignored.
     inplace_hidden: the backward may write hidden's gradient over hidden, as in linear_cross_entropy (not under
         torch.compile, and not where the graph is kept).
+    shard: this rank's part of the vocabulary, as in linear_cross_entropy.
 
     Gradients for hidden, weight and bias, for any upstream gradient of every token; the backward computes the logits a
     second time. Raises ValueError for a label out of range (on a GPU: a device-side assertion), for shapes, dtypes or
@@ -209,6 +214,7 @@ def linear_log_prob(
     if not outputs or not set(outputs) <= set(names):
         refuse(op, f"outputs among {', '.join(names)}", outputs, "name at least one of them")
     check_head(op, hidden, weight, bias, labels, shift)
+    check_shard(op, weight, shard)
     check_options(op, scale=scale, softcap=softcap, temperature=temperature, num_valid=num_valid)
     dtype = logits_dtype(op, hidden, weight, bias)
     labels = shift_labels(labels, ignore_index) if shift else labels
@@ -221,7 +227,7 @@ def linear_log_prob(
         log_prob_N, lse_N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
     else:
         private = inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
-        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private)
+        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private, shard)
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
     values = log_prob_N, entropy_N, lse_N, mean_N, square_N, is_top1_N

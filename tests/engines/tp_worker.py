@@ -7,11 +7,13 @@ from pathlib import Path
 import common
 import torch
 import torch.distributed as dist
+import vocab_cases
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
 from hfpatch.checkpoint import session as session_module
+from hfpatch.ops import VocabShard
 
 
 def load(folder: Path) -> LlamaForCausalLM:
@@ -62,6 +64,8 @@ def main(folder: str) -> None:
         assert report.count("checkpointing") == 2
         return model, str(report)
 
+    words, chunk = [], VocabShard.chunk_
+    VocabShard.chunk_ = lambda self, logits, *args: words.append(logits.shape[1]) or chunk(self, logits, *args)
     model, said = make()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     split = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
@@ -73,9 +77,11 @@ def main(folder: str) -> None:
     # transformers checkpoints no optimizer of a model sharded at load time, so there is nothing to resume from.
     trainer = common.train(model, out / "whole", batch=2, save_only_model=True, **shim)
     trainer.save_model(str(out / "final"))
+    VocabShard.chunk_ = chunk
     common.report(
         folder, losses=common.losses(trainer), local=local, split=split, said=said, worst=found,
-        whole_bytes=whole_bytes, shared_bytes=shared_bytes, gathered=gathered,
+        whole_bytes=whole_bytes, shared_bytes=shared_bytes, gathered=gathered, words=words,
+        vocab=vocab_cases.main(),
     )  # fmt: skip
 
 

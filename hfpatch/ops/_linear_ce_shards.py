@@ -1,0 +1,132 @@
+"""The chunk of linear_cross_entropy and linear_log_prob where each rank has a part of the vocabulary, and of the logits.
+
+What a rank finds of its part goes together in two small all-reduces a chunk, the largest lse and the sums: with s_r = exp(lse_r -
+lse) over ranks r,
+    lse = max_r lse_r + log sum_r exp(lse_r - max_r lse_r)      z_y: of the rank that has the label, 0 of the others
+    entropy = sum_r s_r (entropy_r + lse - lse_r)               sum p^2 = sum_r s_r^2 square_r
+and the ordinary backward of the chunk makes this rank's gradient from them. The gradient of hidden is a sum over the ranks.
+
+Legend: C rows of one chunk, V vocabulary of all ranks, v columns of this one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+
+IGNORED = -1  # among columns, where the caller's ignore_index may be one of them
+
+
+class VocabShard:
+    """This rank's rows [start, stop) of a head of `size` rows that a process group has between its ranks, in their order.
+
+    group: of torch.distributed, None for all ranks. Rows are split as torch.chunk and DTensor's Shard(0) do: as many on each
+    rank as the division rounded up, fewer or none on the last. Every rank has the same hidden states and labels.
+    """
+
+    def __init__(self, group, size: int):
+        self.group, self.size = group, size
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.widest = -(-size // ranks)
+        self.start, self.stop = (min(size, r * self.widest) for r in (rank, rank + 1))
+
+    def summed(self, dx_ND: Tensor | None) -> Tensor | None:
+        """The gradient of hidden, from those that the ranks' parts give."""
+        if dx_ND is not None:
+            self._reduce(dx_ND, dist.ReduceOp.SUM)
+        return dx_ND
+
+    def _reduce(self, x: Tensor, op) -> None:
+        dist.all_reduce(x, op, group=self.group)
+
+    def _local(self, labels_C: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        """(labels as columns of this part, any column where another rank has it, IGNORED; whether this rank has it)."""
+        keep_C, here_C = labels_C != ignore_index, (labels_C >= self.start) & (labels_C < self.stop)
+        local_C = (labels_C - self.start).clamp(0, max(0, self.stop - self.start - 1))
+        return local_C.masked_fill_(~keep_C, IGNORED), here_C & keep_C
+
+    def chunk_(
+        self, logits_Cv: Tensor, labels_C: Tensor, scale: Tensor, class_weight_V: Tensor | None, loss_C: Tensor, lse_C: Tensor,
+        best_C: Tensor | None, stats_3C: Tensor | None, opts, factors,
+    ) -> None:  # fmt: skip
+        """`cross_entropy_chunk_`'s work; class_weight_V is of all words. factors: loss_factors where logits become their
+        gradient, else None."""
+        wide, v = loss_C.dtype, logits_Cv.shape[1]
+        local_C, here_C = self._local(labels_C, opts.ignore_index)
+        keep_C, index_C1 = local_C != IGNORED, local_C.clamp(min=0).long().unsqueeze(1)
+        weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop]
+        if v:
+            # With smoothing 1 its loss is the mean over words of w (lse - z).
+            cross_entropy_chunk_(
+                logits_Cv, local_C, scale, weight_v if opts.smoothing else None, loss_C, lse_C, best_C, stats_3C,
+                IGNORED, 1.0 if opts.smoothing else 0.0, opts.inner, opts.outer, 0.0, False,
+            )  # fmt: skip
+            z_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
+            z_C = (torch.tanh(z_C * opts.inner) if opts.inner else z_C) * opts.outer
+        else:
+            lse_C.fill_(float("-inf"))
+            z_C = torch.zeros_like(lse_C)
+        sums = [torch.where(here_C, z_C, 0.0)]
+        if opts.smoothing:
+            weights = v if weight_v is None else weight_v.sum()
+            sums.append(weights * lse_C - v * loss_C if v else z_C)
+        top_C = lse_C.clone()
+        self._reduce(top_C, dist.ReduceOp.MAX)
+        sums_KC = torch.stack([(lse_C - top_C).exp_(), *sums])
+        self._reduce(sums_KC, dist.ReduceOp.SUM)
+        part_C = lse_C.clone()
+        lse_C.copy_((top_C + sums_KC[0].log_()).masked_fill_(~keep_C, 0.0))
+
+        share_C = 1.0 - opts.smoothing
+        if class_weight_V is not None:
+            share_C = share_C * class_weight_V[labels_C.clamp(0, self.size - 1)]
+        loss = share_C * (lse_C - sums_KC[1]) + opts.z_loss * lse_C.square()
+        if opts.smoothing:
+            weights = self.size if class_weight_V is None else class_weight_V.sum()
+            loss += opts.smoothing / self.size * (weights * lse_C - sums_KC[2])
+        loss_C.copy_(loss.masked_fill_(~keep_C, 0.0))
+        if best_C is not None:
+            self._best_(logits_Cv, keep_C, best_C)
+        if stats_3C is not None:
+            self._stats_(part_C, lse_C, keep_C, stats_3C, v)
+        if factors is not None:
+            rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_C, class_weight_V, self.size, opts)
+            self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
+
+    def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor) -> None:
+        """The first of the largest logits of all ranks, from the first of each rank's; z grows with the logit."""
+        if logits_Cv.shape[1]:
+            value_C = logits_Cv.gather(1, best_C.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+        else:
+            value_C = logits_Cv.new_full(best_C.shape, float("-inf"))
+        top_C = value_C.clone()
+        self._reduce(top_C, dist.ReduceOp.MAX)
+        best_C.copy_(torch.where(value_C == top_C, best_C + self.start, self.size))
+        self._reduce(best_C, dist.ReduceOp.MIN)
+        best_C.masked_fill_(~keep_C, -1)
+
+    def _stats_(self, part_C: Tensor, lse_C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
+        """Entropy, mean z and sum of squared probabilities; part_C: lse of this rank's words."""
+        entropy_C, mean_C, square_C = stats_3C
+        share_C = (part_C - lse_C).exp()
+        if v:
+            entropy_C.copy_(share_C * (entropy_C + lse_C - part_C))
+        mean_C *= v / self.size
+        square_C *= share_C.square()
+        stats_3C.masked_fill_(~keep_C, 0.0)
+        summed_3C = stats_3C.contiguous()
+        self._reduce(summed_3C, dist.ReduceOp.SUM)
+        stats_3C.copy_(summed_3C)
+
+    def chunk_bwd_(
+        self, logits_Cv: Tensor, labels_C: Tensor, rows_KC: Tensor, class_weight_V: Tensor | None, opts
+    ) -> None:
+        """`cross_entropy_chunk_bwd_`'s work; rows_KC and class_weight_V are of the whole vocabulary."""
+        if not logits_Cv.shape[1]:
+            return
+        local_C, here_C = self._local(labels_C, opts.ignore_index)
+        lse_C, p_C, y_C, *others = rows_KC
+        rows_KC = torch.stack([lse_C, p_C, torch.where(here_C, y_C, 0.0), *others])
+        weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop].contiguous()
+        cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, weight_v, IGNORED, opts.inner, opts.outer)

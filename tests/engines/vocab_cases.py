@@ -1,0 +1,111 @@
+"""A head whose vocabulary the ranks have between them: every output and gradient against the whole head, in float64.
+
+Run by tp_worker.py on two ranks, and as a worker of its own on any number.
+"""
+
+import sys
+
+import common
+import torch
+import torch.distributed as dist
+
+from hfpatch import ops
+from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
+from hfpatch.ops.linear_log_prob import linear_log_prob_ref
+
+N, D = 300, 6
+LOSSES = {
+    "plain": {}, "bias": {"with_bias": True}, "softcap, scale": {"softcap": 2.0, "scale": 1.5}, "one word": {"V": 1},
+    "a rank without words": {"V": 5, "with_bias": True}, "even": {"V": 16}, "a word is ignored": {"ignore_index": 7},
+    "smoothing": {"label_smoothing": 0.2, "with_bias": True}, "z-loss": {"z_loss": 0.1, "reduction": "sum"},
+    "class weights, smoothing": {"weights": True, "label_smoothing": 0.1, "z_loss": 0.01},
+    "num_items": {"num_items": 77, "alone": True}, "by token": {"reduction": "none", "softcap": 3.0},
+    "no label": {"nothing": True, "num_items": 5}, "frozen head": {"frozen": True}, "one chunk": {"workspace_bytes": 1 << 20},
+}  # fmt: skip
+
+
+def make(V: int = 13, ignore_index: int = -100, nothing: bool = False):
+    torch.manual_seed(V)
+    hidden, weight, bias = torch.randn(N, D).double(), torch.randn(V, D).double(), torch.randn(V).double()
+    labels = torch.randint(0, V, (N,))
+    labels[::3] = ignore_index
+    labels[: N if nothing else 0] = ignore_index
+    weight[:, 0] *= 3
+    return hidden, weight, bias, labels
+
+
+def part(shard, x):
+    return x[shard.start : shard.stop].clone().requires_grad_(True)
+
+
+def worst(pairs) -> float:
+    """The largest error relative to the largest value; infinite for another shape or where a nan is on one side."""
+    found = 0.0
+    for got, wanted in pairs:
+        if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
+            return float("inf")
+        error = (got - wanted).nan_to_num().abs().max().item() if got.numel() else 0.0
+        found = max(found, error / max(1e-12, wanted.nan_to_num().abs().max().item() if wanted.numel() else 1.0))
+    return found
+
+
+def loss_case(
+    V=13, with_bias=False, weights=False, nothing=False, frozen=False, workspace_bytes=1 << 15, alone=False, **options
+) -> float:  # fmt: skip
+    """alone: nothing but the loss is asked for, and hidden may be overwritten."""
+    hidden, weight, bias, labels = make(V, options.get("ignore_index", -100), nothing)
+    shard = ops.VocabShard(None, V)
+    if weights:
+        options["class_weight"] = torch.rand(V).double() + 0.5
+    upstream = torch.randn(N).double() if options.get("reduction") == "none" else torch.tensor(1.7).double()
+    grads = []
+    for mine in (False, True):
+        x = hidden.clone().requires_grad_(True)
+        w, b = (part(shard, t) if mine else t.clone().requires_grad_(True) for t in (weight, bias))
+        w.requires_grad_(not frozen)
+        more = {"bias": b} if with_bias else {}
+        if mine:
+            more |= {"shard": shard, "workspace_bytes": workspace_bytes, "inplace_hidden": alone}
+        if mine and not alone:
+            more |= {f"return_{n}": True for n in ("token_loss", "lse", "accuracy", "predicted")}
+        out = (ops.linear_cross_entropy if mine else linear_cross_entropy_ref)(x * 1, w, labels, **options, **more)
+        loss = out if mine and alone else out.loss
+        values = [] if alone else [out.token_loss, out.lse, out.accuracy.double(), out.predicted.double()]
+        total = (loss * upstream).sum() + (0 if alone else (out.lse * torch.linspace(0, 1, N)).sum())
+        total.backward()
+        rows = slice(None) if mine else slice(shard.start, shard.stop)
+        own = [t.grad[rows] for t in (w, b) if t.grad is not None]
+        grads.append([loss.detach(), *(v.detach() for v in values), x.grad, *own])
+    assert len(grads[0]) == len(grads[1])
+    return worst(zip(grads[1], grads[0]))
+
+
+def log_prob_case(V=13) -> float:
+    hidden, weight, bias, labels = make(V)
+    shard, found = ops.VocabShard(None, V), []
+    names = ("log_prob", "entropy", "lse", "mean_logit", "sum_sq_prob", "is_top1")
+    for mine in (False, True):
+        x = hidden.clone().requires_grad_(True)
+        w, b = (part(shard, t) if mine else t.clone().requires_grad_(True) for t in (weight, bias))
+        options = {"bias": b, "softcap": 4.0, "temperature": 0.7, "scale": 1.2}
+        if mine:
+            out = ops.linear_log_prob(
+                x, w, labels, outputs=names, workspace_bytes=(1 << 15) + 56 * N, shard=shard, **options
+            )
+        else:
+            out = linear_log_prob_ref(x, w, labels, **options)
+        sum((t * torch.linspace(-1, 1 + i, N)).sum() for i, t in enumerate(out[:5])).backward()
+        rows = slice(None) if mine else slice(shard.start, shard.stop)
+        found.append([*(t.detach().double() for t in out), x.grad, w.grad[rows], b.grad[rows]])
+    return worst(zip(found[1], found[0]))
+
+
+def main() -> dict[str, float]:
+    found = {name: loss_case(**settings) for name, settings in LOSSES.items()}
+    return found | {f"log-probabilities of {V}": log_prob_case(V) for V in (13, 5)}
+
+
+if __name__ == "__main__":
+    common.quiet()
+    dist.init_process_group("gloo")
+    common.report(sys.argv[1], worst=main())
