@@ -3,13 +3,21 @@
 import copy
 import io
 import os
+import pickle
 import weakref
 
 import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
@@ -49,6 +57,18 @@ def test_save_pretrained_is_byte_equal_to_stock(tmp_path, tied):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(loaded) is hf.LlamaForCausalLM
     assert torch.equal(loaded(tiny.ids()).logits, stock.eval()(tiny.ids()).logits)
+
+
+def test_a_mixture_of_experts_is_saved_as_the_hub_has_it(tmp_path):
+    """transformers keeps experts in one tensor and writes one each, but not for a class that is no module of its own."""
+    stock = Qwen3MoeForCausalLM(scaled_config(Qwen3MoeConfig(), 1))
+    ours = tiny.patched(stock)
+    stock.save_pretrained(tmp_path / "stock")
+    ours.save_pretrained(tmp_path / "ours")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    assert type(ours).__module__ == type(stock).__module__  # PEFT's adapter_config.json names it "parent_library"
+    assert pickle.loads(pickle.dumps(ours)).is_custom_code() is False
 
 
 def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):

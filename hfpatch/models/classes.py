@@ -1,7 +1,8 @@
 """A module gets its fused class by `module.__class__ = mixed(Part, type(module))`.
 
-That is transformers' own class with a part mixed over it, of the same name, so that wrap policies, `save_pretrained` and
-whoever else reads names find what they look for. Parameters, hooks and state_dict keys stay as they were, and the class
+That is transformers' own class with a part mixed over it, of the same name and module, so that wrap policies, `save_pretrained`
+(which writes experts as the hub has them for transformers' own classes alone) and whoever else reads names find what they look
+for. Parameters, hooks and state_dict keys stay as they were, and the class
 survives pickle and deepcopy.
 """
 
@@ -36,7 +37,7 @@ def mixed(part: type, base: type) -> type:
     """The class of modules of class `base` with `part` over it."""
     made = type(
         base.__name__, (part, Mixed, base),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "__module__": part.__module__, "__doc__": base.__doc__},
+        {"_hfpatch_base": base, "_hfpatch_part": part, "__module__": base.__module__, "__doc__": base.__doc__},
     )  # fmt: skip
     record_outputs_like(made, base)
     return made
