@@ -77,9 +77,11 @@ class DiskDirectory:
         self.read_bounces = Shelf()
 
     # -- writing -----------------------------------------------------------------------------------------------------
-    def write(self, source: Tensor, stream) -> File:
-        """Starts writing source (uint8, flat, contiguous), on `stream`, which is the current one."""
-        file = File(self.directory)
+    def file(self) -> File:
+        return File(self.directory)
+
+    def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
+        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on, on `stream`, which is the current one."""
         for start in range(0, source.numel(), PIECE):
             piece = source[start : start + PIECE]
             if len(self.write_bounces) < BUFFERS:
@@ -89,9 +91,8 @@ class DiskDirectory:
             _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=True)
             written = self.device.mark(stream)
-            bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), start, written)
+            bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), at + start, written)
             file.writes.append(bounce.job)
-        return file
 
     def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
         self.device.synchronize(event)

@@ -19,7 +19,7 @@ class Heads:
 
     asked: object
     groups: list[tuple[slice, slice]]  # of query heads and of KV heads
-    backend: str
+    backend: str = ""
 
     def part(self, hs: slice) -> dict:
         """attention_forward's and attention_backward's keywords for a group."""
@@ -28,6 +28,12 @@ class Heads:
             "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
             "sinks_H": None if sinks is None else sinks[hs],
         }  # fmt: skip
+
+
+def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
+    """The query heads and the KV heads that go through attention together."""
+    group, repeat = heads_per_group(B, T, H, K), H // K
+    return [(slice(i * repeat, (i + group) * repeat), slice(i, i + group)) for i in range(0, K, group)]
 
 
 class Attention:
@@ -56,18 +62,21 @@ class Attention:
         """out [B, T, G, E] and lse of every group, behind them the mixers' outs [B, T, D].
 
         asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's input [B, T, D]; keep: whether
-        `backward` comes next, with nothing but other tiles in between.
+        `backward` comes next, with nothing but other tiles in between. What is read of them may be no tensors, but
+        checkpoint.groups.Grouped; then so is each out, an InTier.
         """
         self.heads, self.mixers, results = [], mixers, []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
-            K = k.shape[2]
-            group = heads_per_group(B, T, H, K)
-            groups = [(slice(i * (H // K), (i + group) * (H // K)), slice(i, i + group)) for i in range(0, K, group)]
-            heads = Heads(ask, groups, pick(q[:, :, groups[0][0]], k[:, :, groups[0][1]]))
+            groups = groups_of(B, T, H, k.shape[2])
+            heads = Heads(ask, groups)
             self.heads.append(heads)
             for hs, ks in groups:
-                results.append(attention_forward(q[:, :, hs], k[:, :, ks], v[:, :, ks], **heads.part(hs)))
+                part = q[:, :, hs], k[:, :, ks], v[:, :, ks]
+                heads.backend = heads.backend or pick(*part[:2])
+                out, *rest = attention_forward(*part, **heads.part(hs))
+                results.append((out if isinstance(q, Tensor) else q.beside(out), *rest))
+                del part, out
         outs, lses, self.states = (list(r) for r in zip(*results)) if results else ([], [], [])
         outs += [mixer.forward(x, keep) for mixer, x in zip(mixers, parts[3 * len(asked) :])]
         return outs, lses
@@ -96,7 +105,7 @@ class Attention:
                 )
                 lses[g] = None
                 for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
-                    whole[:, :, part].copy_(grad)
+                    whole[:, :, part] = grad
                     del grad
                 dsinks[-1] += grads[3:]
                 del grads

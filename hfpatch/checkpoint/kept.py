@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hfpatch.checkpoint.groups import InTier
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers
 from hfpatch.compat import version
 from hfpatch.memory.formula import RING_SLOTS, Policy
@@ -164,22 +165,25 @@ class Kept:
 
         outs: where they were computed again.
         """
+        kept = self.outs
         if outs is None and self.out_buffers is not None:
             outs = self.out_buffers
-        if outs is not None:
+        if outs is not None and isinstance(outs[0], InTier):
+            kept = [out.saved for out in outs]
+        elif outs is not None:
 
             def take(g):
                 out, outs[g] = outs[g], None
                 return out
 
             return take
-        if self.outs[0].resident:
-            return lambda g: self.outs[g].tensor()
-        tickets = {0: self.ticket(self.outs[:1])}
+        if kept[0].resident:
+            return lambda g: kept[g].tensor()
+        tickets = {0: self.ticket(kept[:1])}
 
         def stream(g):
-            if g + 1 < len(self.outs):
-                tickets[g + 1] = self.ticket(self.outs[g + 1 : g + 2])
+            if g + 1 < len(kept):
+                tickets[g + 1] = self.ticket(kept[g + 1 : g + 2])
             return tickets.pop(g).wait()[0]
 
         return stream

@@ -9,7 +9,8 @@ them to `offload.py`. Backward:
     D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
 
 x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D. What is kept
-is not computed: q, k and v make B needless, the sum after attention the projection before it, and x in A.
+is not computed: q, k and v make B needless, the sum after attention the projection before it, and x in A. Where the device is
+short, what has heads lies in the tier instead, and B to D see a group of it or a tile (groups.py).
 `pre` and `post` are asked of the layer's own forward (models/layer.py, `Ask`); it may call attention more than once.
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.exchange import attention_for
-from hfpatch.checkpoint.heads import Attention
+from hfpatch.checkpoint.groups import Grouped
+from hfpatch.checkpoint.heads import Attention, groups_of
 from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.privacy import holders, is_private
@@ -54,6 +56,7 @@ class LayerCall(Kept):
         None  # the call before in the same segment, of which only the first keeps its input (every > 1)
     )
     position: int = 0  # in its segment
+    by_group: bool = False  # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
 
     def __post_init__(self):
@@ -129,13 +132,31 @@ class LayerCall(Kept):
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
-                tokens = self.bounds[-1][1]
-                whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
+                whole = self._whole_parts(parts)
             a, b = self.bounds[index]
             for buffer, part in zip(whole, parts):
                 buffer[:, a:b] = part
             parts = part = x_t = None
+        if self.by_group:
+            self.transfers.settle()
         return whole
+
+    def _whole_parts(self, parts: list[Tensor]) -> list:
+        """Room for what these are tiles of: on the device or, by groups of heads, in the tier."""
+        tokens = self.bounds[-1][1]
+        if not self.by_group:
+            return [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
+        found = []
+        for q, k, v in zip(parts[::3], parts[1::3], parts[2::3]):
+            n = len(groups_of(q.shape[0], tokens, q.shape[2], k.shape[2]))
+            found += [Grouped(self.transfers, p, tokens, n) for p in (q, k, v)]
+        return found
+
+    def _whole_douts(self, douts: list[Tensor]) -> list:
+        tokens = self.bounds[-1][1]
+        if not self.by_group:
+            return [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts]
+        return [Grouped(self.transfers, d, tokens, n) for d, n in zip(douts, self.attention.counts())]
 
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
@@ -146,6 +167,8 @@ class LayerCall(Kept):
         """
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
+        plain = type(self.attention) is Attention and not self.ask.answers.mixers
+        self.by_group = self.policy.by_group and where == "tier" and len(self.bounds) > 1 and plain
         if where == "gpu":
             self.x = self.x or self.on_device(x_BTD)
         elif where == "tier" and self.earlier is None:
@@ -162,8 +185,10 @@ class LayerCall(Kept):
             del parts
             if where == "gpu" or (alone and self.policy.save_attention):
                 save = self.transfers.save if where == "tier" else self.on_device
-                self.outs, self.lses = [save(o) for o in outs], [save(s) for s in lses]
+                self.outs, self.lses = [o.saved if self.by_group else save(o) for o in outs], [save(s) for s in lses]
             del lses
+            if self.by_group:
+                self.transfers.settle()
             whole = None
             for index, (a, b) in enumerate(self.bounds):
                 noted = dict.fromkeys(inside)
@@ -277,6 +302,7 @@ class LayerCall(Kept):
             with torch.no_grad():
                 parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
                 outs, lses = self._attend(parts, again=True)
+                self.transfers.settle()
 
         # A
         dx = None
@@ -295,7 +321,7 @@ class LayerCall(Kept):
                 if need_x:
                     dx[:, a:b] = x_t.grad
                 if douts is None:
-                    douts = [o.new_empty(o.shape[0], dy.shape[1], *o.shape[2:]) for o in leaves]
+                    douts = self._whole_douts(leaves)
                 for dout, leaf in zip(douts, leaves):
                     dout[:, a:b] = leaf.grad
             x_t = out_t = leaves = leaf = dout = None
@@ -309,6 +335,8 @@ class LayerCall(Kept):
             return dx
 
         with torch.no_grad():
+            if self.by_group:
+                self.transfers.settle()
             if parts is None:
                 parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
             if lses is None:
@@ -316,6 +344,8 @@ class LayerCall(Kept):
             dsinks = self._attend_backward(parts, douts, self.whole_outs(outs), lses, parts)
             del douts, outs
             self.out_buffers = None
+            if self.by_group:
+                self.transfers.settle()
 
         # D
         if parked is not None:

@@ -217,18 +217,34 @@ class Transfers:
         """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
         if self.tier == "gpu":
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
-        device, saved = self.device, Saved(tuple(x.shape), x.dtype)
-        x = x.contiguous()
+        saved = self.room(x.shape, x.dtype)
+        self.put(saved, 0, x)
+        return saved
+
+    def room(self, shape, dtype: torch.dtype) -> Saved:
+        """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece by piece."""
+        saved = Saved(tuple(shape), dtype)
+        if self.disk is not None:
+            saved.file = self.disk.file()
+        else:
+            saved.block = self.pool.take(shape[0] * shape[1] * saved.row_bytes)
+        return saved
+
+    def put(self, saved: Saved, a: int, x: Tensor) -> None:
+        """Starts the copy of x [B, t, ...] to the rows of `saved` from a on; x stays alive until settle()."""
+        device, x = self.device, x.contiguous()
         self.unsettled.append((x, device.current()))
         # Also for whoever read the block before: a ticket ends with its stream waiting for it.
         device.wait(device.mark(), self.to_host)
+        b = a + x.shape[1]
         with device.on(self.to_host), torch.no_grad():
-            if self.disk is not None:
-                saved.file = self.disk.write(x.view(-1).view(torch.uint8), self.to_host)
-            else:
-                saved.block = self.pool.take(x.numel() * x.element_size())
-                self._rows(saved, saved.block.thing).copy_(x, non_blocking=True)
-        return saved
+            T = saved.shape[1]
+            for first, piece in [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]:
+                flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
+                if self.disk is not None:
+                    self.disk.write(flat, self.to_host, saved.file, at)
+                else:
+                    saved.block.thing.bytes[at : at + flat.numel()].copy_(flat, non_blocking=True)
 
     @staticmethod
     def _rows(saved: Saved, block: Block) -> Tensor:

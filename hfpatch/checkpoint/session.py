@@ -269,6 +269,10 @@ class Session:
             sizes[rows * s.hidden_size * itemsize] += 1
         if policy.every > 1 or whole:
             return sizes
+        if policy.by_group:
+            groups = self._groups(B, T)
+            for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * (not policy.save_attention)):
+                sizes[rows * columns // groups * computed] += groups
         if policy.save_attention:
             groups = self._groups(B, T)
             for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):

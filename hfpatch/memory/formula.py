@@ -288,7 +288,8 @@ def _tiled(z: _Sizes, policy: Policy):
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
     park = policy.park and off and not single
-    host = stored + (z.u if park else 0) if off else 0
+    passing = z.q + z.kv + z.out + (0 if save else z.out) if policy.by_group and n else 0
+    host = stored + passing + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
     ring = 0
@@ -346,6 +347,10 @@ def _tiled(z: _Sizes, policy: Policy):
         whole = 0 if "qkv" in policy.keep and not off else qkv
         # A parked dx comes back tile by tile: one in use, one on its way.
         c = (0 if park else z.u) + z.out + whole + outs + lse + z.always + extra + grads
+        if policy.by_group:
+            # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients on their way.
+            a = z.u + wide + tile + 4 * t * O * s + z.lse + z.always + extra
+            c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * grads + z.lse + z.always + extra
         done = after * s  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
@@ -356,7 +361,8 @@ def _tiled(z: _Sizes, policy: Policy):
     if n:
         # What the forward holds anyway is among what stays on the device.
         twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
-        moments.append(_forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice))
+        groups_of_heads = groups if policy.by_group else 0
+        moments.append(_forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, groups_of_heads))
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
@@ -378,9 +384,12 @@ def _tiled(z: _Sizes, policy: Policy):
     return moments, host
 
 
-def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int) -> Moment:
+def _forward_moment(
+    z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0
+) -> Moment:
     """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
-    the attention's output, or that output, the layer's and a tile's MLP."""
+    the attention's output, or that output, the layer's and a tile's MLP. by_groups: how many groups of heads come one after
+    the other, 0 where all are there at once."""
     shape = z.shape
     inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
     if shape.is_sparse(layer):  # gathered, given by the experts, weighted
@@ -388,8 +397,11 @@ def _forward_moment(z: _Sizes, layer: int, t: int, single: bool, join: int, on_d
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
     acts = 3 if not shape.adapters else (2 if shape.joined else 1) * 3 + (shape.gated and not shape.joined)
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
-    working = max(z.q + z.kv, z.u + mlp)
-    return Moment("last layer's forward", 0, on_device, 2 * z.u + z.out + z.lse + working + z.always)
+    working, out = max(z.q + z.kv, z.u + mlp), z.out
+    if by_groups:
+        passing = min(2, by_groups) * (z.q + z.kv + z.out) // by_groups
+        working, out = max(passing, z.u + mlp + 2 * t * shape.out_size * z.s), 0
+    return Moment("last layer's forward", 0, on_device, 2 * z.u + out + z.lse + working + z.always)
 
 
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:

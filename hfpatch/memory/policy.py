@@ -225,7 +225,7 @@ class Search:
         return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain`, `park` and `stream_attention`."""
+        """Every policy but for `plain`, `park`, `stream_attention` and `by_group`."""
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
@@ -233,12 +233,14 @@ class Search:
                         yield Policy(place, every, save, False, tile, keep=keep)
 
     def streamed(self, base: Policy) -> list[Policy]:
-        """The same with dx parked during attention's backward, with attention outputs fetched per group, and with both, where
-        they wait elsewhere."""
+        """The same with dx parked during attention's backward, with attention outputs fetched per group, with both, and with
+        all that has heads in the tier, where they wait elsewhere."""
         several = max(1, base.tile // self.sizes["batch"]) < self.sizes["tokens"]
         parks = (False, True) if base.offload != "gpu" and several else (False,)
         streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
         ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
+        if len(parks) > 1 and base.every == 1 and not base.keep and self.shape.ranks == 1:
+            ways.append(replace(base, stream_attention=base.save_attention, by_group=True))
         return [way for way in ways if way != base]
 
     # -- the choice --------------------------------------------------------------------------------------------------
@@ -258,6 +260,7 @@ class Search:
                 crowded,
                 option.host,
                 policy.offload,
+                policy.by_group,
                 policy.stream_attention,
                 policy.park,
                 option.device,
@@ -403,10 +406,10 @@ def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[S
 def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
     u = search.sizes["batch"] * search.sizes["tokens"] * search.shape.hidden_size * search.sizes["itemsize"]
     least = best_interval(search.shape.num_layers, u, u)
-    fewer = search.price(replace(found.policy, save_attention=False, stream_attention=False, keep=(), every=least))
+    fewer = replace(found.policy, save_attention=False, stream_attention=False, by_group=False, keep=(), every=least)
     return (
         f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, {budget.host / GiB:.1f} GiB are free to a "
-        f"rank; Checkpointing(save_attention=False, every={least}) saves {(found.host - fewer.host) / GiB:.1f} GiB, "
+        f"rank; Checkpointing(save_attention=False, every={least}) saves {(found.host - search.price(fewer).host) / GiB:.1f} GiB, "
         "a directory as offload saves all."
     )
 

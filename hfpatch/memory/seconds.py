@@ -98,7 +98,8 @@ def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[f
 
 
 def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2) -> tuple:
-    """Bytes of checkpoints over the host link in one step: (to the host, back). x comes back once a pass over the tiles."""
+    """Bytes of checkpoints over the host link in one step: (to the host in forward, back in backward), beside which fewer go the
+    other way. x comes back once a pass over the tiles."""
     if not isinstance(policy, Policy) or not memory.host:
         return 0, 0
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
@@ -106,11 +107,17 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.park else rows * shape.hidden_size
-    outputs = memory.host - inputs - kept - one
+    attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
+    again = attended * (not policy.save_attention)
+    passing = heads + attended + again if policy.by_group else 0  # of one layer
+    outputs = memory.host - inputs - kept - one - passing
     # x comes back for each phase that reads it; the sum after attention serves in its place.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
-    return memory.host - one, back + 2 * n * one
+    out, home = memory.host - one - passing, back + 2 * n * one
+    return (
+        (out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)) if policy.by_group else (out, home)
+    )
 
 
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:

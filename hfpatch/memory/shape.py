@@ -427,6 +427,8 @@ class Policy:
     park: a layer's input gradient waits with its checkpoints while attention runs backward.
     plain: how many of the last layers keep all that autograd saves, and run nothing again.
     keep: what the other layers keep beside x, out and lse, of KEEPABLE.
+    by_group: q, k, v, the attention outputs and the gradients of all these wait in the tier while their layer runs, and are on
+        the device a group of KV heads, or a tile, at a time.
     """
 
     offload: str = "host"
@@ -437,3 +439,4 @@ class Policy:
     plain: int = 0
     keep: tuple = ()
     park: bool = False
+    by_group: bool = False

@@ -214,7 +214,9 @@ def _why(run: _Run, policy, stays) -> str:
         reasons.append("attention outputs too, so that its forward runs once")
     else:
         reasons.append("attention outputs do not fit beside them, its forward runs again")
-    if policy.stream_attention:
+    if policy.by_group:
+        reasons.append("what has heads waits beside them and comes back per KV group, the GPU being short")
+    elif policy.stream_attention:
         reasons.append("attention outputs come back per KV group, the GPU being short")
     return ", ".join(reasons)
 

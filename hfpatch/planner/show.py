@@ -31,7 +31,8 @@ def policy_text(policy) -> str:
     *names, last = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
     kept = f"{', '.join(names)} and {last}" if names else last
     every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
-    streamed = ", attention streamed per KV group" if policy["stream_attention"] else ""
+    streamed = ", attention streamed per KV group" if policy["stream_attention"] and not policy["by_group"] else ""
+    streamed += ", all heads streamed per KV group" if policy["by_group"] else ""
     streamed += ", dx parked during attention" if policy["park"] else ""
     plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"

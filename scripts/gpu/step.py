@@ -207,7 +207,7 @@ def policy_of(model) -> str:
         session = vars(module).get("_hfpatch_session")
         if session is not None and session.policies:
             p = list(session.policies.values())[-1]
-            flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} park={int(p.park)}"
+            flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} park={int(p.park)} by_group={int(p.by_group)}"
             return f"{p.offload} every={p.every} {flags} tile={p.tile} plain={p.plain} keep={','.join(p.keep)}"
     return ""
 

@@ -586,6 +586,38 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
+@pytest.mark.parametrize("offload", ["host", "disk"])
+@pytest.mark.parametrize("save", [True, False])
+def test_by_group_is_to_the_bit(offload, save, tmp_path, monkeypatch):
+    """by_group: no q, k, v, out or gradient of theirs is ever whole on the device; results are those of whole ones."""
+    import dataclasses
+
+    from hfpatch.checkpoint.session import Session
+
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
+    resolve, found, largest = Session._resolve, {}, []
+    forward, backward = heads_module.attention_forward, heads_module.attention_backward
+    monkeypatch.setattr(heads_module, "attention_forward", lambda q, *a, **k: largest.append(q) or forward(q, *a, **k))
+    monkeypatch.setattr(
+        heads_module, "attention_backward", lambda d, q, *a, **k: largest.append(q) or backward(d, q, *a, **k)
+    )
+    for by_group in (False, True):
+        largest.clear()
+        more = {"by_group": by_group, "stream_attention": save and by_group, "save_attention": save}
+        monkeypatch.setattr(Session, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more))
+        settings = hfpatch.Checkpointing(offload=str(tmp_path) if offload == "disk" else offload, tile=14)
+        hfpatch.apply(
+            model := tiny_llama(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4),
+            checkpointing=settings,
+        )
+        loss = model(tokens(2, 22), labels=tokens(2, 22)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found[by_group] = [p.grad for p in model.parameters()]
+        assert all((q.untyped_storage().nbytes() == q.numel() * q.element_size()) == by_group for q in largest)
+    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
+
+
 @pytest.mark.parametrize("tile", [14, 4096])
 @pytest.mark.parametrize("save_attention", [True, False])
 def test_several_groups(tile, save_attention, monkeypatch):

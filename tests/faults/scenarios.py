@@ -146,19 +146,21 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream),
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, park])
+# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group]])
 WAYS = {
     "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()), "one": (4096, True, False, 1, ()),
     "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()), "every 2": (16, False, False, 2, ()),
     "every 3": (4096, False, False, 3, ()), "keep": (16, True, False, 1, KEEPABLE), "keep one": (4096, True, False, 1, KEEPABLE),
     "keep streamed": (16, True, True, 1, ("gate_up", "mid")), "plain": (16, True, False, 1, ()),
     "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
+    "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (), False, True),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
-    tile, save, stream, every, keep, park = (*WAYS[way], False)[:6]
+    tile, save, stream, every, keep, park, by_group = (*WAYS[way], False, False)[:7]
+    by_group = by_group and tier != "gpu"
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
         offload=where, tile=tile, save_attention=save, every=every, keep=keep, plain=int(way == "plain")
@@ -172,7 +174,9 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
         mock.patch.object(
             Session,
             "_resolve",
-            lambda *a: dataclasses.replace(resolve(*a), stream_attention=stream and not a[4], park=park),
+            lambda *a: dataclasses.replace(
+                resolve(*a), stream_attention=stream and not a[4], park=park, by_group=by_group
+            ),
         )
     )
     return model

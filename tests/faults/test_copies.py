@@ -25,6 +25,7 @@ SHORT = [
     ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"), ("host", "keep one", "lengths"),
     ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"), ("host", "keep", "raise in mlp"),
     ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
+    ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 
@@ -47,7 +48,7 @@ KEEP = ("host", "keep", "step")
 # stream: the wait of a fetch for the copy to the host (settle is before it), that of a save for the last fetch from its block
 # (a ticket's end is before it), and the host's waits before blocks are let go (each waits as it is unpinned).
 REMOVALS = {
-    "Transfers.save: device.wait(device.mark(), self.to_host)": STEP,
+    "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
     "Kept._requests.<locals>.request: "

@@ -68,11 +68,12 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     assert step_flops(shape, policy, tokens=tokens, **sizes).total == pytest.approx(found.flops["total"], rel=1e-3)
 
 
-# The forward's, the tiles', the attention's and one tile's moment are the highest here, in this order.
+# The forward's, the tiles', the attention's and one tile's moment are the highest here, in this order; by group the forward's.
 @pytest.mark.parametrize("base, tokens, policy", [
     ("8bit", 32768, Policy("host", tile=4096, stream_attention=True)),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
     ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
+    ("4bit", 32768, Policy("host", tile=4096, save_attention=False, by_group=True)),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(base, tokens, policy):
     compare(base, tokens, policy, "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b")

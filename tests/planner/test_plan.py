@@ -146,6 +146,7 @@ def test_settings_reach_the_policy(tmp_path):
         "plain": 0,
         "keep": (),
         "park": False,
+        "by_group": False,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
