@@ -6,6 +6,7 @@ Names are looked up when they are used: one that is gone costs what needs it, ne
 
 import sys
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,45 @@ aten = _Aten()
 def has_kernel(name: str) -> bool:
     """Whether torch has the operator aten::name."""
     return hasattr(torch.ops.aten, name)
+
+
+def flex_operators() -> tuple | None:
+    """(forward, backward, BlockMask) of flex_attention, as operators that can be called apart; None where torch has them not."""
+    try:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        return torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward, BlockMask
+    except (ImportError, AttributeError):
+        return None
+
+
+def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
+    """A function of tensors without a gradient, compiled for tensors shaped like these. RuntimeError where names are gone.
+
+    torch.compile cannot be asked: it takes the backward of flex_attention from its own forward alone.
+    """
+    try:
+        from torch._dynamo import lookup_backend
+        from torch.fx.experimental.proxy_tensor import make_fx
+    except ImportError as error:
+        raise _gone(str(error), "use another version") from None
+    return lookup_backend(backend)(make_fx(function, tracing_mode="fake")(*args), args)
+
+
+def flash3():
+    """FlashAttention-3's functions under the names of the operators that they stand for, as torch would register them for the
+    whole process. RuntimeError, which is how a backend that cannot run says so, where its package is not installed."""
+    try:
+        from torch.nn.attention import _fa3
+
+        _fa3._fa3_import_module("flash_attn_interface")
+        forward = _fa3._fa3_scaled_dot_product_flash_attention_forward_impl_default
+        backward = _fa3._fa3_scaled_dot_product_flash_attention_backward_impl
+    except (ImportError, AttributeError) as error:
+        raise _gone(f"FlashAttention-3 ({error})", "install flash_attn_interface") from None
+    return SimpleNamespace(
+        _scaled_dot_product_flash_attention=forward, _scaled_dot_product_flash_attention_backward=backward
+    )
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What apply() did, in at most ten lines; `details` holds the rest."""
 
+import os
 from dataclasses import dataclass, field
 
 LINES = 10
@@ -7,7 +8,8 @@ LINES = 10
 
 @dataclass
 class Report:
-    """What `hfpatch.apply` did; print it to read it.
+    """What `hfpatch.apply` did; print it to read it, in ten lines at most. On ranks but 0 (RANK) the printed form is empty; the
+    fields are there.
 
     model: class name of the model.
     swaps: (option, class name of the modules, how many of them) for each option that took effect.
@@ -31,6 +33,8 @@ class Report:
         return sum(n for o, _, n in self.swaps if o == option)
 
     def __str__(self):
+        if os.environ.get("RANK", "0") != "0":
+            return ""
         lines = [f"hfpatch on {self.model}:"]
         for option in dict.fromkeys(o for o, _, _ in self.swaps):
             kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)

@@ -58,6 +58,7 @@ class Session:
 
     def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
         self.checkpointing, self.shape, self.n_layers = checkpointing, shape, n_layers
+        self.told: set[str] = set()
         self.policies: dict[tuple, Policy] = {}
         self.queues: dict[tuple, FetchQueue] = {}  # by (device, tier): each with transfers of its own
         self.shards: Shards | None = None
@@ -79,6 +80,12 @@ class Session:
         return Session, (self.checkpointing, self.shape, self.n_layers)
 
     # -- policy ------------------------------------------------------------------------------------------------------
+    def tell(self, line: str) -> None:
+        """The same line once."""
+        if line not in self.told:
+            self.told.add(line)
+            say(line)
+
     def policy(self, layer: nn.Module | None, x_BTD: Tensor, sequence=None) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 

@@ -41,7 +41,7 @@ class Support:
     @property
     def verdict(self) -> str:
         said = "agrees" if self.tiled else next(iter(self.reasons), "")
-        return f"{said}; whole on a GPU: {self.on_gpu}" if self.on_gpu else said
+        return f"{said}; planned whole on a GPU: {self.on_gpu}" if self.on_gpu else said
 
 
 def support_of(name: str, config: dict) -> Support:

@@ -15,7 +15,8 @@ class Answers:
     attention: names of the modules that called attention, in order; mixers: of those that mix tokens otherwise and run whole;
     block: it is norm, attention, norm, MLP as `block_pre` and `block_post` have it; dead_post, dead_pre: names of modules whose
     output values no gradient reads when `post`, or `pre`, is run again in backward; unread: those of dead_post that its output
-    does not depend on either; reason: why it is not tiled, or None.
+    does not depend on either; reason: why it is not tiled, or None; softcap: what
+    its attention caps scores at, or None.
     """
 
     attention: tuple[str, ...] = ()
@@ -25,6 +26,12 @@ class Answers:
     dead_pre: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     reason: str | None = None
+    softcap: float | None = None
+
+    @property
+    def mixing(self) -> tuple[str, ...]:
+        """The modules through which tokens meet."""
+        return self.attention + self.mixers
 
 
 def rope_of(attn: nn.Module):

@@ -30,6 +30,18 @@ class Stopped(BaseException):
     """Ends a layer's forward at its attention. Not an Exception: code that catches those must not swallow it."""
 
 
+class NotStopped(RuntimeError):
+    """A layer's forward came to its end where it was to be stopped; its message says why."""
+
+    def __init__(self, note: "Noting"):
+        came = len(note.calls) + len(note.mixed)
+        super().__init__(
+            "its forward catches what stops it at its attention (BaseException)"
+            if came >= note.n_calls
+            else f"its forward mixed tokens {came} times, not {note.n_calls}"
+        )
+
+
 class _Here(threading.local):
     role = None  # Noting or Answering
     batch: Batch | None = None  # what the mask function describes

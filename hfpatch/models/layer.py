@@ -3,6 +3,7 @@
 Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledLayer` is mixed over a layer's class.
 """
 
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,14 +24,16 @@ from hfpatch.compat import (
     pytree,
     under_zero3,
 )
+from hfpatch.memory.formula import tile_bounds
 from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
-from hfpatch.models.asking import Answering, Asked, Call, Noting, Stopped, asking, here, our_attention
+from hfpatch.models.asking import Answering, Asked, Call, Noting, NotStopped, Stopped, asking, here, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.keeping import keeping, known_sum, note
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
 from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
+from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -145,7 +148,7 @@ class Ask:
     @property
     def n_calls(self) -> int:
         """How many calls `pre` stops for: none where nothing in the layer mixes tokens."""
-        return len(self.answers.attention) + len(self.answers.mixers)
+        return len(self.answers.mixing)
 
     def _answered(self, role):
         names = self.answers.mixers
@@ -159,7 +162,7 @@ class Ask:
     def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, behind them each mixer's input [B, t, D].
 
-        dead: the values of Answers.dead_pre are not computed. RuntimeError where the layer does not reach its attention.
+        dead: the values of Answers.dead_pre are not computed. NotStopped where the layer does not end at its attention.
         """
         if not self.n_calls:
             return []
@@ -177,10 +180,7 @@ class Ask:
             except Stopped:
                 pass
             else:
-                raise RuntimeError(
-                    f"hfpatch: expected {type(self.layer).__name__} to mix tokens {note.n_calls} times, "
-                    f"{len(note.calls) + len(note.mixed)} came; use apply(model, checkpointing='off')."
-                )
+                raise NotStopped(note)
         self.asked = [c.call() for c in note.calls]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
@@ -326,13 +326,13 @@ class TiledLayer:
         if answers.reason:
             return answers.reason
         attentions = [self.get_submodule(name) for name in answers.attention]
-        for attn in (*attentions, *map(self.get_submodule, answers.mixers)):
+        for attn in map(self.get_submodule, answers.mixing):
             kind = getattr(attn, "_hfpatch_base", type(attn))
             if kind.__module__.partition(".")[0] != self._hfpatch_base.__module__.partition(".")[0]:
                 return f"a {kind.__module__}.{kind.__name__} in it"
             if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
                 return "attention dropout"
-        for name in {n for path in answers.attention + answers.mixers for n in _ancestors(path)}:
+        for name in {n for path in answers.mixing for n in _ancestors(path)}:
             if _has_hooks(self.get_submodule(name)):
                 return f"hooks on {name}"
         if mask is not None:
@@ -342,7 +342,7 @@ class TiledLayer:
                     return reason
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        pattern = mask.pattern() if isinstance(mask, Mask) else Pattern()
+        pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
         heads = [getattr(attn, "head_dim", 0) or 0 for attn in attentions]
         return supported(max(heads, default=0), dtype, x.device, pattern)
 
@@ -403,19 +403,29 @@ class TiledLayer:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
-        if cut and takes and self.why_not_tiled(x, kwargs.get("attention_mask")) is None:
+        reason = self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now"
+        if reason is None:
             policy = session.policy(self, x, batch.sequence)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)
+            records = tuple(key for key in collected_now() if key in _RECORDED_INSIDE)
+            if answers.mixing and not answers.block and nobody_differentiates(self, x):
+                with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
+                    return whole(x)
             arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
-            lists = collected_now()
-            records = tuple(key for key in lists if key in _RECORDED_INSIDE)
             ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache)
-            y, *extras = tiled_layer(session, policy, ask, x)
-            ask.hand_on(extras, lists)
+            try:
+                y, *extras = tiled_layer(session, policy, ask, x)
+            except NotStopped as error:  # a forward that goes other ways than when it was asked
+                self._hfpatch_answers = Answers(reason=str(error))
+                warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=3)
+                return self.forward(hidden_states, *args, **kwargs)
+            ask.hand_on(extras, collected_now())
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
             return whole(x)
+        if cut and takes and reason != answers.reason:  # which the report has
+            session.tell(f"{type(self).__name__}s run whole, their inputs offloaded: {reason}.")
         if cache is not None:
             if cache.get_seq_length():
                 return whole(x)

@@ -1,5 +1,6 @@
 """Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
-from hfpatch.models.asking import Asked, asking, our_attention
+from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.layer import Arguments, Ask
 from hfpatch.models.masks import Batch
@@ -21,11 +22,13 @@ class _Counting:
 
     def __init__(self, value: float = float("nan")):
         self.modules, self.independent, self.reasons, self.value = [], True, [], value
+        self.softcap = None
 
     def __call__(self, asked: Asked) -> Tensor:
         inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
         self.independent &= all(bool(torch.isfinite(x).all()) for x in inputs)
         self.modules.append(asked.module)
+        self.softcap = asked.softcap or self.softcap
         self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
         q, v = asked.q_BHTE, asked.v_BKTE
         return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
@@ -73,6 +76,8 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
     with torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else []):
         try:
             return _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+        except NotStopped as error:
+            return Answers(reason=str(error))
         except Exception as error:  # a family's own code
             return Answers(reason=f"asked, it raised {type(error).__name__}")
 
@@ -103,7 +108,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
         run(x_BTD)
     if not count.independent:
         return Answers(mixers=mixers, reason="what mixes its tokens takes one from the other")
-    return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers).answers()
+    found = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers).answers()
+    return replace(found, softcap=count.softcap)
 
 
 def _first_row(x, B: int):

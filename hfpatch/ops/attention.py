@@ -14,8 +14,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hfpatch.compat import aten, has_kernel
+from hfpatch.compat import aten, flash3, has_kernel
 from hfpatch.ops._attention_blocks import blocks_backward, blocks_forward
+from hfpatch.ops._attention_flex import flex_backward, flex_forward, why_no_flex
 from hfpatch.ops._attention_pattern import CAUSAL, HIDDEN_SCORE, Documents, Pattern
 
 
@@ -69,16 +70,16 @@ def _cpu_backward(dout, q, k, v, out, lse, state, scale):
     return dq, dk, dv
 
 
-def _flash_forward(q, k, v, scale):
-    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+def _flash_forward(q, k, v, scale, ops=aten):
+    out, lse, _, _, _, _, seed, offset, _ = ops._scaled_dot_product_flash_attention(
         q, k, v, 0.0, True, False, scale=scale
     )
     return out, lse, (seed, offset)
 
 
-def _flash_backward(dout, q, k, v, out, lse, state, scale):
+def _flash_backward(dout, q, k, v, out, lse, state, scale, ops=aten):
     T = q.shape[2]
-    return aten._scaled_dot_product_flash_attention_backward(
+    return ops._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, T, T, 0.0, True, *state, scale=scale
     )
 
@@ -118,10 +119,11 @@ def _efficient_backward(dout, q, k, v, out, lse, state, scale):
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
+    "fa3": (lambda *x: _flash_forward(*x, flash3()), lambda *x: _flash_backward(*x, flash3())),
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (_efficient_forward, _efficient_backward),
 }
-# cuDNN's and FA2's varlen entries differ in what they return; only FA2's is used for packed documents and windows.
+# The varlen entries differ in what they return; only FA2's is used for packed documents and windows.
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -162,18 +164,23 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
         return None
     if device.type != "cuda":
         return f"no direct attention kernels on {device.type}"
-    if pattern.softcap is not None:
-        return "no kernel here caps scores"
+    if _by_flex(pattern, head_dim):
+        what = "soft caps of scores" if pattern.softcap is not None else f"hidden keys at head_dim {head_dim}"
+        reason = why_no_flex(device, dtype, head_dim, pattern.softcap)
+        return reason and f"{what} need flex_attention, and {reason}"
     if dtype not in _HALF:
         what = (
             "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
         )
         return f"{what} need fp16 or bf16 on a GPU" if what else None
-    if pattern.hidden_BT is not None and head_dim > 248:  # they take a column of their own
-        return f"no kernel hides keys at head_dim {head_dim}"
     if head_dim % 8 or head_dim > 256:
         return f"head_dim {head_dim} is not a multiple of 8 up to 256"
     return None
+
+
+def _by_flex(pattern: Pattern, head_dim: int) -> bool:
+    """Whether no other kernel does it: it caps scores, or hides keys, for which others take a column, where there is no room."""
+    return pattern.softcap is not None or (pattern.hidden_BT is not None and head_dim > 248)
 
 
 @lru_cache(maxsize=64)
@@ -204,7 +211,7 @@ def choose_backend(
     )
     scale = head_dim**-0.5
     expected = None
-    for name in ("flash", "cudnn"):
+    for name in ("flash", "cudnn", "fa3"):
         forward, backward = BACKENDS[name]
         try:
             for trial in range(3):
@@ -252,12 +259,14 @@ def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: i
 
 def _chosen(q, pattern: Pattern, backend: str) -> str:
     """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where no kernel serves."""
-    if backend == "blocks" or pattern.softcap is not None:
-        return "blocks"
+    if backend in ("blocks", "flex"):
+        return backend
     if backend == "cpu":
-        return "blocks" if pattern.window is not None else backend
+        return "blocks" if pattern.window is not None or pattern.softcap is not None else backend
     if supported(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
+    if _by_flex(pattern, q.shape[3]):
+        return "flex"
     return backend if pattern.documents is None and pattern.window is None else "fa2"
 
 
@@ -316,6 +325,8 @@ def attention_forward(
     chosen = _chosen(q_BTHE, pattern, backend)
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
+    elif chosen == "flex":
+        out, lse, state = flex_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
         q, k, v = _widened(q_BTHE, k_BTKE, v_BTKE, scale, pattern.hidden_BT)
         if chosen == "fa2":
@@ -347,6 +358,8 @@ def attention_backward(
     chosen = _chosen(q, pattern, backend)
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
+    elif chosen == "flex":
+        grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
         wide_q, wide_k, wide_v = _widened(q, k, v, scale, pattern.hidden_BT)
         dout, wide_out = dout_BTHE, out

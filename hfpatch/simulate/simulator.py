@@ -167,6 +167,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
+        ops = sys.modules.get("hfpatch.ops.attention")
+        if ops is not None and cuda:  # a trial of it on fake tensors would say nothing
+            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: "a simulation has none"))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             held = (value for module in model.modules() for value in vars(module).values())

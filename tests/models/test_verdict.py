@@ -117,3 +117,10 @@ def test_above_its_limits_layers_run_whole_and_it_is_said(what, monkeypatch):
     assert "checkpointed whole" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
     tiny.assert_as_good(ours, stock, tiny.labelled())
     verdict._verdict.cache_clear()
+
+
+def test_a_report_prints_on_rank_0_alone(monkeypatch):
+    report = hfpatch.apply(tiny.llama())
+    assert len(str(report).splitlines()) <= 10 and report.count("rms_norm") == 5
+    monkeypatch.setenv("RANK", "1")
+    assert str(report) == ""

@@ -86,7 +86,7 @@ def small(name):
 @pytest.mark.parametrize(
     "name", ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")]
 )
-def test_an_image_and_text(name):
+def test_an_image_and_text(name, capsys):
     stock, batch = small(name)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
@@ -103,3 +103,5 @@ def test_an_image_and_text(name):
     assert_close(grads, wanted)
     assert any("vis" in n for n in grads), "the image's tower learns too"
     assert (max(found) <= 16) == MODELS[name][3]
+    said = "run whole, their inputs offloaded: a mask that is neither causal, a window nor chunks."
+    assert capsys.readouterr().err.count(said) == (not MODELS[name][3])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hfpatch import compat
+from hfpatch.ops import _attention_flex as flex
 from hfpatch.ops import attention as A
 from tests.numerics import assert_close
 
@@ -69,7 +71,7 @@ def _hidden():
 @pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents", "documents hidden_BT",
                                    "documents window hidden_BT softcap"])  # fmt: skip
 @pytest.mark.parametrize("sinks", [False, True])
-def test_patterns(names, dtype, E_v, sinks, monkeypatch):
+def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     monkeypatch.setattr("hfpatch.ops._attention_blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
     q, k, v, dout = inputs(2, 45, 4, 2, 16, dtype)
     v, dout = (torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout))
@@ -85,13 +87,94 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch):
         # What reaches the sink's gradient is the attention output as it is kept, in the working dtype.
         products = (dout.float() * plain[0].float()).sum(-1).transpose(1, 2)
         plain = (*plain[:-1], -(torch.exp(sink.float()[:, None] - plain[1]) * products).sum((0, 2)).to(dtype))
-    asked = {"scale": 0.25, "pattern": A.Pattern(documents, **pattern), "sinks_H": sink, "backend": "cpu"}
+    asked = {"scale": 0.25, "pattern": A.Pattern(documents, **pattern), "sinks_H": sink, "backend": backend}
     out, lse, state = A.attention_forward(q, k, v, **asked)
     grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
     assert [g.dtype for g in grads] == [dtype] * len(grads)
     lse = A._per_head(lse, 2, 45)
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact):
         check(got, p, e, name, dtype, 45)
+
+
+@pytest.mark.parametrize("E_v", [16, 8])
+@pytest.mark.parametrize("names", ["softcap", "hidden_BT", "documents window hidden_BT softcap"])
+def test_flex_attention_in_torchs_plain_code(names, E_v, monkeypatch):
+    """What a GPU compiles: its masks by blocks of 16, its score function and its backward from out and lse, with sinks."""
+    monkeypatch.setattr(flex, "SIZE", 16)
+    test_patterns(names, torch.float64, E_v, True, monkeypatch, "flex")
+
+
+def test_blocks_of_a_flex_mask():
+    """No block that is seen is left out, and those said to be seen whole are; nothing of [T, T] is made."""
+    documents = A.Documents((0, 130, 512, 700, 1024), torch.tensor((0, 130, 512, 700, 1024), dtype=torch.int32))
+    hidden = torch.zeros(2, 512, dtype=torch.bool)
+    hidden[1, 300] = True
+    for pattern in (A.CAUSAL, A.Pattern(window=200), A.Pattern(documents, hidden_BT=hidden), A.Pattern(documents, 100)):
+        allowed = pattern.allowed(range(512), range(512), 2, 512, "cpu").expand(2, 1, -1, -1)
+        blocks = allowed.unflatten(3, (4, 128)).unflatten(2, (4, 128)).transpose(3, 4)
+        some, whole = flex._blocks_of(
+            flex._first_seen(pattern, 2, 512, "cpu"), hidden & (pattern.hidden_BT is not None)
+        )
+        assert torch.equal(some | whole, blocks.flatten(4).any(4)), pattern
+        assert not (whole & ~blocks.flatten(4).all(4)).any() and not (some & whole).any()
+        assert whole.any() == (pattern.window is None)
+
+
+def test_flex_attention_compiled(monkeypatch):
+    """As a GPU runs it, but for the compiler's last step: traced for a length rounded up, the backward by itself."""
+    q, k, v, dout = inputs(1, 45, 4, 2, 16, torch.float64)
+    pattern, kinds = A.Pattern(window=9, softcap=2.0), []
+    wanted = [*flex.flex_forward(q, k, v, pattern, 0.25)]
+    wanted += flex.flex_backward(dout, q, k, v, *wanted, pattern, 0.25)
+
+    def compiled(function, args):
+        kinds.append([x.shape[2] for x in args[:3]])
+        return compat.compiled_for(function, args, "aot_eager")
+
+    monkeypatch.setattr(flex, "compiled_for", compiled)
+    monkeypatch.setattr(flex, "COMPILED", ("cpu",))
+    for _ in range(2):
+        got = [*flex.flex_forward(q, k, v, pattern, 0.25)]
+        got += flex.flex_backward(dout, q, k, v, *got, pattern, 0.25)
+        for a, b in zip(got[:2] + got[3:], wanted[:2] + wanted[3:]):
+            assert (a - b).abs().max() <= 45 * 2.0**-52 * b.abs().max()
+    assert kinds == [[128] * 3] * 2  # once a direction
+    assert flex.why_no_flex(q.device, torch.float64, 16, 3.0) is None
+    real = flex._score
+    monkeypatch.setattr(flex, "_score", lambda softcap: real(None))
+    assert "other numbers" in flex.why_no_flex(q.device, torch.float64, 16, 4.0)
+
+
+def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
+    """Its functions under the names of the operators; without its package the backend says that it cannot run."""
+    q, k, v, dout = inputs(1, 37, 4, 2, 16, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="FlashAttention-3"):
+        A.attention_forward(q, k, v, scale=0.25, backend="fa3")
+    called = []
+
+    def forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        called.append((q.shape, dropout_p, is_causal, scale))
+        out, lse, state = A._cpu_forward(q, k, v, scale)
+        return out, lse, None, None, 0, 0, None, None, None
+
+    def backward(
+        dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+    ):
+        called.append((cum_q, cum_k, max_q, max_k, dropout_p, is_causal, scale))
+        return A._cpu_backward(dout, q, k, v, out, lse, (), scale)
+
+    from torch.nn.attention import _fa3
+
+    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda path: called.append(path))
+    monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_forward_impl_default", forward)
+    monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_backward_impl", backward)
+    results = []
+    for backend in ("fa3", "cpu"):
+        monkeypatch.setattr(A, "supported", lambda *_: None)
+        out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
+        results.append((out, *A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, backend=backend)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert called[1::2] == [((1, 4, 37, 16), 0.0, True, 0.25), (None, None, 37, 37, 0.0, True, 0.25)]
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
@@ -166,7 +249,9 @@ def test_backend_of_each_device():
     assert "head_dim" in A.supported(260, torch.bfloat16, torch.device("cuda"))
     assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
-    assert "caps" in A.supported(128, torch.bfloat16, torch.device("cuda"), A.Pattern(softcap=30.0))
+    for pattern in (A.Pattern(softcap=30.0), A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool))):
+        reason = A.supported(256, torch.bfloat16, torch.device("cuda"), pattern)
+        assert "need flex_attention, and it raises" in reason  # there is no such device here
 
 
 @pytest.mark.parametrize("window", [16, 192])

@@ -239,11 +239,11 @@ def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
 
 
 def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
-    """No kernel caps scores there: nothing promises Gemma 2 the memory of tiles, and the simulator runs what a GPU would."""
+    """What caps scores was never run there: nothing promises Gemma 2 the memory of tiles, the simulator runs whole layers."""
     arguments = ["plan", "--model", "google/gemma-2-9b", "--seq-len", "131072", "--placement", "gpu8bit"]
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    assert "no GPU kernel caps attention scores" in said and "--simulate" in said
+    assert "soft caps need flex_attention" in said and "--simulate" in said
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
     arguments[2] = str(tmp_path)
