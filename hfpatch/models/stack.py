@@ -164,7 +164,12 @@ class OurAttention:
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
         known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
-        if mask is not None and rows_mask is None or attention_of(config) not in known:
+        own = mask is not None and rows_mask is None
+        if own and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
+            self._hfpatch_session.tell(
+                f"the layers of {type(self).__name__} run whole, their inputs offloaded: a mask that is made outside of it."
+            )
+        if own or attention_of(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 
