@@ -70,16 +70,16 @@ def _cpu_backward(dout, q, k, v, out, lse, state, scale):
     return dq, dk, dv
 
 
-def _flash_forward(q, k, v, scale, ops=aten):
-    out, lse, _, _, _, _, seed, offset, _ = ops._scaled_dot_product_flash_attention(
+def _flash_forward(q, k, v, scale, aten=aten):
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, True, False, scale=scale
     )
     return out, lse, (seed, offset)
 
 
-def _flash_backward(dout, q, k, v, out, lse, state, scale, ops=aten):
+def _flash_backward(dout, q, k, v, out, lse, state, scale, aten=aten):
     T = q.shape[2]
-    return ops._scaled_dot_product_flash_attention_backward(
+    return aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, T, T, 0.0, True, *state, scale=scale
     )
 
