@@ -73,11 +73,22 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def below_autograd():
-    """(context, keys) with which an op's autograd registration calls its implementation; None where torch has no such thing."""
+    """(context, keys, backends) with which an op's autograd registration calls its implementation, directly where a backend's
+    key is the first that is left (no mode, no subclass looks on); None where torch has no such thing."""
     try:
-        return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
+        key = torch._C.DispatchKey
+        return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, (key.CPU, key.CUDA)
     except AttributeError:
         return None
+
+
+def backward_from(outputs: tuple, grads: tuple) -> None:
+    """torch.autograd.backward with a gradient for each output, without its checks, which take longer than a small graph."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        torch.autograd.backward(outputs, grads)
+    else:
+        engine.run_backward(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Aten:

@@ -108,6 +108,10 @@ def test_autograd_names(monkeypatch):
     assert not is_private(x, held, held)  # copied, never overwritten
     monkeypatch.delattr(torch._C, "_AutoDispatchBelowAutograd")
     assert compat.below_autograd() is None
+    monkeypatch.setattr(torch.autograd, "Variable", object())
+    w = torch.ones(2, requires_grad=True)
+    compat.backward_from((w * 3, w * 2), (x, x))
+    assert torch.equal(w.grad, 5 * x)
     monkeypatch.delattr(torch, "_assert_async")
     compat.assert_async(torch.tensor(False), "not said then")
     monkeypatch.delattr(torch, "_int_mm")

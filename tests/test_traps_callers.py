@@ -159,7 +159,7 @@ def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
     stock = tiny.llama()
     ours = tiny.patched(stock).eval()
     assert ours(**tiny.labelled()).logits is not None, "small ones are given"
-    size = 2 * tiny.TOKENS * tiny.VOCAB * 4
+    size = 2 * tiny.TOKENS * tiny.VOCAB * loss_module.BYTES_OF_A_LOGIT
     for limit, given in ((size, True), (size - 1, False)):
         monkeypatch.setattr(loss_module, "EVAL_LOGITS_BYTES", limit)
         assert (ours(**tiny.labelled()).logits is not None) == given

@@ -133,12 +133,13 @@ class Kept:
     def tiles(self, names: tuple[str, ...]):
         """Yields (index, x tile or None, out tiles, what is kept inside) of one pass; a tile's memory is re-used once the
         next is asked for."""
-        for index, (a, b) in enumerate(self.bounds):
-            start, end = self.kept_bounds[index]
-            resident = [o.tensor()[:, a:b] for o in self.outs if o.resident] if "out" in names else []
-            inside = [name for name in names if name in self.keep_inside]
+        outs = [o.tensor() for o in self.outs if o.resident] if "out" in names else []
+        inside = [name for name in names if name in self.keep_inside]
+        whole = self.x.tensor() if self.x.resident and "x" in names else None
+        for index, ((a, b), (start, end)) in enumerate(zip(self.bounds, self.kept_bounds)):
+            resident = [o[:, a:b] for o in outs]
             if self.x.resident:
-                x = self._whole(self.x.tensor()[:, start:end], b - a) if "x" in names else None
+                x = None if whole is None else self._whole(whole[:, start:end], b - a)
                 yield index, x, resident, {name: [s.tensor() for s in self.inside[index][name]] for name in inside}
                 continue
             ticket = self.queue.next()

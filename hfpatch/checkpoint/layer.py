@@ -16,7 +16,7 @@ short, what has heads lies in the tier instead, and B to D see a group of it or 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -29,9 +29,10 @@ from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
-from hfpatch.compat import keeps_graph
+from hfpatch.compat import backward_from, keeps_graph
 from hfpatch.memory.formula import Policy, tile_bounds
 
+NOTHING = nullcontext()
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 
 
@@ -73,12 +74,12 @@ class LayerCall(Kept):
         enabled, dtype, cache = self.autocast
         return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    @contextmanager
     def _random(self, phase: str, index: int):
         """Records the generators' state before a tile in forward; brings it back when the tile is run again."""
-        if not self.random:
-            yield
-            return
+        return self._replayed(phase, index) if self.random else NOTHING
+
+    @contextmanager
+    def _replayed(self, phase: str, index: int):
         device = self.device
         states = self.rng.get((phase, index))
         if states is None:
@@ -402,7 +403,7 @@ def _walk(outputs, grads) -> None:
     """Backward from those outputs that have a gradient and want one."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
     if pairs:
-        torch.autograd.backward(*zip(*pairs))
+        backward_from(*zip(*pairs))
 
 
 class _TiledLayer(torch.autograd.Function):

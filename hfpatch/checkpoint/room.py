@@ -73,6 +73,12 @@ class Room:
         now = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
         self.step = None if planned is None else now
 
+    def also(self, planned: int | None) -> None:
+        """Other layers of the step, of another kind, were planned to take `planned` bytes with the rest."""
+        if self.step is not None and planned is not None:
+            allocated, peak, before, coming = self.step
+            self.step = allocated, peak, max(before, planned), coming
+
     def measure(self) -> None:
         """A step's backward has ended: was it as planned?"""
         if self.step is None:

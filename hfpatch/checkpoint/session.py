@@ -23,6 +23,7 @@ from hfpatch.memory.formula import ModelShape, Policy, tile_bounds
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
 from hfpatch.memory.sequence import rounds_of
+from hfpatch.memory.shape import KEEPABLE
 from hfpatch.ops.attention import deterministic_scratch, heads_per_group
 
 
@@ -35,6 +36,11 @@ def _rounded(tokens: int) -> int:
 def metered(device: torch.device) -> bool:
     """Whether the device's free memory is known, and no other than what checkpoints may be kept in."""
     return device.type == "cuda"
+
+
+def _casts(device: torch.device) -> bool:
+    """Whether autocast is on for it."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def arrival_counts() -> bool:
@@ -71,6 +77,7 @@ class Session:
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
+        self._last_index = 0  # of the layer that asked for a policy
         self.last_held = None  # checkpoint/whole.py: the input saved before, and what its layer gave
 
     def __deepcopy__(self, memo):
@@ -86,11 +93,14 @@ class Session:
             self.told.add(line)
             say(line)
 
-    def policy(self, layer: nn.Module | None, x_BTD: Tensor, sequence=None) -> Policy:
+    def policy(
+        self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False, able=lambda: KEEPABLE
+    ) -> Policy:
         """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
 
-        layer: None for one that cannot be tiled; sequence: the ranks that share its rows (checkpoint.exchange.Sequence), which
-        all choose alike. Raises ValueError where the host cannot hold what was asked for.
+        whole: the layer cannot be tiled; sequence: the ranks that share its rows (checkpoint.exchange.Sequence), which all choose
+        alike; able: a function giving those of KEEPABLE that it can keep. Raises ValueError where the host cannot hold what was
+        asked for.
         """
         self.sequence = sequence
         for queue in self.queues.values():
@@ -98,27 +108,28 @@ class Session:
         B, T, _ = x_BTD.shape
         device, training = x_BTD.device, torch.is_grad_enabled()
         room = self._room(device)
-        first = room is not None and training and getattr(layer, "_hfpatch_index", None) == 0
+        first = room is not None and training and layer._hfpatch_index <= self._last_index
+        self._last_index = layer._hfpatch_index
         if first:
             self._look_back(room)
-        whole = layer is None or self.shape is None
+        whole = whole or self.shape is None
         # Lengths that are close have one policy: it is chosen for the longest of them.
         longest = T if room is None else _rounded(T)
-        key = (B, longest, x_BTD.dtype, device, whole, sequence)
+        key = (B, longest, x_BTD.dtype, device, whole, sequence, _casts(device))
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
             return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
         if policy is None:
             self.shape = as_trained(self.shape, layer)
-            policy = self._chosen(layer, x_BTD, longest, whole)
+            policy = self._chosen(layer, x_BTD, longest, whole, able())
         opened = (*key, T)
         if training and (opened not in self.opened or (device, policy.offload) not in self.queues):
             self._open(policy, whole, B, T, x_BTD)
             self.opened.add(opened)
         self.policies[key] = policy  # last: what failed before is tried again
-        if first:
-            room.begin(self.planned.get((policy, B, longest)))
+        if room is not None and training:
+            (room.begin if first else room.also)(self.planned.get((policy, B, longest)))
         return policy
 
     def _room(self, device: torch.device) -> Room | None:
@@ -147,10 +158,10 @@ class Session:
         """Whether this is one of the last layers, which keep everything."""
         return layer._hfpatch_index >= self.n_layers - policy.plain
 
-    def _chosen(self, layer: nn.Module | None, x_BTD: Tensor, T: int, whole: bool) -> Policy:
+    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple) -> Policy:
         B, device = x_BTD.shape[0], x_BTD.device
         group = None if whole else tensor_parallel_group(layer)
-        policy = self._resolve(B, T, x_BTD, whole, layer is not None and is_sharded(layer), group)
+        policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
@@ -164,7 +175,7 @@ class Session:
             self.shards = Shards(group)
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, sharded: bool, group=None) -> Policy:
+    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group=None) -> Policy:
         """group: ranks that run each layer between them, and so must choose alike."""
         settings = self.checkpointing
         if sharded and settings.every == "auto":
@@ -201,6 +212,7 @@ class Session:
         option = decide(
             settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
             n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpu=room and room.gpu,
+            able=able,
         )  # fmt: skip
         self.planned[option.policy, B, T] = option.device
         if room is not None:
@@ -249,9 +261,8 @@ class Session:
         transfers = self.queues[key].transfers
         if policy.offload != "host" or self.shape is None:
             return
-        kind, itemsize = x.device.type, x.element_size()
-        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        computed = torch.get_autocast_dtype(kind).itemsize if cast else itemsize
+        itemsize = x.element_size()
+        computed = torch.get_autocast_dtype(x.device.type).itemsize if _casts(x.device) else itemsize
         sizes = self._block_sizes(policy, whole, B, T, itemsize, computed)
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:

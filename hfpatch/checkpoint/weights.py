@@ -8,6 +8,8 @@ where one was written to since, that is said. Engines that gather weights around
 there the tensors of the moment are the same weights.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -114,16 +116,15 @@ class WeightGradients:
         stand_in.__dict__.update(vars(original))
         setattr(stand_in, STANDS_FOR, original)
         stand_in.requires_grad_(True)
-        stand_in.register_post_accumulate_grad_hook(lambda t: self._take(index, t))
+        stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
         return stand_in
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        if self.sums[index] is None:
-            self.sums[index] = grad.to(wide) if self.several else grad
-        else:
+        if self.sums[index] is not None:
             self.sums[index].add_(grad)
+        else:
+            self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if self.several else grad
 
     def round(self) -> None:
         """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by one."""

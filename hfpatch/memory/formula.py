@@ -313,7 +313,7 @@ def _tiled(z: _Sizes, policy: Policy):
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         # What is kept is not made again: gate and up, the projection's output, and the normed input that q, k, v come from.
         known = 2 * inner if "gate_up" in policy.keep else 0
-        spared = tile_D * ("mid" in policy.keep)
+        spared = tile_D * (("mid" in policy.keep) + shape.last_unread(index))
         if single:
             if sparse:  # the attention outputs of the layer to come are on their way already
                 mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]

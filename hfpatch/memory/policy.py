@@ -171,8 +171,8 @@ def reserve(nbytes: int) -> int:
 class Search:
     """The policies that settings allow for one batch shape, each priced once."""
 
-    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None):
-        self.settings, self.shape, self.gpu = settings, shape, gpu or GPUS[NOMINAL]
+    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, able: tuple = KEEPABLE):
+        self.settings, self.shape, self.gpu, self.able = settings, shape, gpu or GPUS[NOMINAL], able
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
         self.price, self.memory = cache(self.price), cache(self.memory)
 
@@ -215,7 +215,7 @@ class Search:
     def keeps(self) -> list:
         if self.settings.keep != "auto":
             return [tuple(self.settings.keep)]
-        names = self.shape.keepable
+        names = [name for name in self.shape.keepable if name in self.able]
         return list(chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)))
 
     def plains(self) -> range:
@@ -343,13 +343,14 @@ def decide(
     host_free: int | None = None,
     n_ranks: int = 1,
     gpu: Gpu | None = None,
+    able: tuple = KEEPABLE,
 ) -> Option:
     """Resolves every "auto" for one batch shape.
 
     gpu_free: bytes left for the step on the device, gradients, optimizer states and what the step itself needs taken off
     (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. gpu: whose rates
-    decide. Raises ValueError when the host cannot hold what was asked for, naming what would, and for tensors to keep that
-    this model's layers cannot.
+    decide; able: what the layers can keep as they are now (adapters, autocast, parts that are not fused). Raises ValueError
+    when the host cannot hold what was asked for, naming what would, and for tensors to keep that this model's layers cannot.
     """
     asked = () if checkpointing.keep == "auto" else checkpointing.keep
     unknown = [n for n in asked if n not in shape.keepable]
@@ -358,7 +359,7 @@ def decide(
             f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's keep "
             '"auto".'
         )
-    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu}
+    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu, "able": able}
     host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
     budget = Budget(gpu_free, host, PINNED_MOST if checkpointing.keep == "auto" else None)
     search = Search(checkpointing, shape, **sizes)

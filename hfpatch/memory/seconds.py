@@ -18,7 +18,7 @@ from hfpatch.memory.formula import (
     loss_chunk_rows,
     tiles,
 )
-from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, Gpu
+from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.memory.sequence import sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
@@ -69,17 +69,32 @@ class StepTime:
         return sum(vars(self).values())
 
 
-def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Elements that one token of a layer moves beside its matmuls: (forward, backward, run again)."""
-    D, heads = shape.hidden_size, shape.q_size + shape.kv_size
+def _turned(shape: ModelShape) -> int:
+    """Elements of q and k that a token moves to have them rotated, and normed where they are."""
+    return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
+
+
+def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """Elements that one token of a layer moves beside its matmuls: (forward, backward)."""
+    D, turned = shape.hidden_size, _turned(shape)
     sparse = shape.is_sparse(layer)
     gathered = shape.experts_per_token * D if sparse else 0
     inner = shape.experts_per_token * shape.expert_size + shape.shared_size if sparse else shape.intermediate_size
-    turned = 2 * heads + (2 * heads if shape.qk_norm else 0)
     # A norm reads and writes, a residual reads two and writes one; an activation reads gate and up and writes one.
     forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + 6 * gathered
     backward = 4 * shape.norms * D + 4 * D + turned + 5 * inner + 8 * gathered
-    return forward, backward, forward - 3 * D
+    return forward, backward
+
+
+def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool = False) -> int:
+    """The same of what a layer's backward runs again. What is kept is not made once more; over several tiles the norm before
+    attention runs for q, k and v and for their gradients."""
+    D, turned = shape.hidden_size, _turned(shape)
+    dead = turned if not shape.qk_norm else 0  # a rotation that nobody reads moves nothing
+    again = layer_passes(shape, layer)[0] - 3 * D * (shape.last_unread(layer) + ("mid" in keep))
+    if "qkv" in keep:
+        return again - dead
+    return again + (2 * D + turned - dead) * several
 
 
 def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[float, float]:
@@ -87,7 +102,8 @@ def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[f
     n = shape.num_layers
     tiled = n - min(policy.plain, n) if isinstance(policy, Policy) else n if policy == STOCK_CHECKPOINTING else 0
     fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
-    back += shape.over(lambda i: layer_passes(shape, i)[2], 0, tiled)
+    keep = policy.keep if isinstance(policy, Policy) else ()
+    back += shape.over(lambda i: passes_again(shape, i, keep, several), 0, tiled)
     if several:
         # q, k, v into whole buffers, their gradients out of them; dx, dout and y tile by tile.
         whole = shape.q_size + shape.kv_size + shape.v_size
@@ -113,7 +129,11 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     outputs = memory.host - inputs - kept - one - passing
     # x comes back for each phase that reads it; the sum after attention serves in its place.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
-    back = passes * inputs + kept + (2 if policy.stream_attention else 1) * outputs
+    back = passes * inputs + kept + outputs
+    if policy.stream_attention and not single:  # once for the tiles, once for the groups of heads; their lse once
+        back += outputs - 4 * n * batch * tokens * shape.num_heads
+    if policy.every > 1:  # and once for the segment's layers to run again, where it has more than one
+        back += (n // policy.every + (n % policy.every > 1)) * rows * shape.hidden_size
     out, home = memory.host - one - passing, back + 2 * n * one
     return (
         (out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)) if policy.by_group else (out, home)
@@ -137,6 +157,25 @@ def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
     own = memory.gradients if stays.gradients is None else stays.gradients
     return (4 * own + 2 * (stays.parameters + stays.optimizer)) / gpu.bandwidth
+
+
+# Triton compiles 1,518 forms of the kernels in about 240 s of a core (profiles/kernels); a step meets about a dozen.
+COMPILE_SECONDS = 12 * 240 / 1518
+# ops/attention.py: two backends, three forwards and backwards each, over as many tokens at most.
+TRIALS, TRIAL_TOKENS = 6, 16384
+
+
+def first_step(gpu: Gpu, memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int) -> dict[str, float]:
+    """Seconds that the first step takes beside a step's own: host memory pinned, kernels compiled (kept on disk from then on),
+    attention's backends tried."""
+    pinned = memory.host if isinstance(policy, Policy) and policy.offload == "host" else 0
+    found = {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": 0.0, "attention_choice": 0.0}
+    if policy in (STOCK, STOCK_CHECKPOINTING):
+        return found
+    tried, heads = min(tokens * shape.ranks, TRIAL_TOKENS), shape.num_heads // head_groups(batch, tokens, shape)
+    once = heads * tried**2 * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    trial = once / gpu.attention_forward + 2.5 * once / gpu.attention_backward
+    return found | {"compiling": COMPILE_SECONDS, "attention_choice": TRIALS * trial}
 
 
 def step_time(

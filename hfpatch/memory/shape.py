@@ -220,12 +220,24 @@ class ModelShape:
         """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/layer.py), gate and up
         of a dense gated MLP."""
         # What an adapter adds to is computed again, whatever is kept of it.
-        adapted = lambda *names: self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets})  # noqa: E731
-        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
-        has = {"qkv": True, "mid": self.block and not other and not adapted("o_proj")}
-        gates = adapted("gate_proj", "up_proj", "gate_up_proj")
+        has = {"qkv": True, "mid": self.is_common and not self.adapted("o_proj")}
+        gates = self.adapted("gate_proj", "up_proj", "gate_up_proj")
         has["gate_up"] = self.gated and not self.experts and not gates
         return tuple(name for name in KEEPABLE if has[name])
+
+    def adapted(self, *names: str) -> bool:
+        """Whether one of these Linear layers has an adapter."""
+        return bool(self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets}))
+
+    @property
+    def is_common(self) -> bool:
+        """Whether a layer is the common block (models/block.py)."""
+        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
+        return self.block and not other
+
+    def last_unread(self, layer: int) -> bool:
+        """Whether a layer's last sum, whose value nobody reads when it runs again, is then not made."""
+        return self.is_common and not self.is_sparse(layer) and not self.adapted("down_proj")
 
     # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
     @property

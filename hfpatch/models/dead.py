@@ -37,10 +37,9 @@ class _Valueless(torch.autograd.Function):
         return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 
-def _valueless_forward(module: nn.Linear, value: float, input: Tensor) -> Tensor:
-    """Stands for `module.forward` while its values are not wanted."""
-    weight = dense_of(module) or module.weight
-    return _Valueless.apply(input, weight, module.bias, value, module.out_features)
+def _valueless_forward(module: nn.Linear, dense, value: float, input: Tensor) -> Tensor:
+    """Stands for `module.forward` while its values are not wanted. dense: as quantised.dense_of has it."""
+    return _Valueless.apply(input, dense or module.weight, module.bias, value, module.out_features)
 
 
 class DeadRotation(torch.autograd.Function):
@@ -81,7 +80,7 @@ def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> li
     if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
         return []
     modules = (m for name in dict.fromkeys(names) if can_go_without(m := base_of(layer.get_submodule(name))))
-    return [(vars(m), partial(_valueless_forward, m, value)) for m in modules]
+    return [(vars(m), partial(_valueless_forward, m, dense_of(m), value)) for m in modules]
 
 
 @contextmanager

@@ -19,10 +19,10 @@ _here = _Here()
 
 
 @contextmanager
-def keeping(noted: dict | None, known: dict | None):
+def keeping(noted: dict, known: dict):
     """Within, values are written down under the names that `noted` has, and those in `known` are given back."""
     before = _here.noted, _here.known
-    _here.noted, _here.known = noted or {}, known or {}
+    _here.noted, _here.known = noted, known
     try:
         yield
     finally:
@@ -45,6 +45,11 @@ def known_sum(name: str, *parts: Tensor) -> Tensor | None:
     """The sum of the parts where it is known, else None."""
     value = _here.known.get(name)
     return None if value is None else _InPlaceOf.apply(value[0], *parts)
+
+
+def unread_sum(*parts: Tensor) -> Tensor:
+    """What stands for the sum of the parts where nobody reads its value: nothing is moved."""
+    return _InPlaceOf.apply(parts[0], *parts)
 
 
 def note(name: str, *values: Tensor) -> None:

@@ -4,7 +4,7 @@ Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledL
 """
 
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from hfpatch.checkpoint.layer import tiled_layer
+from hfpatch.checkpoint.layer import NOTHING, tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
     attention_of,
@@ -25,14 +25,16 @@ from hfpatch.compat import (
     under_zero3,
 )
 from hfpatch.memory.formula import tile_bounds
-from hfpatch.models.answers import OTHER_MIXER, Answers, rope_of
+from hfpatch.memory.shape import KEEPABLE
+from hfpatch.models.answers import OTHER_MIXER, Answers
 from hfpatch.models.asking import Answering, Asked, Call, Noting, NotStopped, Stopped, asking, here, our_attention
+from hfpatch.models.block import Block
 from hfpatch.models.dead import can_go_without, idle, without_values
-from hfpatch.models.keeping import keeping, known_sum, note
+from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
-from hfpatch.models.parts import FusedAttention, FusedJointMLP, FusedMLP, FusedRMSNorm, rotation
+from hfpatch.models.parts import FusedJointMLP, FusedMLP
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.ops.attention import Pattern, supported
 
@@ -142,8 +144,11 @@ class Ask:
     beside: tuple | None = None
     cache: Cache | None = None  # an empty one, which takes the keys and values of all tokens at once
     records: tuple[str, ...] = ()
+    collected: bool = True  # whether transformers collects anything in the forward under way
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
+    # Looked up once a call: a layer has many tiles.
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
+    parts: Block | None = None
 
     @property
     def n_calls(self) -> int:
@@ -152,7 +157,7 @@ class Ask:
 
     def _answered(self, role):
         names = self.answers.mixers
-        return standing_in(self.layer, names, role.mixer) if names else nullcontext()
+        return standing_in(self.layer, names, role.mixer) if names else NOTHING
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -170,9 +175,9 @@ class Ask:
             self.arguments.wanted()
         )  # an argument's gradient may read any value, and goes to the tile's stand-in for it
         dead = dead and not wanted
-        with without_values(self._idle(self.answers.dead_pre, x_BtD.device.type) if dead else ()):
+        with self._without(self.answers.dead_pre if dead else (), x_BtD):
             if self.answers.block and not wanted:
-                return self._block_pre(x_BtD, a, b)
+                return self._block().pre(x_BtD, a, b)
             note = Noting(self.n_calls)
             try:
                 with asking(note), self._answered(note):
@@ -190,29 +195,16 @@ class Ask:
             parts += [x for _, x in mixed]
         return parts
 
-    def _idle(self, names: tuple[str, ...], device: str) -> list:
-        """Looked up once a call: a layer has many tiles."""
+    def _without(self, names: tuple[str, ...], x: Tensor):
+        """A context in which the named modules compute no values, as far as they can go without."""
         if names not in self.found_idle:
-            self.found_idle[names] = idle(self.layer, names, device)
-        return self.found_idle[names]
+            self.found_idle[names] = idle(self.layer, names, x.device.type)
+        found = self.found_idle[names]
+        return without_values(found) if found else NOTHING
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
-        if self.answers.mixers:
-            return ()
-        if torch.is_autocast_enabled(device):
-            return tuple(n for n in names if n == "qkv")
-        sources = self._sources()
-        able = lambda n: n in sources and all(can_go_without(self.layer.get_submodule(m)) for m in sources[n])  # noqa: E731
-        return tuple(n for n in names if n == "qkv" or able(n))
-
-    def _sources(self) -> dict[str, tuple[str, ...]]:
-        """The modules whose values nobody reads where a kept value is known."""
-        sources = {"mid": ("self_attn.o_proj",)} if self.answers.block else {}
-        mlp = getattr(self.layer, "mlp", None)
-        if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp):
-            sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
-        return sources
+        return _able(self.layer, self.answers, names, device)
 
     def store(self, parts: list[Tensor]) -> None:
         """Keys and values of the whole rows, as `pre` gave them, into the cache, where there is one."""
@@ -232,12 +224,13 @@ class Ask:
         found = {key: [] for key in self.records}
         names = self.answers.dead_post if dead and not self.arguments.wanted() else self.answers.unread
         if known:
-            sources = self._sources()
+            sources = _sources(self.layer, self.answers)
             names = (*names, *(module for name in known for module in sources[name]))
-        nobody_reads = self._idle(names, x_BtD.device.type) if names else ()
-        with without_values(nobody_reads), collecting(found), keeping(noted, known):
+        collects = collecting(found) if self.collected else NOTHING
+        keeps = keeping(noted or {}, known or {}) if noted or known else NOTHING
+        with self._without(names, x_BtD), collects, keeps:
             if self.answers.block:
-                y = self._block_post(x_BtD, outs_BtHE[0])
+                y = self._block().post(x_BtD, outs_BtHE[0])
             else:
                 n = len(self.answers.attention)
                 role = Answering(outs_BtHE[:n], dict(zip(self.answers.mixers, outs_BtHE[n:])))
@@ -261,36 +254,31 @@ class Ask:
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
 
-    # The commonest block (norm, attention, norm, MLP, nothing beside) without what lies around it, and with the residual
-    # added in the second norm's pass: the same modules called in the same order, bit for bit what the layer answers.
+    def _block(self) -> Block:
+        if self.parts is None:
+            self.parts = Block(self.layer, self.arguments.kwargs)
+            self.asked = [self.parts.asked]
+        return self.parts
 
-    def _block_pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
-        attn = self.layer.self_attn
-        h = self.layer.input_layernorm(x_BtD)
-        shape = (*h.shape[:-1], -1, attn.head_dim)
-        q, k, v = (p(h).view(shape) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
-        if hasattr(attn, "q_norm"):
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        cos, sin = self.arguments.kwargs["position_embeddings"]
-        rotate = rotation(attn._hfpatch_base) if isinstance(attn, FusedAttention) else rope_of(attn)
-        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos[:, a:b], sin[:, a:b])
-        mask = self.arguments.kwargs.get("attention_mask")
-        pattern = Pattern() if mask is None else mask.pattern()
-        self.asked = [Call(attn.scaling, pattern, None)]
-        return [q.transpose(1, 2), k.transpose(1, 2), v]
 
-    def _block_post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
-        layer = self.layer
-        h, norm = layer.self_attn.o_proj(out_BtHE.flatten(2)), layer.post_attention_layernorm
-        total = known_sum("mid", x_BtD, h)
-        # use_kernels sets a forward whenever train() or eval() is called.
-        if total is None and isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm):
-            normed, total = norm(h, residual=x_BtD)
-        else:
-            total = x_BtD + h if total is None else total
-            normed = norm(total)
-        note("mid", total)
-        return total + layer.mlp(normed)
+def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: str) -> tuple[str, ...]:
+    """Ask.keepable before there is a call."""
+    if answers.mixers:
+        return ()
+    if torch.is_autocast_enabled(device):
+        return tuple(n for n in names if n == "qkv")
+    sources = _sources(layer, answers)
+    able = lambda n: n in sources and all(can_go_without(layer.get_submodule(m)) for m in sources[n])  # noqa: E731
+    return tuple(n for n in names if n == "qkv" or able(n))
+
+
+def _sources(layer: nn.Module, answers: Answers) -> dict[str, tuple[str, ...]]:
+    """The modules whose values nobody reads where a kept value is known."""
+    sources = {"mid": ("self_attn.o_proj",)} if answers.block else {}
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp):
+        sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
+    return sources
 
 
 # --- the layer ----------------------------------------------------------------------------------------------------------
@@ -405,7 +393,8 @@ class TiledLayer:
         takes = cache is None or (cut and self._takes_whole(cache))
         reason = self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now"
         if reason is None:
-            policy = session.policy(self, x, batch.sequence)
+            able = partial(_able, self, answers, KEEPABLE, x.device.type)
+            policy = session.policy(self, x, batch.sequence, able=able)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)
             records = tuple(key for key in collected_now() if key in _RECORDED_INSIDE)
@@ -413,14 +402,17 @@ class TiledLayer:
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
                     return whole(x)
             arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
-            ask = Ask(self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache)
+            lists = collected_now()
+            ask = Ask(
+                self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists)
+            )  # fmt: skip
             try:
                 y, *extras = tiled_layer(session, policy, ask, x)
             except NotStopped as error:  # a forward that goes other ways than when it was asked
                 self._hfpatch_answers = Answers(reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=3)
                 return self.forward(hidden_states, *args, **kwargs)
-            ask.hand_on(extras, collected_now())
+            ask.hand_on(extras, lists)
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
             return whole(x)
@@ -433,7 +425,7 @@ class TiledLayer:
             args, kwargs = _without_cache(args, kwargs)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
-        policy = session.policy(None, x) if x.dim() == 3 else None
+        policy = session.policy(self, x, whole=True) if x.dim() == 3 else None
         if policy is not None and session.is_plain(self, policy):
             return whole(x)
 

@@ -26,7 +26,8 @@ from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parts import FusedRMSNorm
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
-EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss
+EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss:
+BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
 
 
 # --- logits that are not there ------------------------------------------------------------------------------------------
@@ -306,7 +307,8 @@ class FusedCausalLM:
             return bool(setting)
         if kwargs.get("inputs_embeds") is not None and not torch.compiler.is_compiling() and caller_reads_logits():
             return True
-        return not self.training and labels.numel() * self.config.get_text_config().vocab_size * 4 <= EVAL_LOGITS_BYTES
+        columns = self.config.get_text_config().vocab_size
+        return not self.training and labels.numel() * columns * BYTES_OF_A_LOGIT <= EVAL_LOGITS_BYTES
 
 
 def _plain_head(model) -> bool:

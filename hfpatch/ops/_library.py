@@ -60,18 +60,22 @@ def define(
     if backward is not None and below_autograd() is None:
         torch.library.register_autograd(f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY)
     elif backward is not None:
-        LIBRARY.impl(name, _autograd_impl(op, backward, setup_context), "Autograd", with_keyset=True)
+        LIBRARY.impl(name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True)
     return op
 
 
-def _autograd_impl(op, backward, setup_context):
+def _autograd_impl(op, impl, backward, setup_context):
     """What torch.library.register_autograd builds, for positional arguments only, in about half the time a call."""
-    below, keys = below_autograd()
+    below, keys, backends = below_autograd()
+
+    def run(keyset, args):
+        keyset &= keys
+        with below():
+            return impl(*args) if keyset.highestPriorityTypeId() in backends else op.redispatch(keyset, *args)
 
     def forward(ctx, *args):
         *args, keyset = args
-        with below():
-            output = op.redispatch(keyset & keys, *args)
+        output = run(keyset, args)
         if setup_context is not None:
             setup_context(ctx, args, output)
         return output
@@ -80,10 +84,11 @@ def _autograd_impl(op, backward, setup_context):
     function = type(op.name().replace("::", "_"), (torch.autograd.Function,), members)
 
     def autograd_impl(keyset, *args):
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return function.apply(*args, keyset)
-        with below():
-            return op.redispatch(keyset & keys, *args)
+        if torch.is_grad_enabled():
+            for a in args:
+                if isinstance(a, Tensor) and a.requires_grad:
+                    return function.apply(*args, keyset)
+        return run(keyset, args)
 
     return autograd_impl
 

@@ -100,8 +100,7 @@ def _rms_norm(x, weight, eps, offset, cast):
 
         dtypes = _x_hat_dtype(x.dtype, weight, cast), _y_dtype(x.dtype, weight, cast)
         return kernels.rms_norm_fwd(x, None, weight, eps, offset, cast == "rstd", *dtypes)[:2]
-    y, rstd = _plain_fwd(x, weight, eps, offset, cast)
-    return y.contiguous(), rstd.contiguous()
+    return _plain_fwd(x.contiguous(), weight, eps, offset, cast)
 
 
 def _rms_norm_fake(x, weight, eps, offset, cast):

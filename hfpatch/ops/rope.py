@@ -16,24 +16,33 @@ from hfpatch.ops._library import define, use_kernel, wide_dtype
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch, differentiable in all four arguments; float64 stays float64."""
+    parts = _angles(cos, sin, wide_dtype(q.dtype, k.dtype, cos.dtype))
     dtypes = _dtypes(q, k, cos, None)
-    return tuple(torch.cat(_halves(x, cos, sin, False), -1).to(dtype) for x, dtype in zip((q, k), dtypes))
+    return tuple(torch.cat(_halves(x, *parts), -1).to(dtype) for x, dtype in zip((q, k), dtypes))
 
 
-def _halves(x, cos, sin, transpose):
-    wide = wide_dtype(x.dtype, cos.dtype)
-    x1, x2 = x.to(wide).chunk(2, -1)
-    cos1, cos2 = cos.to(wide).unsqueeze(1).chunk(2, -1)
-    sin1, sin2 = sin.to(wide).unsqueeze(1).chunk(2, -1)
-    if transpose:
-        return torch.addcmul(x1 * cos1, x2, sin2), torch.addcmul(x2 * cos2, x1, sin1, value=-1)
-    return torch.addcmul(x1 * cos1, x2, sin1, value=-1), torch.addcmul(x2 * cos2, x1, sin2)
+def _angles(cos, sin, wide):
+    """cos [B, 1, T, E] and the halves of sin [B, 1, T, E/2], in the wide dtype."""
+    return cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1).chunk(2, -1)
 
 
-def _rotate_into(out, x, cos, sin, transpose):
-    # Both halves are computed before one is written: out may be x.
-    for half, values in zip(out.chunk(2, -1), _halves(x, cos, sin, transpose)):
-        half.copy_(values)
+def _halves(x, cos, sins):
+    """The rotation forward, in new tensors."""
+    x = x.to(cos.dtype)
+    (y1, y2), (x1, x2) = (x * cos).chunk(2, -1), x.chunk(2, -1)
+    return torch.addcmul(y1, x2, sins[0], value=-1), torch.addcmul(y2, x1, sins[1])
+
+
+def _rotate_into(out, x, cos, sins, transpose):
+    sign, sins = (1, sins[::-1]) if transpose else (-1, sins)
+    x = x.to(cos.dtype)
+    # Every product of x is there before out, which may be x, is written.
+    y = torch.mul(x, cos, out=out) if out is not x and out.dtype == cos.dtype else x * cos
+    (y1, y2), (x1, x2) = y.chunk(2, -1), x.chunk(2, -1)
+    y1.addcmul_(x2, sins[0], value=sign)
+    y2.addcmul_(x1, sins[1], value=-sign)
+    if y is not out:
+        out.copy_(y)
 
 
 def _dtypes(q, k, cos, dtype):
@@ -54,8 +63,9 @@ def _rope(q, k, cos, sin, transpose, dtype):
 
         kernels.rope((q, k), outs, cos, sin, transpose)
     else:
+        angles = _angles(cos, sin, wide_dtype(q.dtype, k.dtype, cos.dtype))
         for x, out in zip((q, k), outs):
-            _rotate_into(out, x, cos, sin, transpose)
+            _rotate_into(out, x, *angles, transpose)
     return outs
 
 
@@ -69,8 +79,9 @@ def _rope_inplace(q, k, cos, sin):
 
         kernels.rope((q, k), (q, k), cos, sin, False)
     else:
+        angles = _angles(cos, sin, wide_dtype(q.dtype, k.dtype, cos.dtype))
         for x in (q, k):
-            _rotate_into(x, x, cos, sin, False)
+            _rotate_into(x, x, *angles, False)
 
 
 def _setup_context(ctx, inputs, output):

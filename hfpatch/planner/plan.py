@@ -18,7 +18,7 @@ from hfpatch.memory.formula import (
 from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
-from hfpatch.memory.seconds import step_time
+from hfpatch.memory.seconds import first_step, step_time
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.models import config_of, resolve
@@ -37,7 +37,8 @@ class Plan:
     adapters: what is trained over a frozen base, None for all weights.
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence.
+    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its
+    own (memory/seconds.py).
     """
 
     model: str
@@ -64,6 +65,7 @@ class Plan:
     link_bytes: int
     flops: float
     rates: str
+    first_step: dict = field(default_factory=dict)
     frontier: list = field(default_factory=list)
     max_seq_len: int | None = None
     longest: list = field(default_factory=list)
@@ -159,7 +161,8 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
-    return assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
+    found = assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
+    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes))
 
 
 def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:

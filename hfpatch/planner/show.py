@@ -38,6 +38,19 @@ def policy_text(policy) -> str:
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 
 
+def _points(plan) -> list[str]:
+    """Of the frontier those that are a hundredth faster than the one before, and the last, marked where it was chosen."""
+    *before, last = plan.frontier
+    shown = []
+    for point in before:
+        if point["step_seconds"] > 1.01 * last["step_seconds"]:
+            if not shown or point["step_seconds"] < 0.99 * shown[-1]["step_seconds"]:
+                shown.append(point)
+    said = [f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in (*shown, last)]
+    chosen = f"{plan.step_seconds:.1f} s in {gib(plan.gpu_peak_bytes)}"
+    return [f"{point} (chosen)" if point == chosen else point for point in said]
+
+
 def text(plan) -> str:
     """The answer in full, a screen long."""
     verdict = "fits" if plan.fits else "does NOT fit"
@@ -65,6 +78,10 @@ def text(plan) -> str:
         f"why             {plan.why}",
         f"rates           {plan.rates}",
     ]
+    if plan.first_step:
+        beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
+        whole = plan.step_seconds + sum(plan.first_step.values())
+        lines.insert(-3, f"first step      {whole:.1f} s: a step, {beside}")
     if plan.simulated_beyond_bytes is not None:
         held = "contradicts the plan: believe the simulator" if plan.contradicted else "agrees with the closed form"
         lines.append(
@@ -72,8 +89,7 @@ def text(plan) -> str:
             f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
         )
     if len(plan.frontier) > 1:
-        points = (f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in plan.frontier)
-        lines.append(f"frontier        {', '.join(points)}")
+        lines.append(f"frontier        {', '.join(_points(plan))}")
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
             'angles          apply(rope="float64"): so far out, float32 angles are off by more than bf16 rounds'

@@ -54,6 +54,9 @@ class Ledger:
     matmul_flops: dict = field(default_factory=dict)  # phase -> FLOPs
     attention_flops: dict = field(default_factory=dict)  # "forward" | "backward" -> FLOPs, causal
     attention_calls: dict = field(default_factory=dict)  # "forward" | "backward" -> calls
+    traffic: dict = field(
+        default_factory=dict
+    )  # phase -> bytes that operations beside matmuls and attention read and write
     host_copy_bytes: int = 0
 
 
@@ -81,7 +84,7 @@ def _called_by_engine() -> bool:
         if "_compile.py" in name or "_dynamo" in name or "_python_dispatch" in name or "_library" in name:
             frame = frame.f_back
             continue
-        return frame.f_code.co_name == "_engine_run_backward"
+        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
     return False
 
 
@@ -251,6 +254,8 @@ class Follower(TorchDispatchMode):
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
         self._cost(func, args, kwargs, out)
+        moved = kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs)
+        self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + moved
         if self.shadows is not None:
             self.shadows.run(func, args, kwargs, inputs, outputs)
         return out

@@ -89,6 +89,33 @@ def _element(tensor: Tensor) -> int:
     return tensor.element_size()
 
 
+# What they are given is not read, or is written alone.
+_WRITE_ALONE = ("copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_MOVE_NOTHING = ("empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Of what an operation reads or writes of it: expanded dimensions once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride else min(size, 1)
+    return count * tensor.element_size()
+
+
+def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
+    """Bytes that an operation reads and writes; 0 for matmuls and attention, whose time their FLOPs are, and for views."""
+    name = func.overloadpacket.__name__
+    if name in _MOVE_NOTHING or not outputs or not inputs:
+        return 0
+    if matmul_flops(func, args, kwargs, outputs) or func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
+        return 0
+    storages = {id(x.untyped_storage()) for x in inputs}
+    if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
+        return 0
+    read = inputs[1:] if name == "copy_" else () if name in _WRITE_ALONE else inputs
+    return sum(map(_bytes_of, (*read, *outputs)))
+
+
 def scratch_bytes(func, args, kwargs) -> int:
     """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
     if func in ATTENTION_BACKWARD:

@@ -7,6 +7,9 @@ import torch
 from tiny import gradients, largest_difference
 
 import hfpatch
+from hfpatch.checkpoint.offload import Transfers
+from hfpatch.memory.formula import step_memory
+from hfpatch.memory.seconds import link_bytes
 from hfpatch.memory.shape import KEEPABLE, ModelShape, Policy
 from hfpatch.models.layer import Ask
 from tests.checkpoint.deep import tiny_llama, tokens
@@ -176,3 +179,31 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
         found.append(gradients(model))
     assert kept == {(), promised}
     assert same(*found)
+
+
+# A segment of one layer beside one of two; what is kept in one tile and in several; attention fetched twice.
+@pytest.mark.parametrize("policy", [
+    Policy("host", tile=14), Policy("host", tile=4096, keep=KEEPABLE), Policy("host", tile=14, keep=("qkv", "mid"), plain=1),
+    Policy("host", 2, False, tile=14), Policy("host", 3, False, tile=4096), Policy("host", tile=14, stream_attention=True),
+])  # fmt: skip
+def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
+    model = tiny_llama(torch.float32)
+    shape, sizes = ModelShape.from_config(model.config), {"batch": 2, "tokens": 37, "itemsize": 4}
+    moved = {"to": 0, "back": 0}
+    save, fetch = Transfers.save, Transfers.fetch
+
+    def saved(self, x):
+        moved["to"] += x.nbytes
+        return save(self, x)
+
+    def fetched(self, pieces, slot=None):
+        moved["back"] += sum(s.shape[0] * (b - a) * s.row_bytes for s, a, b, _ in pieces if not s.resident)
+        return fetch(self, pieces, slot)
+
+    monkeypatch.setattr(Transfers, "save", saved)
+    monkeypatch.setattr(Transfers, "fetch", fetched)
+    hfpatch.apply(model, verdict=False)
+    monkeypatch.setattr(model.model._hfpatch_session, "_resolve", lambda *a: policy)
+    model(tokens(), labels=tokens()).loss.backward()
+    expected = link_bytes(step_memory(shape, policy, **sizes), policy, shape, **sizes)
+    assert (moved["to"], moved["back"]) == expected

@@ -233,3 +233,31 @@ def test_a_room_goes_with_its_model(told):
     assert len(hooks) == before + 1
     hfpatch.undo(model)
     assert len(hooks) == before
+
+
+def test_a_stack_whose_first_layer_runs_whole_looks_back_too(told, capfd):
+    model = tiny_llama()
+    hfpatch.apply(model)
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    told["free"] = 2 * GiB
+    step(model)
+    room = room_of(model)
+    planned = model.model._hfpatch_session.planned
+    assert len({policy for policy, *_ in planned}) == 2 and room.step[2] == max(planned.values())
+    told["ooms"] = 1
+    step(model)
+    assert "memory ran out" in capfd.readouterr().err and room.most is not None
+
+
+@pytest.mark.parametrize("autocast, settings, left", [
+    (False, {}, ("qkv", "mid", "gate_up")), (True, {}, ("qkv",)), (False, {"mlp": False}, ("qkv", "mid")),
+])  # fmt: skip
+def test_what_a_layer_cannot_keep_is_not_planned(autocast, settings, left, told, monkeypatch):
+    model, able = tiny_llama().float(), []
+    hfpatch.apply(model, **settings)
+    told["free"] = 2 * GiB
+    decide = session_module.decide
+    monkeypatch.setattr(session_module, "decide", lambda *a, **k: able.append(k["able"]) or decide(*a, **k))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        step(model)
+    assert able == [left]

@@ -105,3 +105,18 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
         flops = step_flops(shape, option.policy, **sizes)
         assert flops.matmul <= most * least.matmul
         assert flops.attention_forward == least.attention_forward
+
+
+def counted_traffic(policy, tokens: int) -> dict:
+    """Bytes that one layer of Llama moves beside matmuls and attention, by phase: two layers less one."""
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.simulate.simulator import simulate
+
+    one, two = (
+        simulate(
+            prepare(build(preset_config("llama-3.1-8b") | {"num_hidden_layers": n, "vocab_size": 512}), "hfpatch"),
+            1, tokens, policy=policy,
+        ).ledger.traffic
+        for n in (1, 2)
+    )  # fmt: skip
+    return {phase: two[phase] - one[phase] for phase in ("forward", "backward")}

@@ -155,6 +155,12 @@ def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
 
 
 # One tile to 16k, larger ones where memory is free: what a step sums in float32 is less.
+def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
+    sizes = {"gpu_free": 20 * GiB, "host_free": 480 * GiB, "tokens": 32768}
+    kept = [chosen(**sizes, able=able).keep for able in (KEEPABLE, ("qkv",), ())]
+    assert kept == [KEEPABLE, ("qkv",), ()]
+
+
 def test_free_memory_buys_speed():
     rooms = [6, 10, 20, 40, 70]
     search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384)

@@ -11,7 +11,7 @@ import tiny
 import hfpatch
 from hfpatch.commands import main as cli
 from hfpatch.memory.formula import Policy, step_memory
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.shape import ModelShape
@@ -277,7 +277,21 @@ def test_frontier_and_least():
     points = found.frontier
     assert points[0]["gpu_peak_bytes"] == least.gpu_peak_bytes < found.gpu_peak_bytes
     assert points[-1]["step_seconds"] <= 1.005 * found.step_seconds < least.step_seconds
-    assert "frontier" in str(found) and "least" in least.why
+    assert "least" in least.why
+    (line,) = (line for line in str(found).splitlines() if line.startswith("frontier"))
+    assert line.endswith(f"{found.step_seconds:.1f} s in {found.gpu_peak_bytes / GiB:.1f} GiB (chosen)")
+    assert f"{points[0]['step_seconds']:.1f} s" in line and line.count(" s in ") < len(points)
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
+def test_the_first_step_is_planned_within_a_minute_beside_its_own(tokens):
+    found = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": tokens})
+    seconds = found.first_step
+    assert seconds["pinning"] == pytest.approx((found.host_peak_bytes - 4 * GiB) / PIN_BYTES_PER_SECOND)
+    assert seconds["compiling"] > 0 < seconds["attention_choice"] and sum(seconds.values()) <= 60
+    assert f"first step      {found.step_seconds + sum(seconds.values()):.1f} s" in str(found)
+    stock = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 2048}, checkpointing="stock")
+    assert not any(stock.first_step.values())
 
 
 def test_starts_at_once():
