@@ -157,6 +157,8 @@ def test_kernels_that_are_gone():
 
 def test_flex_attention_without_its_names(monkeypatch):
     """A GPU then runs layers with soft caps whole, and says why."""
+    import torch._dynamo  # an import that is broken off leaves half of it behind
+
     from hfpatch.ops import attention
 
     without_imports(monkeypatch, "torch.nn.attention.flex_attention", "torch.fx.experimental.proxy_tensor")
