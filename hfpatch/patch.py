@@ -42,7 +42,7 @@ _TOO_LATE = {
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
     "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
-    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told",
+    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
     "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
 
@@ -263,13 +263,17 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         report.notes.append(
             "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies without logits."
         )
-    swap(model, FusedCausalLM)
-    model._hfpatch_trl, model._hfpatch_head_name, model._hfpatch_norm_path = trl, name, decoder.norm_path
-    model._hfpatch_eval_logits, model._hfpatch_train_logits = eval_logits, train_logits
+    for outer in (model, *(m for m in decoder.around if "forward" not in vars(m))):
+        holder = next(path for path, m in outer.named_modules() if m is model)
+        swap(outer, FusedCausalLM)
+        outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
+        outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
+        outer._hfpatch_eval_logits, outer._hfpatch_train_logits = eval_logits, train_logits
+    model._hfpatch_trl = trl
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
     if reason:
         report.notes.append(f"{reason}: the loss runs through whole logits.")
-    report.swaps.append(("loss", type(model).__name__, 1))
+    report.swaps.append(("loss", type(outer).__name__, 1))
 
 
 def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:

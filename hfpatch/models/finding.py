@@ -10,12 +10,14 @@ from hfpatch.compat import modules_of
 @dataclass(frozen=True)
 class Decoder:
     """layers: the decoder layers in order; stack: the module whose forward runs them; causal: the module around it that has the
-    head, or None; norm_path: where, seen from `causal`, the norm between the last layer and the head is, or None."""
+    head, or None; norm_path: where, seen from `causal`, the norm between the last layer and the head is, or None; around: models
+    around `causal` that compute a loss from what its head gives."""
 
     layers: tuple[nn.Module, ...]
     stack: nn.Module
     causal: nn.Module | None
     norm_path: str | None
+    around: tuple[nn.Module, ...] = ()
 
 
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
@@ -47,20 +49,26 @@ def find_decoder(model: nn.Module) -> Decoder | None:
         stack = max(stacks, key=lambda pair: pair[0])[1]
     layers = tuple(list_of_layers(stack))
     causal = next((m for m in model.modules() if _has_head(m) and any(inner is stack for inner in m.modules())), None)
-    path = None
+    path, around = None, ()
     if causal is not None:
+        head = causal.get_output_embeddings()
+        outer = (m for m in model.modules() if m is not causal and any(inner is causal for inner in m.modules()))
+        around = tuple(m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head)
         norm = next(
             (n for n, m in stack.named_children() if n in ("norm", "final_layernorm", "ln_f", "final_norm")), None
         )
         place = next(n for n, m in causal.named_modules() if m is stack)
         path = None if norm is None else f"{place}.{norm}" if place else norm
-    return Decoder(layers, stack, causal, path)
+    return Decoder(layers, stack, causal, path, around)
+
+
+def _computes_losses(module: nn.Module) -> bool:
+    return hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
 
 
 def _has_head(module: nn.Module) -> bool:
     """Whether this is a causal language model that calls its head by an attribute of its own."""
-    get = getattr(type(module), "get_output_embeddings", None)
-    if get is None or not hasattr(type(module), "loss_function"):
+    if not _computes_losses(module):
         return False
     head = module.get_output_embeddings()
     return head is not None and any(m is head for m in modules_of(module).values())

@@ -129,10 +129,12 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
     "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
-    asked for, or None; `_hfpatch_beside`: apply with this model's options."""
+    asked for, or None; `_hfpatch_beside`: apply with this model's options; `_hfpatch_holder`: path of the model inside that has the
+    head, where this one has the loss alone (Llama 4 with images)."""
 
     # An instance that apply() has not seen is transformers' own.
     _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
+    _hfpatch_holder = ""
     _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
 
     def __init_subclass__(cls, **kwargs):
@@ -171,7 +173,7 @@ class FusedCausalLM:
                 warnings.warn(f"hfpatch: the reference model stays as it is ({error})", stacklevel=4)
 
     def _hfpatch_head(self) -> nn.Module:
-        return modules_of(self)[self._hfpatch_head_name]
+        return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
@@ -199,14 +201,15 @@ class FusedCausalLM:
         target = labels if shifted is None else shifted
         first = 1 if shifted is None else 0
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
-        own = vars(self)
+        own, holder = vars(self), vars(self.get_submodule(self._hfpatch_holder))
         own["_hfpatch_target"] = (target, shifted is None, count)
-        own[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
+        holder[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
         try:
             with self._read_where_labelled(target, first, ignore, kwargs):
                 out = self._hfpatch_stock({**kwargs, "return_dict": True})
         finally:
-            del own["_hfpatch_target"], own[self._hfpatch_head_name]
+            del own["_hfpatch_target"]
+            holder.pop(self._hfpatch_head_name, None)  # gone where the holder was given labels too
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
