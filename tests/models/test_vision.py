@@ -96,7 +96,9 @@ def test_an_image_and_text(name, capsys):
     stack = find_decoder(ours).stack
     tower = {id(m) for m in stack.modules()}
     kept = [(type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower]
-    assert sum(a is not b for a, b in kept) == 1 + (name == "llama4"), "beside the language tower the model alone is ours"
+    assert sum(a is not b for a, b in kept) == 1 + (name == "llama4"), (
+        "beside the language tower the model alone is ours"
+    )
     found = []
     last = stack.layers[-1]
     lengths(last.post_attention_layernorm if name == "llama4" else last.mlp, found)
