@@ -257,8 +257,8 @@ def test_plan_is_held_against_measured_rows(tmp_path):
     row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
     expected = plan.planned(row, plan.gpu_row("h100"))
     assert plan.policy_from(row["policy"]) == Policy("host", 1, True, False, 8192) and plan.policy_from("") is None
-    kept = plan.policy_from("gpu every=1 save=1 stream=0 park=1 by_group=1 tile=8192 plain=2 keep=qkv,mid")
-    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), park=True, by_group=True)
+    kept = plan.policy_from("gpu every=1 save=1 stream=0 park=1 by_group=1 again=3 tile=8192 plain=2 keep=qkv,mid")
+    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), park=True, by_group=True, again=3)
     GiB = common.GiB
     row |= {
         "peak_gib": expected["gpu"] / GiB,

@@ -10,14 +10,13 @@ its dk and dv: summed in float32.
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hfpatch.checkpoint.device import beside
-from hfpatch.checkpoint.heads import Attention
+from hfpatch.checkpoint.heads import Attention, Heads
+from hfpatch.checkpoint.shards import least_of, together
 from hfpatch.memory.sequence import Rounds, rounds_of
 from hfpatch.ops.attention import attention_backward, attention_forward, pick
 
@@ -42,11 +41,13 @@ class Sequence:
         dist.all_gather(list(got), x.contiguous(), group=self.group)
         return got
 
-    def least(self, *numbers: int | None) -> list[int | None]:
+    def least(self, numbers: list[int | None], device: torch.device) -> list[int | None]:
         """The least of each number over the ranks; None where one has None."""
-        found = [None] * self.size
-        dist.all_gather_object(found, numbers, group=self.group)
-        return [None if None in values else min(values) for values in zip(*found)]
+        return least_of(self.group, numbers, device)
+
+    def together(self, work):
+        """work() of every rank; what one raises, all raise."""
+        return together(self.group, work)
 
     def agreed(self, key, choose):
         """choose() of the first rank, asked once a key: what one rank measures may differ from what another does."""
@@ -91,33 +92,13 @@ class _Coming:
         return self.finish(got)
 
 
-@dataclass
-class _Call:
-    """One call of attention: its rounds, what it was asked (scale, pattern, sinks), and the kernels."""
-
-    asked: object
-    rounds: Rounds
-    backend: str
-
-    def part(self, rank: int, r: int) -> dict:
-        """attention_forward's and attention_backward's keywords for a round."""
-        sinks, heads = self.asked.sinks_H, self.heads(rank, r)
-        return {
-            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
-            "sinks_H": None if sinks is None else sinks[heads],
-        }  # fmt: skip
-
-    def heads(self, rank: int, r: int) -> slice:
-        first = rank * self.rounds.own + r * self.rounds.width
-        return slice(first, first + self.rounds.width)
-
-
 class ExchangedAttention(Attention):
     """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this rank's tokens."""
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
         super().__init__()
-        self.sequence, self.ahead, self.calls = sequence, ahead, []
+        self.sequence, self.ahead = sequence, ahead
+        self.rounds: list[Rounds] = []  # of each call
 
     # -- one way and the other ---------------------------------------------------------------------------------------
     def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
@@ -149,9 +130,6 @@ class ExchangedAttention(Attention):
             del got
 
     # -- the layer's side --------------------------------------------------------------------------------------------
-    def counts(self) -> list[int]:
-        return [call.rounds.count for call in self.calls]
-
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from those of its rounds, [B, t, P*w, E]."""
         joined, outs, P = [], list(outs), self.sequence.size
@@ -168,7 +146,7 @@ class ExchangedAttention(Attention):
         mixers: none, since other mixers of tokens want whole rows (models/stack.py refuses them).
         """
         P, rank = self.sequence.size, self.sequence.rank
-        self.calls, self.states, outs, lses = [], [], [], []
+        self.heads, self.rounds, self.states, outs, lses = [], [], [], [], []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, t, H, _ = q.shape
             rounds = rounds_of(B, t * P, H, k.shape[2], P)
@@ -177,16 +155,17 @@ class ExchangedAttention(Attention):
                 more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
                 return [self._to_heads(x) for x in (self._queries(q, rounds, r), *more)]
 
-            keys, back, call = None, None, None
+            owned = [rank * rounds.own + r * rounds.width for r in range(rounds.count)]
+            groups = [(slice(a, a + rounds.width), rounds.keys(r)) for r, a in enumerate(owned)]
+            keys, back, heads = None, None, None
             for r, (q_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
-                if call is None:
+                if heads is None:
                     bucket = min(16384, 1 << (t * P - 1).bit_length())  # pick's: other lengths need no new agreement
                     kind = (*q_w.shape[2:], keys[0].shape[2], q_w.dtype, bucket)
                     backend = self.sequence.agreed(kind, lambda q=q_w, k=keys[0]: pick(q, k))
-                    call = _Call(ask, rounds, backend)
-                    self.calls.append(call)
-                out, lse, state = attention_forward(q_w, *keys, **call.part(rank, r))
+                    heads = Heads(ask, groups, backend)
+                out, lse, state = attention_forward(q_w, *keys, **heads.part(groups[r][0]))
                 lses.append(lse)
                 self.states.append(state)
                 if back is not None:
@@ -194,16 +173,17 @@ class ExchangedAttention(Attention):
                 back = self._to_tokens(out)
                 del q_w, new, out, lse
             outs.append(self._local(back))
+            self.heads.append(heads)
+            self.rounds.append(rounds)
         return outs, lses
 
     def _local(self, back: _Coming) -> Tensor:
         return back.wait().movedim(0, 2).flatten(2, 3)
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        P, rank = self.sequence.size, self.sequence.rank
-        first, dsinks = 0, []
-        for n, (call, dout) in enumerate(zip(self.calls, douts)):
-            (q, k, v), rounds = parts[3 * n : 3 * n + 3], call.rounds
+        P, first, dsinks = self.sequence.size, 0, []
+        for n, (heads, rounds, dout) in enumerate(zip(self.heads, self.rounds, douts)):
+            q, k, v = parts[3 * n : 3 * n + 3]
 
             def send(r, q=q, k=k, v=v, dout=dout, rounds=rounds, first=first):
                 out = outs(first + r)
@@ -213,18 +193,18 @@ class ExchangedAttention(Attention):
                 return [self._to_heads(x) for x in (*mine, *more)]
 
             dq_whole, dk_whole, dv_whole = into[3 * n : 3 * n + 3]
-            sinks = call.asked.sinks_H
+            sinks = heads.asked.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
             for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
-                g = first + r
+                g, owned = first + r, heads.groups[r][0]
                 dq, dk, dv, *dsink = attention_backward(
-                    dout_w, q_w, *keys, out_w, lses[g], self.states[g], **call.part(rank, r)
+                    dout_w, q_w, *keys, out_w, lses[g], self.states[g], **heads.part(owned)
                 )
                 lses[g] = None
                 if dsink:
-                    dsinks[-1][call.heads(rank, r)] = dsink[0]
+                    dsinks[-1][owned] = dsink[0]
                 del q_w, dout_w, out_w, new
                 if back is not None:
                     self._put(back, dq_whole, rounds, r - 1)

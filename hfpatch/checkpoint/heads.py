@@ -15,7 +15,7 @@ from hfpatch.ops.attention import attention_backward, attention_forward, heads_p
 
 @dataclass
 class Heads:
-    """One call of attention: how its heads are grouped, and what it was asked (scale, pattern, sinks)."""
+    """One call of attention: how its heads are grouped (this process's alone), and what it was asked (scale, pattern, sinks)."""
 
     asked: object
     groups: list[tuple[slice, slice]]  # of query heads and of KV heads

@@ -429,6 +429,7 @@ class _TiledLayer(torch.autograd.Function):
         held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
         private = is_private(dy, held, call.private)
         dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
+        call.dextras = ()  # the graph, and the call with it, may live as long as the loss
         return None, dx, *grads
 
 
@@ -439,6 +440,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     nothing is kept.
     """
     layer = ask.layer
+    policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
     places = noted(layer)
     tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     call = LayerCall(

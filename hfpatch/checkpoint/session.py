@@ -16,15 +16,14 @@ from hfpatch.checkpoint.offload import FetchQueue, Transfers
 from hfpatch.checkpoint.privacy import private_holders
 from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.room import Gauge, Room
-from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group
+from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
-from hfpatch.memory.formula import ModelShape, Policy, tile_bounds
+from hfpatch.memory.formula import ModelShape, Policy, head_groups, tile_bounds
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
-from hfpatch.memory.sequence import rounds_of
 from hfpatch.memory.shape import KEEPABLE
-from hfpatch.ops.attention import deterministic_scratch, heads_per_group
+from hfpatch.ops.attention import deterministic_scratch
 
 
 def _rounded(tokens: int) -> int:
@@ -120,12 +119,20 @@ class Session:
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
             return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
-        if policy is None:
-            self.shape = as_trained(self.shape, layer)
-            policy = self._chosen(layer, x_BTD, longest, whole, able())
         opened = (*key, T)
-        if training and (opened not in self.opened or (device, policy.offload) not in self.queues):
-            self._open(policy, whole, B, T, x_BTD)
+        if policy is None or training and (opened not in self.opened or (device, policy.offload) not in self.queues):
+
+            def open_shape():
+                self.shape = as_trained(self.shape, layer)
+                found = policy or self._chosen(layer, x_BTD, longest, whole, able(), group)
+                self._open(found, whole, B, T, x_BTD)
+                return found
+
+            group = None if whole else tensor_parallel_group(layer)
+            if sequence is not None:
+                policy = sequence.together(open_shape)
+            else:
+                policy = open_shape() if group is None else together(group, open_shape)
             self.opened.add(opened)
         self.policies[key] = policy  # last: what failed before is tried again
         if room is not None and training:
@@ -158,9 +165,9 @@ class Session:
         """Whether this is one of the last layers, which keep everything."""
         return layer._hfpatch_index >= self.n_layers - policy.plain
 
-    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple) -> Policy:
+    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group) -> Policy:
+        """group: ranks that run each layer between them, and so must choose alike."""
         B, device = x_BTD.shape[0], x_BTD.device
-        group = None if whole else tensor_parallel_group(layer)
         policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -175,8 +182,7 @@ class Session:
             self.shards = Shards(group)
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group=None) -> Policy:
-        """group: ranks that run each layer between them, and so must choose alike."""
+    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group) -> Policy:
         settings = self.checkpointing
         if sharded and settings.every == "auto":
             settings = dataclasses.replace(settings, every=1)
@@ -201,18 +207,15 @@ class Session:
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free = [None if room is None else room.bytes(gathered), self._host_free()]
-        shape, together = self.shape, group is not None
-        if self.sequence is not None and not whole:
-            free, together = self.sequence.least(*free), True
-            shape = dataclasses.replace(shape, ranks=self.sequence.size)
-        elif together:
+        if self.sequence is not None:
+            free = self.sequence.least(free, x.device)
+        elif group is not None:
             free = least_of(group, free, x.device)
-        if room is not None and together:
+        if room is not None and (self.sequence is not None or group is not None):
             room.alone = False
         option = decide(
-            settings, shape, batch=B, tokens=T, itemsize=x.element_size(), gpu_free=free[0], host_free=free[1],
-            n_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), gpu=room and room.gpu,
-            able=able,
+            settings, self.shape if whole else self._shared(), batch=B, tokens=T, itemsize=x.element_size(),
+            gpu_free=free[0], host_free=free[1], gpu=room and room.gpu, able=able,
         )  # fmt: skip
         self.planned[option.policy, B, T] = option.device
         if room is not None:
@@ -225,14 +228,19 @@ class Session:
         return option.policy
 
     def _host_free(self) -> int | None:
-        """Free host memory, what this session's own pool holds in wait counted as free."""
-        free = memory.host_free()
-        return None if free is None else free + sum(q.transfers.pool.bytes_free for q in self.queues.values())
+        """Free host memory of this rank, what this session's own pool holds in wait counted as free."""
+        free, ranks = memory.host_free(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
+        return None if free is None else free // ranks + waits
+
+    def _shared(self) -> ModelShape:
+        """The model's shape for the ranks that share the rows under way."""
+        return self.shape if self.sequence is None else dataclasses.replace(self.shape, ranks=self.sequence.size)
 
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
         s = self.shape
-        heads = s.num_heads // self._groups(B, T)
+        heads = s.num_heads // head_groups(B, T, self._shared())
         if self.sequence is None:
             scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
         else:
@@ -245,13 +253,6 @@ class Session:
                 f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
                 "call torch.use_deterministic_algorithms(False) or shorten the sequence."
             )
-
-    def _groups(self, B: int, T: int) -> int:
-        """In how many parts a layer's heads go through the kernels."""
-        s = self.shape
-        if self.sequence is None:
-            return s.num_kv_heads // heads_per_group(B, T, s.num_heads, s.num_kv_heads)
-        return rounds_of(B, T * self.sequence.size, s.num_heads, s.num_kv_heads, self.sequence.size).count
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Copies for this policy; blocks of another length are given back first."""
@@ -287,14 +288,13 @@ class Session:
             sizes[rows * s.hidden_size * itemsize] += 1
         if policy.every > 1 or whole:
             return sizes
+        groups = head_groups(B, T, self._shared())
         if policy.by_group:
-            groups = self._groups(B, T)
             for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * (not policy.save_attention)):
                 sizes[rows * columns // groups * computed] += groups
         if policy.save_attention:
-            groups = self._groups(B, T)
             for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):
-                sizes[nbytes] += tiled * groups
+                sizes[nbytes] += (tiled - min(policy.again, tiled)) * groups
         if "qkv" in policy.keep:
             for columns in (s.q_size, s.kv_size, s.v_size):
                 sizes[rows * columns * computed] += tiled

@@ -33,10 +33,29 @@ def tensor_parallel_group(layer: nn.Module):
 
 
 def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
-    """Each number's least over the ranks of a group, all of which call this together; None stays None."""
+    """Each number's least over the ranks of a group, all of which call this together; None where one has None."""
     least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return [None if n < 0 else n for n in least.tolist()]
+
+
+def together(group, work):
+    """work() of every rank of a group; what one of them raises, all raise: the others would wait for it."""
+    found, error = None, None
+    try:
+        found = work()
+    except Exception as raised:
+        error = raised
+    said = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, None if error is None else str(error), group=group)
+    if error is not None:
+        raise error
+    rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))
+    if other is not None:
+        raise ValueError(
+            f"hfpatch: expected all ranks that share a layer to begin its step, rank {rank} cannot: {other}"
+        )
+    return found
 
 
 class Shards:

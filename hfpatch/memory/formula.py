@@ -283,7 +283,8 @@ def _tiled(z: _Sizes, policy: Policy):
         grads = exchange_bytes(shape, z.batch, z.tokens, s, ahead=not policy.stream_attention)
 
     # What the layers keep, and where.
-    kept_x, kept_out = -(-n // policy.every), n if save else 0
+    unsaved = min(policy.again, n) if save else n
+    kept_x, kept_out = -(-n // policy.every), n - unsaved
     each = z.u, z.out + z.lse
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
@@ -303,13 +304,14 @@ def _tiled(z: _Sizes, policy: Policy):
     join = t * O * s if groups > 1 else 0
     fetched = z.out if save and off and not stream else 0  # the attention outputs, whole on the device
     qkv = z.q + z.kv
-    lse = z.lse if save and off else 0
+    whole_outs = fetched, z.lse if save and off else 0, stream
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
         inner, sparse = _inner(z, index, t), shape.is_sparse(index)
         beside = 0 if shape.fused_mlp else inner
         mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
+        fetched, lse, stream = (0, 0, False) if save and not saved else whole_outs
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
         # What is kept is not made again: gate and up, the projection's output, and the normed input that q, k, v come from.
         known = 2 * inner if "gate_up" in policy.keep else 0
@@ -368,7 +370,11 @@ def _tiled(z: _Sizes, policy: Policy):
     if not n:
         return moments + z.embedding_moments(fused=True), 0
     after = z.head_gradient + shape.over(shape.trained_of, n) * s
-    moments += layer_moments("last layer", n - 1, after, on_device, 0, not off) if not off or policy.plain else []
+    if not off or policy.plain:
+        moments += layer_moments("last layer", n - 1, after, on_device, 0, not off, save and not unsaved)
+    if 0 < unsaved < n:
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, kept_out + 1) * s
+        moments += layer_moments("attention again", kept_out, here, on_device, 0, not off, False)
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
@@ -379,7 +385,7 @@ def _tiled(z: _Sizes, policy: Policy):
     # A segment that ran again has left its first layer's attention outputs on the device.
     again = z.out + z.lse if k > 1 else 0
     here = z.head_gradient + z.body - z.first
-    moments += layer_moments("first layer", 0, here, first, again, not off, save or k > 1)
+    moments += layer_moments("first layer", 0, here, first, again, not off, unsaved < n or k > 1)
     moments += z.embedding_moments(fused=True)
     return moments, host
 
@@ -491,8 +497,8 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         if policy.every > 1:
             skipped = tiled - -(-tiled // policy.every)
             again += skipped * (layers / n)
-        if not (policy.save_attention and policy.every == 1):
-            forwards += tiled / n
+        saves = policy.save_attention and policy.every == 1
+        forwards += (min(policy.again, tiled) if saves else tiled) / n
     elif policy == STOCK_CHECKPOINTING:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size

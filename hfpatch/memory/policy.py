@@ -279,7 +279,7 @@ class Search:
         """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
         after which no tiled layer needs its working set."""
         low, high = self.plains()[0], self.plains()[-1]
-        option = lambda plain: self.memory(replace(base, plain=plain))[1]  # noqa: E731
+        option = lambda plain: self.memory(self._within_host(replace(base, plain=plain), budget))[1]  # noqa: E731
         admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
         if admitted(high):
             most = high
@@ -289,6 +289,23 @@ class Search:
             return None
         return self.price(option(most).policy) if budget.admits_host(option(most)) else None
 
+    def _within_host(self, policy: Policy, budget: Budget) -> Policy:
+        """The policy with attention outputs of as many layers as the host has room for, where settings leave that open."""
+        admits = lambda again: budget.admits_host(self.memory(replace(policy, again=again))[1])  # noqa: E731
+        tiled = self.shape.num_layers - policy.plain
+        saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
+        if (
+            self.settings.save_attention != "auto"
+            or not saves
+            or policy.keep
+            or policy.by_group
+            or tiled < 2
+            or admits(0)
+        ):
+            return policy
+        again = _first(admits, 1, tiled)
+        return replace(policy, again=again) if again < tiled else policy
+
     def least(self, budget: Budget) -> Option:
         """The fewest bytes on the device that the host admits, nothing kept for speed; seconds decide between equal ones."""
 
@@ -296,7 +313,7 @@ class Search:
             asked = self.settings.keep != "auto"
             bases = (base for base in self.bases(several) if asked or not base.keep)
             ways = [way for base in bases for way in (base, *self.streamed(base))]
-            return [self.price(replace(way, plain=self.plains()[0])) for way in ways]
+            return [self.price(self._within_host(replace(way, plain=self.plains()[0]), budget)) for way in ways]
 
         every, several = priced(several=False), ()
         found = [o for o in every if budget.admits(o)]
@@ -384,7 +401,8 @@ def describe(policy: Policy, num_layers: int) -> str:
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
     if plain < num_layers:
         kept = ["their input" if policy.every == 1 else f"every {policy.every}th input"]
-        kept += ["attention"] if policy.save_attention and policy.every == 1 else []
+        some = f"attention in all but {policy.again}" if policy.again else "attention"
+        kept += [some] if policy.save_attention and policy.every == 1 else []
         kept += [_NAMES[name] for name in policy.keep]
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain

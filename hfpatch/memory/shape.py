@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
@@ -442,6 +442,7 @@ class Policy:
     keep: what the other layers keep beside x, out and lse, of KEEPABLE.
     by_group: q, k, v, the attention outputs and the gradients of all these wait in the tier while their layer runs, and are on
         the device a group of KV heads, or a tile, at a time.
+    again: how many of the last tiled layers run the attention forward again where the others keep its output.
     """
 
     offload: str = "host"
@@ -453,3 +454,9 @@ class Policy:
     keep: tuple = ()
     park: bool = False
     by_group: bool = False
+    again: int = 0
+
+    def of_layer(self, index: int, num_layers: int) -> "Policy":
+        """What it says of one tiled layer."""
+        runs_again = index >= num_layers - self.plain - self.again
+        return replace(self, save_attention=self.save_attention and not runs_again, again=0) if self.again else self

@@ -239,16 +239,17 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, call, sequence):
         ctx.attention = ExchangedAttention(sequence)
-        outs, ctx.lses = ctx.attention.forward([call], [], [q, k, v])
-        ctx.save_for_backward(q, k, v, *outs)
+        outs, lses = ctx.attention.forward([call], [], [q, k, v])
+        ctx.save_for_backward(q, k, v, *outs, *lses)
         return ctx.attention.join(outs)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, *outs = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        dsinks = ctx.attention.backward([q, k, v], [dout], outs.__getitem__, list(ctx.lses), grads)
+        lses = kept[len(kept) // 2 :]
+        dsinks = ctx.attention.backward([q, k, v], [dout], kept.__getitem__, lses, grads)
         return *grads, *dsinks, None, None
 
 

@@ -91,11 +91,17 @@ class Arguments:
     @contextmanager
     def gradients(self):
         """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that this gives."""
-        self._gradients = [torch.zeros_like(x) for x in self.wanted()]
+        wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
+        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over tiles.
+        found = self._gradients = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype)
+            for x, axis in zip(wanted, axes)
+        ]
         try:
-            yield self._gradients
+            yield found
         finally:
             self._gradients = None
+        found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, bounds) -> tuple[Mixer, Tensor]:
         """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
@@ -349,6 +355,10 @@ class TiledLayer:
             return False
         return not any(cache.get_seq_length(index) for index in indices)
 
+    def _sequence(self):
+        """The ranks that share the rows of a forward whose batch nobody knows."""
+        return next((s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None)
+
     @property
     def _under_zero3(self) -> bool:
         return under_zero3(self)
@@ -361,9 +371,7 @@ class TiledLayer:
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {attention_of(c) for c in self._hfpatch_configs}
-            alone = known <= {"sdpa", "flash_attention_2"} and not any(
-                sequence_now(c, self.training) for c in self._hfpatch_configs
-            )
+            alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
@@ -425,7 +433,8 @@ class TiledLayer:
             args, kwargs = _without_cache(args, kwargs)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
-        policy = session.policy(self, x, whole=True) if x.dim() == 3 else None
+        sequence = self._sequence() if batch is None else batch.sequence
+        policy = session.policy(self, x, sequence, whole=True) if x.dim() == 3 else None
         if policy is not None and session.is_plain(self, policy):
             return whole(x)
 

@@ -143,10 +143,10 @@ class OurAttention:
             if not (prefill and self._hfpatch_prefill):
                 return None
             positions = None  # beside a cache transformers looks for no documents, and what restarts was refused
-        if not self._hfpatch_ours:
-            return self._hfpatch_without(packed)
         if self._hfpatch_mixers and sequence is not None:
             refuse_shared_mixers(type(self))
+        if not self._hfpatch_ours:
+            return self._hfpatch_without(packed)
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
         batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)

@@ -213,6 +213,8 @@ def _why(run: _Run, policy, stays) -> str:
         reasons = ["checkpoints wait in pinned host memory"]
     if policy.every > 1:
         reasons.append(f"the host has room for one layer's input in {policy.every}")
+    elif policy.save_attention and policy.again:
+        reasons.append(f"attention outputs too as far as they fit, in {policy.again} layers its forward runs again")
     elif policy.save_attention:
         reasons.append("attention outputs too, so that its forward runs once")
     else:

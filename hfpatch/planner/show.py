@@ -27,7 +27,8 @@ def policy_text(policy) -> str:
     """The policy in a few words."""
     if not isinstance(policy, dict):
         return str(policy)
-    outputs = ["attention outputs"] if policy["save_attention"] and policy["every"] == 1 else []
+    some = f" of all but {policy['again']} layers" if policy["again"] else ""
+    outputs = [f"attention outputs{some}"] if policy["save_attention"] and policy["every"] == 1 else []
     *names, last = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
     kept = f"{', '.join(names)} and {last}" if names else last
     every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"

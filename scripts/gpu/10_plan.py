@@ -32,13 +32,14 @@ SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*"
 
 def policy_from(text: str) -> Policy | None:
     """The Policy that step.policy_of wrote, or None."""
-    pattern = r"(\w+) every=(\d+) save=(\d) stream=(\d)(?: park=(\d))?(?: by_group=(\d))? tile=(\d+)(?: plain=(\d+) keep=([\w,]*))?"
+    pattern = r"(\w+) every=(\d+) save=(\d) stream=(\d)(?: park=(\d))?(?: by_group=(\d))?(?: again=(\d+))?"
+    pattern += r" tile=(\d+)(?: plain=(\d+) keep=([\w,]*))?"
     found = re.fullmatch(pattern, text or "")
     if not found:
         return None
-    offload, every, save, stream, park, by_group, tile, plain, keep = found.groups()
+    offload, every, save, stream, park, by_group, again, tile, plain, keep = found.groups()
     kept = {"plain": int(plain or 0), "keep": tuple(filter(None, (keep or "").split(",")))}
-    kept |= {"park": park == "1", "by_group": by_group == "1"}
+    kept |= {"park": park == "1", "by_group": by_group == "1", "again": int(again or 0)}
     return Policy(offload, int(every), save == "1", stream == "1", int(tile), **kept)
 
 

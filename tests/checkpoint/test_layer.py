@@ -554,6 +554,29 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})
 
 
+@pytest.mark.parametrize("offload, tile", [("host", 14), ("disk", 4096)])
+def test_attention_of_some_layers_runs_again(offload, tile, tmp_path, monkeypatch):
+    """again: as many of the last layers keep no attention output, before plain ones; gradients are exact."""
+    import dataclasses
+
+    from hfpatch.checkpoint.session import Session
+
+    resolve, forwards, attend = Session._resolve, [], heads_module.attention_forward
+    monkeypatch.setattr(Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1))
+    monkeypatch.setattr(heads_module, "attention_forward", lambda *a, **k: forwards.append(1) or attend(*a, **k))
+    where = str(tmp_path) if offload == "disk" else offload
+    settings = hfpatch.Checkpointing(offload=where, tile=tile, plain=1, save_attention=True)
+    check(settings, {"num_hidden_layers": 4})
+    forwards.clear()
+    hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
+    session, calls = model.model.layers[0]._hfpatch_session, []
+    linked = session.linked
+    monkeypatch.setattr(session, "linked", lambda call, y: calls.append(call.policy.save_attention) or linked(call, y))
+    model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
+    assert calls == [True, True, False]
+    assert len(forwards) == 3 + 1
+
+
 @pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
 def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch):
     """park: dx waits in the tier while attention runs backward, its memory gone; gradients are those of a dx that stayed."""

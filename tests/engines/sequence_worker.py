@@ -32,12 +32,14 @@ import tiny
 import hfpatch
 from hfpatch.checkpoint.exchange import ExchangedAttention, Sequence
 from hfpatch.checkpoint.session import Session
+from hfpatch.memory import free as memory
 from hfpatch.memory import sequence
 from hfpatch.models.parallel import sequence_of, sharded
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 T = 24
+SHORT = 20_000  # bytes for two layers' inputs, not for their attention outputs beside them
 SHORT_FAMILIES = ("qwen3", "gemma2", "gpt_oss", "mistral")
 
 
@@ -143,7 +145,7 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    verdict=True, streamed=False, blocks=1, tiled=True, **settings,
+    verdict=True, streamed=False, again=0, blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64, num_hidden_layers=3, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
@@ -154,7 +156,7 @@ def case(
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
     resolve = Session._resolve
-    chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed)  # noqa: E731
+    chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed, again=again)  # noqa: E731
     with mock.patch.object(Session, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
@@ -196,6 +198,43 @@ def refusals(ranks: Ranks) -> list[str]:
     return said
 
 
+def hybrid(ranks: Ranks) -> str:
+    """A model whose layers mix tokens by something else than attention, at its first forward."""
+    model = families.small_model("lfm2")
+    hfpatch.apply(model, verdict=False)
+    mine = {n: x[:, : T // ranks.size] % 60 for n, x in batch("plain", 1).items()}
+    with sharded(sequence_of(ranks.group)):
+        try:
+            model(**mine)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
+    """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the first rank and to the others;
+    fails: the last rank cannot pin them."""
+    ours = tiny.patched(
+        tiny.llama(num_hidden_layers=2, head_dim=8), checkpointing=hfpatch.Checkpointing(offload="host", every=1)
+    )
+    mine = {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
+    opened = Session._open
+
+    def open_(self, *args):
+        if fails and ranks.rank == ranks.size - 1:
+            raise RuntimeError("no memory to pin")
+        return opened(self, *args)
+
+    free = mock.patch.object(memory, "host_free", lambda: host[min(ranks.rank, 1)])
+    with free, mock.patch.object(Session, "_open", open_), sharded(sequence_of(ranks.group)):
+        try:
+            ours(**mine, use_cache=False).loss.backward()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    (policy,) = ours.model.layers[0]._hfpatch_session.policies.values()
+    return f"attention of {policy.save_attention * (2 - policy.again)} layers"
+
+
 def main(chosen: str, folder: str) -> None:
     common.quiet()
     deepspeed.init_distributed("gloo")
@@ -217,7 +256,8 @@ def main(chosen: str, folder: str) -> None:
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
-        "layers run whole": {"tiled": False, "kind": "packed"}, "streamed, a round at a time": {"streamed": True, "heads": (8, 4)},
+        "layers run whole": {"tiled": False, "kind": "packed"},
+        "streamed, a round at a time": {"streamed": True, "heads": (8, 4), "again": 1},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):
@@ -236,10 +276,12 @@ def main(chosen: str, folder: str) -> None:
     said = refusals(ranks)
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
-    least = both.least(10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3)
+    least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu"))
     common.report(
-        folder, worst=found, calls=calls, said=said, evaluation=evaluation(ranks), backend=backend, least=least
-    )
+        folder, worst=found, calls=calls, said=said, evaluation=evaluation(ranks), backend=backend, least=least,
+        hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
+        failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

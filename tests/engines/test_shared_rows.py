@@ -32,6 +32,9 @@ def test_gradients_are_those_of_one_process(tmp_path):
         assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
         assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
         assert report["evaluation"] <= 1e-6  # whole rows, one a rank, as accelerate evaluates
+        assert "mixes tokens by something else than attention" in report["hybrid"]
+        assert report["short"] == "attention of 1 layers"  # on all, though one alone is short of host memory
+        assert "no memory to pin" in report["failed"]
         assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
 
 
@@ -42,8 +45,9 @@ def test_every_way_and_family(ranks, tmp_path):
 
 
 @pytest.mark.long
-def test_hfpatch_train_on_two_ranks_is_one_process(tmp_path):
-    """The same losses, packed rows, with and without a stop in the middle of an epoch."""
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_hfpatch_train_on_ranks_is_one_process(engine, tmp_path):
+    """The same losses, in training and evaluation, packed rows, with and without a stop in the middle of an epoch."""
     words = [f"word{i} of the sea" for i in range(400)]
     (tmp_path / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380)))
     config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
@@ -55,7 +59,7 @@ def test_hfpatch_train_on_two_ranks_is_one_process(tmp_path):
         "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
         "--lr_scheduler_type", "constant", "--cache_dir", tmp_path / "cache",
     ]  # fmt: skip
-    share = ["--engine", tmp_path / "zero.json", "--sp_size", 2]
+    share = ["--engine", tmp_path / "zero.json" if engine == "zero3" else engine, "--sp_size", 2]
 
     def train(name: str, ranks: int, *more) -> list[dict]:
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else []
@@ -64,12 +68,16 @@ def test_hfpatch_train_on_two_ranks_is_one_process(tmp_path):
         done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         rows = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        return [row["loss"] for row in rows if "loss" in row]
+        return [row[kind] for kind in ("loss", "eval_loss") for row in rows if kind in row]
 
     train("model", 1, "--preset", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
     model = ["--model", tmp_path / "model"]
     one, two = train("one", 1, *model, "--max_steps", 5), train("two", 2, *model, "--max_steps", 5, *share)
-    assert one == pytest.approx(two, rel=2e-6) and len(one) == 5
+    assert one == pytest.approx(two, rel=2e-6) and len(one) == 7
     shutil.rmtree(tmp_path / "two" / "checkpoint-5")
     again = train("two", 2, *model, "--max_steps", 5, *share, "--resume_from_checkpoint", True)
     assert again == two
+    # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates them.
+    one = train("one-4", 1, *model, "--max_steps", 2, "--gradient_accumulation_steps", 4)
+    four = train("four", 4, *model, "--max_steps", 2, "--gradient_accumulation_steps", 2, *share)
+    assert one == pytest.approx(four, rel=2e-6) and len(one) == 3

@@ -1,10 +1,12 @@
-"""`hfpatch train` on gloo processes under DeepSpeed; the lines before it only make the engine real on a CPU."""
+"""`hfpatch train` on gloo processes; the lines before it only make the engine real on a CPU."""
 
+import json
 import os
 import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import common
 import deepspeed
 import torch
 
@@ -12,6 +14,10 @@ from hfpatch.commands.train import main
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
 torch.set_num_threads(1)
+arguments = sys.argv[1:]
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-    deepspeed.init_distributed("gloo")
-sys.exit(main(sys.argv[1:]))
+    if "fsdp2" in arguments:
+        arguments += ["--accelerator_config", json.dumps(common.as_if_on_gpus()["accelerator_config"])]
+    else:
+        deepspeed.init_distributed("gloo")
+sys.exit(main(arguments))

@@ -70,6 +70,9 @@ def loss_case(
             more |= {f"return_{n}": True for n in ("token_loss", "lse", "accuracy", "predicted")}
         out = (ops.linear_cross_entropy if mine else linear_cross_entropy_ref)(x * 1, w, labels, **options, **more)
         loss = out if mine and alone else out.loss
+        if mine and alone:
+            with torch.no_grad():
+                assert torch.equal(loss, ops.linear_cross_entropy(x, w, labels, **options, **more))
         values = [] if alone else [out.token_loss, out.lse, out.accuracy.double(), out.predicted.double()]
         total = (loss * upstream).sum() + (0 if alone else (out.lse * torch.linspace(0, 1, N)).sum())
         total.backward()

@@ -146,7 +146,7 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream),
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group]])
+# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again]]])
 WAYS = {
     "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()), "one": (4096, True, False, 1, ()),
     "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()), "every 2": (16, False, False, 2, ()),
@@ -154,12 +154,13 @@ WAYS = {
     "keep streamed": (16, True, True, 1, ("gate_up", "mid")), "plain": (16, True, False, 1, ()),
     "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
     "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (), False, True),
+    "one again alone": (16, True, True, 1, (), False, False, 1),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
-    tile, save, stream, every, keep, park, by_group = (*WAYS[way], False, False)[:7]
+    tile, save, stream, every, keep, park, by_group, again = (*WAYS[way], *(False, False, 0)[len(WAYS[way]) - 5 :])
     by_group = by_group and tier != "gpu"
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
@@ -175,7 +176,7 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
             Session,
             "_resolve",
             lambda *a: dataclasses.replace(
-                resolve(*a), stream_attention=stream and not a[4], park=park, by_group=by_group
+                resolve(*a), stream_attention=stream and not a[4], park=park, by_group=by_group, again=again
             ),
         )
     )

@@ -26,6 +26,7 @@ SHORT = [
     ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"), ("host", "keep", "raise in mlp"),
     ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
+    ("host", "one again alone", "step"),
 ]  # fmt: skip
 ALL = [row for row in itertools.product(scenarios.TIERS, scenarios.WAYS, scenarios.ACTIONS) if row not in SHORT]
 

@@ -16,11 +16,19 @@ from hfpatch.memory.shape import KEEPABLE
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 # What is kept beside: one by one where it matters, all together, behind plain layers.
 KEEPS = (
-    Policy("host", keep=("qkv",)), Policy("host", keep=("mid",)), Policy("host", keep=KEEPABLE),
-    Policy("gpu", keep=("mid", "gate_up")), Policy("gpu", keep=KEEPABLE, plain=1), Policy("host", plain=2),
+    Policy("host", keep=("qkv",)),
+    Policy("host", keep=("mid",)),
+    Policy("host", keep=KEEPABLE),
+    Policy("gpu", keep=("mid", "gate_up")),
+    Policy("gpu", keep=KEEPABLE, plain=1),
+    Policy("host", plain=2),
     Policy("host", keep=("gate_up",), stream_attention=True),
     Policy("host", keep=("qkv", "mid"), save_attention=False),
-)  # fmt: skip
+)
+SOME = (
+    Policy("host", again=1),
+    Policy("host", again=2, stream_attention=True),
+)  # attention outputs of the first layers alone
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (
     Policy("host"), Policy("host", save_attention=False), Policy("gpu"), Policy("host", stream_attention=True),
@@ -52,6 +60,7 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
 # Short: each policy once, at a length of several tiles; one tile; a batch; layers that run whole; tied weights.
 @pytest.mark.parametrize("preset, tokens, batch, policy", [
     *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=auto_tile(32768))) for p in POLICIES),
+    *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=4096)) for p in SOME),
     ("llama-3.1-8b", 131072, 1, Policy("host")), ("llama-160m", 5000, 3, Policy("host", tile=4096)),
     ("llama-3.2-1b", 8192, 1, Policy("host")), ("llama-3.1-8b", 16384, 1, "stock"),
     ("llama-3.1-8b", 16384, 1, "stock-checkpointing"), ("llama-3.1-8b", 16384, 1, "off"),

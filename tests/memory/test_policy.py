@@ -60,10 +60,24 @@ def test_nothing_known_is_offloaded_and_saved():
 def test_host_memory_is_saved_in_the_order_of_its_cost():
     inputs, outputs = 32 * GiB, 32 * (GiB + 131072 * 32 * 4)
     seen = []
-    for room in (inputs + outputs, inputs + outputs - 1, inputs, inputs - 1, inputs // 2 - 1):
+    for room in (
+        inputs + outputs,
+        inputs + outputs - 1,
+        inputs + 8 * outputs // 32 - 1,
+        inputs,
+        inputs - 1,
+        inputs // 2 - 1,
+    ):
         policy = chosen(host_free=int(room / HOST_SHARE) + 1, gpu_free=20 * GiB)
-        seen.append((policy.offload, policy.every, policy.save_attention))
-    assert seen == [("host", 1, True), ("host", 1, False), ("host", 1, False), ("host", 2, False), ("host", 3, False)]
+        seen.append((policy.offload, policy.every, policy.save_attention and 32 - policy.again))
+    assert seen == [
+        ("host", 1, 32),
+        ("host", 1, 31),
+        ("host", 1, 7),
+        ("host", 1, False),
+        ("host", 2, False),
+        ("host", 3, False),
+    ]
     assert chosen(host_free=GiB, gpu_free=60 * GiB).offload == "gpu"
     assert chosen(host_free=GiB).offload == "gpu"
 

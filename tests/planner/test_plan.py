@@ -147,6 +147,7 @@ def test_settings_reach_the_policy(tmp_path):
         "keep": (),
         "park": False,
         "by_group": False,
+        "again": 0,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
