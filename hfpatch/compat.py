@@ -6,6 +6,7 @@ Names are looked up when they are used: one that is gone costs what needs it, ne
 
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -272,6 +273,23 @@ def other_hooks(module: nn.Module) -> list:
     """Hooks that run before the module's forward, and around its backward."""
     names = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [hook for name in names for hook in vars(module).get(name, {}).values()]
+
+
+_SERVE_ANY_OUTPUT = ("torch.distributed", "deepspeed", "accelerate", "transformers", "hfpatch")
+
+
+def _home(hook) -> str:
+    """The module in which a hook was written."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    inner = getattr(hook, "__func__", hook)
+    return getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
+
+
+def user_hooks(module: nn.Module, hooks=None) -> list:
+    """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no values."""
+    hooks = forward_hooks(module) + other_hooks(module) if hooks is None else hooks
+    return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
 def pytree():

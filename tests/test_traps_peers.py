@@ -210,12 +210,21 @@ def test_hooks_on_lm_head_fire(way):
     ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
     seen = []
     ours.lm_head.register_forward_pre_hook(lambda *_: seen.append("before"))
-    ours.lm_head.register_forward_hook(lambda *_: seen.append("after"))
     ours.lm_head.register_full_backward_hook(lambda *_: seen.append("backward"))
     ours.lm_head.weight.register_hook(lambda g: seen.append("weight"))
     ours.lm_head.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
     ours(**tiny.labelled()).loss.backward()
-    assert sorted(seen) == sorted(["before", "after", "backward", "weight", "accumulated"])
+    assert sorted(seen) == sorted(["before", "backward", "weight", "accumulated"])
+
+
+def test_a_hook_that_changes_the_logits_gets_them():
+    """The head's one call answers with the loss: a hook that scales logits would scale that."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock)
+    for model in (ours, stock):
+        model.lm_head.register_forward_hook(lambda m, a, out: 1.5 * out)
+    with pytest.warns(UserWarning, match="lm_head has a forward hook"):
+        tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
@@ -240,6 +249,18 @@ def test_hooks_that_change_the_layer_are_honoured(way):
         model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 1.5, *a[1:]))
         model.model.layers[0].register_forward_hook(lambda m, a, out: out + 0.25 if torch.is_tensor(out) else out)
         model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: 2 * out)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "mlp.act_fn", "mlp.down_proj", "mlp", "self_attn.v_proj"])
+def test_hooks_inside_a_layer_get_what_stock_gives_them(way, name):
+    """The sum before the norm in the norm's own pass, an activation without its module, a product that nobody else reads."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    for model in (ours, stock):
+        module = model.model.layers[0].get_submodule(name)
+        module.register_forward_hook(lambda m, a, out: torch.tanh(out) + a[0].mean(-1, keepdim=True))
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 

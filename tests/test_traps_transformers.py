@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -69,6 +72,42 @@ def test_a_mixture_of_experts_is_saved_as_the_hub_has_it(tmp_path):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
     assert type(ours).__module__ == type(stock).__module__  # PEFT's adapter_config.json names it "parent_library"
     assert pickle.loads(pickle.dumps(ours)).is_custom_code() is False
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp", "lm_head"])
+def test_two_threads_at_one_model(place):
+    """What one thread's forward sets on modules and configs for itself (attention, stand-ins, labels) is no other's."""
+    torch.manual_seed(0)
+    stock = Gemma2ForCausalLM(scaled_config(Gemma2Config(), 2)).double().eval()
+    ours = tiny.patched(stock)
+    ids, other = (torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(2))
+    there, go_on, got = threading.Event(), threading.Event(), {}
+
+    def wait_there(*_):
+        if threading.current_thread() is not threading.main_thread():
+            there.set()
+            go_on.wait(60)
+
+    @torch.no_grad()
+    def ask(model, ids):
+        past = model(ids[:, :20], use_cache=True).past_key_values
+        step = model(ids[:, 20:21], past_key_values=past).logits
+        return model(ids, labels=ids, skip_logits=True).loss, model(ids).logits, step
+
+    def beside():
+        with torch.no_grad():
+            got["loss"] = ours(ids, labels=ids, skip_logits=True).loss
+
+    ours.get_submodule(place).register_forward_pre_hook(wait_there)
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert there.wait(60)
+    found = ask(ours, other)
+    go_on.set()
+    thread.join()
+    for mine, theirs in zip((*found, got["loss"]), (*ask(stock, other), ask(stock, ids)[0])):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=0, atol=1e-5 * theirs.abs().max().item())
+    assert not any("forward" in vars(m) for m in ours.modules()) and ours.config._attn_implementation == "eager"
 
 
 def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):
@@ -367,6 +406,19 @@ def test_generate_gives_the_same_tokens(padding, options, apply_options):
         torch.manual_seed(11)
         tokens.append(model.generate(input_ids, attention_mask=mask, **arguments))
     assert torch.equal(*tokens) and tokens[0].shape[1] > 9
+
+
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_a_cache_that_training_asks_for_is_filled(way):
+    """Dropped without a word it would leave the tokens that follow without those before them."""
+    stock = tiny.llama(dtype=torch.float64)
+    ours, ids = tiny.patched(stock, checkpointing=tiny.WAYS[way]), tiny.ids()
+    for model in (ours, stock):
+        past = model(ids[:, :9], use_cache=True).past_key_values
+        assert past.get_seq_length() == 9
+        model(ids[:, 9:], past_key_values=past, labels=ids[:, 9:]).loss.backward()
+    for p, q in zip(ours.parameters(), stock.parameters()):
+        assert torch.allclose(p.grad, q.grad, rtol=0, atol=3e-6 * q.grad.abs().max().item())
 
 
 def test_cache_step_by_step_equals_one_pass():

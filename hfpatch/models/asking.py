@@ -8,6 +8,7 @@ in backward) runs: `config.json`, other code that reads `config._attn_implementa
     whole   neither: attention computes itself, for layers that do not run tile by tile
 """
 
+import inspect
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import ExchangedAttention
-from hfpatch.compat import name_attention
+from hfpatch.compat import attention_of, name_attention
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
@@ -48,6 +49,9 @@ class _Here(threading.local):
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
+    target: tuple | None = (
+        None  # the model that is asked for a loss, its labels, whether they are to be shifted, their count
+    )
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 
 
@@ -174,13 +178,32 @@ def our_attention(configs, batch: Batch | None):
                     name_attention(config, _entered.pop(id(config))[1])
 
 
+def _of_another_thread(config) -> str | None:
+    """The attention that this thread's forward is to have, where the config names ours for another thread's; else None."""
+    return named(config) if here.batch is None and here.role is None and id(config) in _entered else None
+
+
+def named(config) -> str | None:
+    """The attention that a config names outside of ours, whatever another thread runs at the moment."""
+    with _lock:
+        entry = _entered.get(id(config))
+        return attention_of(config) if entry is None else entry[1]
+
+
 # --- what is registered -----------------------------------------------------------------------------------------------
 
 
 def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None, local_size=None,
          use_vmap=False, device=None, **kwargs):  # fmt: skip
     """A Mask. Keywords are those that transformers passes to its own mask functions."""
-    batch = here.batch
+    batch, theirs = here.batch, _of_another_thread(kwargs.get("config"))
+    if theirs in ALL_MASK_ATTENTION_FUNCTIONS:
+        given = {"q_length": q_length, "local_size": local_size, "device": device}
+        given = {name: x for name, x in given.items() if x is not None} | kwargs
+        return ALL_MASK_ATTENTION_FUNCTIONS[theirs](
+            batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, kv_offset=kv_offset,
+            attention_mask=attention_mask, use_vmap=use_vmap, **given,
+        )  # fmt: skip
     if batch is None:  # a model of somebody else's: what it says is all there is
         batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
     theirs = dict(
@@ -204,6 +227,13 @@ def attention(
     module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
 ):
     """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
+    theirs = _of_another_thread(getattr(module, "config", None))
+    if theirs is not None:
+        own = inspect.unwrap(getattr(module, "_hfpatch_base", type(module)).forward)
+        function = ALL_ATTENTION_FUNCTIONS.get(theirs) or own.__globals__["eager_attention_forward"]
+        extra = {"softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: x for name, x in extra.items() if x is not None}
+        return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is None and here.batch is not None and here.batch.sequence is not None:
         attention_mask = Mask(here.batch)  # accelerate's hooks take masks away; models with windows it refuses
     asked = Asked(

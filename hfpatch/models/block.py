@@ -6,6 +6,7 @@ added in the second norm's pass.
 
 from torch import Tensor, nn
 
+from hfpatch.compat import user_hooks
 from hfpatch.models.answers import rope_of
 from hfpatch.models.asking import Call
 from hfpatch.models.dead import is_dead
@@ -21,6 +22,9 @@ class Block:
         attn, mask = layer.self_attn, kwargs.get("attention_mask")
         self.norm, self.norm_behind, self.mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
         self.projections, self.out, self.head_dim = (attn.q_proj, attn.k_proj, attn.v_proj), attn.o_proj, attn.head_dim
+        # use_kernels sets a forward whenever train() or eval() is called; a hook expects a norm's argument and its output.
+        behind = self.norm_behind
+        self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind) and not user_hooks(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
         self.rotate = rotation(attn._hfpatch_base) if isinstance(attn, FusedAttention) else rope_of(attn)
         self.cos, self.sin = kwargs["position_embeddings"]
@@ -38,8 +42,7 @@ class Block:
     def post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
         h, norm = self.out(out_BtHE.flatten(2)), self.norm_behind
         total = known_sum("mid", x_BtD, h)
-        # use_kernels sets a forward whenever train() or eval() is called.
-        if total is None and isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm):
+        if total is None and self.adds:
             normed, total = norm(h, residual=x_BtD)
         else:
             total = x_BtD + h if total is None else total

@@ -8,6 +8,8 @@ survives pickle and deepcopy.
 
 import copyreg
 import inspect
+import threading
+from contextlib import contextmanager
 from functools import cache, wraps
 
 from torch import nn
@@ -73,6 +75,70 @@ def replaced_forward(module: nn.Module) -> str | None:
     """Whose forward this instance has in place of its class's; None where it has none."""
     forward = vars(module).get("forward")
     return None if forward is None else f"its forward is {whose(forward)}'s"
+
+
+def other_forward(module: nn.Module) -> bool:
+    """Whether calls of this instance run another forward than its class's."""
+    forward = forward_now(module)
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def package_of(module: nn.Module) -> str:
+    """The package that its class is from, under those that torch's FSDP makes."""
+    names = (c.__module__ for c in type(module).__mro__)
+    return next(name for name in names if not name.startswith("torch.distributed")).partition(".")[0]
+
+
+# --- forwards for a moment ----------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+
+
+class ByThread:
+    """On an instance in place of its class's forward: what a thread set for itself, for all others what was there before."""
+
+    def __init__(self, module: nn.Module, before):
+        self.module, self.before, self.forwards = module, before, {}
+
+    def own(self, *args, **kwargs):
+        """As if nothing had been set."""
+        return self.before(*args, **kwargs) if self.before else type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        return self.forwards.get(threading.get_ident(), self.own)(*args, **kwargs)
+
+
+def forward_now(module: nn.Module, name: str = "forward"):
+    """The forward that this thread finds on the instance, None where it has its class's."""
+    held = vars(module).get(name)
+    return held.forwards.get(threading.get_ident(), held.before) if isinstance(held, ByThread) else held
+
+
+@contextmanager
+def forwards_for_now(pairs, name: str = "forward"):
+    """Within, this thread's calls of each module run the forward beside it; (module, forward) pairs."""
+    me, earlier = threading.get_ident(), []
+    with _lock:
+        for module, forward in pairs:
+            held = vars(module).get(name)
+            if not isinstance(held, ByThread):
+                held = vars(module)[name] = ByThread(module, held)
+            earlier.append((module, held, held.forwards.get(me)))
+            held.forwards[me] = forward
+    try:
+        yield
+    finally:
+        with _lock:
+            for module, held, forward in reversed(earlier):
+                held.forwards[me] = forward
+                if forward is None:
+                    del held.forwards[me]
+                if held.forwards or vars(module).get(name) is not held:
+                    continue
+                if held.before is None:
+                    del vars(module)[name]
+                else:
+                    vars(module)[name] = held.before
 
 
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------

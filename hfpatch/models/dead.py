@@ -6,13 +6,15 @@ ordinary backward, so every gradient stays as it is, to the bit. Which ones thes
 Under LoRA it is the base of such a Linear, to whose value the adapter adds its own; a rotation of such values hands one on.
 """
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
+from hfpatch.compat import user_hooks
+from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
 class _Valueless(torch.autograd.Function):
@@ -68,9 +70,22 @@ def can_go_without(module: nn.Module | None) -> bool:
     return (
         isinstance(module, nn.Linear)
         and (type(module).forward is nn.Linear.forward or dense_of(module) is not None)
-        and "forward" not in vars(module)
+        and forward_now(module) is None
         and not hasattr(module.weight, "placements")
     )
+
+
+def unwatched(layer: nn.Module, name: str) -> bool:
+    """Whether the named module's value goes where it went when the layer was asked: no hook of the user's on it or between it
+    and the layer, and no other module or forward between them."""
+    parts = name.split(".")
+    try:
+        around = [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+    except AttributeError:
+        return False
+    home = package_of(layer)
+    same = (package_of(m) == home and not other_forward(m) for m in around[:-1])
+    return all(same) and not any(user_hooks(m) for m in around)
 
 
 def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
@@ -79,17 +94,11 @@ def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> li
     """
     if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
         return []
-    modules = (m for name in dict.fromkeys(names) if can_go_without(m := base_of(layer.get_submodule(name))))
-    return [(vars(m), partial(_valueless_forward, m, dense_of(m), value)) for m in modules]
+    names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
+    modules = (m for name in names if can_go_without(m := base_of(layer.get_submodule(name))) and not user_hooks(m))
+    return [(m, partial(_valueless_forward, m, dense_of(m), value)) for m in modules]
 
 
-@contextmanager
 def without_values(idle: list):
     """Within, the idle Linears compute nothing."""
-    for attributes, forward in idle:
-        attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        for attributes, _ in idle:
-            attributes.pop("forward", None)
+    return forwards_for_now(idle) if idle else nullcontext()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import hooked_forward, modules_of, parameters_of
-from hfpatch.models.classes import swap, whose
+from hfpatch.compat import forward_hooks, hooked_forward, modules_of, parameters_of, user_hooks
+from hfpatch.models.classes import forward_now, forwards_for_now, swap, whose
 from hfpatch.ops import VocabShard
 
 
@@ -43,7 +43,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
     if _has_rows_of_it(inner):
         return "torch.compile takes no part of lm_head's rows" if torch.compiler.is_compiling() else None
-    held = vars(inner).get(hooked_forward(inner))
+    held = forward_now(inner, hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not nn.Linear.forward and not pass_forward:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of quantisation stay what they are.
@@ -83,6 +83,12 @@ def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tenso
     return whole, weight.to_local(), None if bias is None else bias.to_local(), {"shard": shard}
 
 
+def reads_logits(head: nn.Module) -> str | None:
+    """The reason where a forward hook of the user's expects what a head gives."""
+    hooks = (h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, forward_hooks(m)))
+    return next((f"lm_head has a forward hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks), None)
+
+
 @dataclass
 class Call:
     """The head's forward for one call: function(hidden, weight, *args, bias=bias, **options)."""
@@ -100,16 +106,20 @@ class Call:
 def call_under_way(head: nn.Module) -> Call | None:
     """The Call that this head answers with now, for hooks that run beside it; None where it gives logits."""
     inner = copies(head)[1]
-    found = vars(inner).get(hooked_forward(inner))
+    found = forward_now(inner, hooked_forward(inner))
     return found if isinstance(found, Call) else None
 
 
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options) by one call of the head, whose hooks (the engines') gather both."""
-    own = vars(inner := copies(head)[1])
-    name = hooked_forward(inner)
+    inner = copies(head)[1]
+    name, call = hooked_forward(inner), Call(function, inner, args, options)
+    if not torch.compiler.is_compiling():
+        with forwards_for_now([(inner, call)], name):
+            return head(hidden)
+    own = vars(inner)
     before = own.get(name)
-    own[name] = Call(function, inner, args, options)
+    own[name] = call
     try:
         return head(hidden)
     finally:

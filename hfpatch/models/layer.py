@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from hfpatch.checkpoint.layer import NOTHING, tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
-    attention_of,
     collected_now,
     collecting,
     engine_hook,
@@ -27,14 +26,25 @@ from hfpatch.compat import (
 from hfpatch.memory.formula import tile_bounds
 from hfpatch.memory.shape import KEEPABLE
 from hfpatch.models.answers import OTHER_MIXER, Answers
-from hfpatch.models.asking import Answering, Asked, Call, Noting, NotStopped, Stopped, asking, here, our_attention
+from hfpatch.models.asking import (
+    Answering,
+    Asked,
+    Call,
+    Noting,
+    NotStopped,
+    Stopped,
+    asking,
+    here,
+    named,
+    our_attention,
+)
 from hfpatch.models.block import Block
-from hfpatch.models.dead import can_go_without, idle, without_values
+from hfpatch.models.dead import can_go_without, idle, unwatched, without_values
 from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
-from hfpatch.models.parts import FusedJointMLP, FusedMLP
+from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_hooks
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.ops.attention import Pattern, supported
 
@@ -274,15 +284,15 @@ def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: st
     if torch.is_autocast_enabled(device):
         return tuple(n for n in names if n == "qkv")
     sources = _sources(layer, answers)
-    able = lambda n: n in sources and all(can_go_without(layer.get_submodule(m)) for m in sources[n])  # noqa: E731
-    return tuple(n for n in names if n == "qkv" or able(n))
+    spared = lambda name: can_go_without(layer.get_submodule(name)) and unwatched(layer, name)  # noqa: E731
+    return tuple(n for n in names if n == "qkv" or n in sources and all(map(spared, sources[n])))
 
 
 def _sources(layer: nn.Module, answers: Answers) -> dict[str, tuple[str, ...]]:
     """The modules whose values nobody reads where a kept value is known."""
     sources = {"mid": ("self_attn.o_proj",)} if answers.block else {}
     mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp):
+    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp) and not activation_hooks(mlp):
         sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
     return sources
 
@@ -370,7 +380,7 @@ class TiledLayer:
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {attention_of(c) for c in self._hfpatch_configs}
+            known = {named(c) for c in self._hfpatch_configs}
             alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
@@ -426,11 +436,8 @@ class TiledLayer:
             return whole(x)
         if cut and takes and reason != answers.reason:  # which the report has
             session.tell(f"{type(self).__name__}s run whole, their inputs offloaded: {reason}.")
-        if cache is not None:
-            if cache.get_seq_length():
-                return whole(x)
-            # Models make an empty cache in training too; running a layer again would write its keys twice.
-            args, kwargs = _without_cache(args, kwargs)
+        if cache is not None:  # asked for by the caller; running the layer again would write its keys twice
+            return whole(x)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         sequence = self._sequence() if batch is None else batch.sequence

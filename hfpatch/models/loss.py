@@ -8,6 +8,7 @@ stand-in gets real logits.
 
 import math
 import sys
+import threading
 import warnings
 from contextlib import contextmanager
 
@@ -21,11 +22,12 @@ from hfpatch.checkpoint.device import ToHost
 from hfpatch.compat import caller_reads_logits, forward_hooks, modules_of, own_loss, pytree, set_own_loss
 from hfpatch.models.asking import here
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
-from hfpatch.models.head import through, why_not_fused
+from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parts import FusedRMSNorm
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
+_lock = threading.Lock()
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss:
 BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
 
@@ -102,14 +104,16 @@ class Logits:
 class _Head:
     """Stands where a model looks for its head: a call gives Logits, all else (its weight's dtype, say) is the head's own."""
 
-    def __init__(self, owner: nn.Module):
-        self._owner = owner
+    def __init__(self, head: nn.Module):
+        self._head, self._users = head, 0
 
-    def __call__(self, hidden: Tensor) -> Logits:
-        return Logits(self._owner, hidden)
+    def __call__(self, hidden: Tensor) -> "Logits | Tensor":
+        owner = here.target[0] if here.target is not None else None  # none where another thread's call is meant
+        asked = owner is not None and owner._hfpatch_head() is self._head
+        return Logits(owner, hidden) if asked else self._head(hidden)
 
     def __getattr__(self, name):
-        return getattr(self._owner._hfpatch_head(), name)
+        return getattr(self._head, name)
 
 
 def not_its_own_loss(model: nn.Module) -> str | None:
@@ -143,7 +147,7 @@ class FusedCausalLM:
 
     @property
     def loss_function(self):
-        if vars(self).get("_hfpatch_target") is not None:
+        if here.target is not None and here.target[0] is self:
             return self._hfpatch_loss
         if torch.compiler.is_compiling():  # a graph cannot look up a property behind another
             own = own_loss(self)
@@ -201,21 +205,32 @@ class FusedCausalLM:
         target = labels if shifted is None else shifted
         first = 1 if shifted is None else 0
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
-        own, holder = vars(self), vars(self.get_submodule(self._hfpatch_holder))
-        own["_hfpatch_target"] = (target, shifted is None, count)
-        holder[self._hfpatch_head_name] = _Head(self)  # found before the module of that name
-        try:
+        with self._stand_in((self, target, shifted is None, count)):
             with self._read_where_labelled(target, first, ignore, kwargs):
                 out = self._hfpatch_stock({**kwargs, "return_dict": True})
-        finally:
-            del own["_hfpatch_target"]
-            holder.pop(self._hfpatch_head_name, None)  # gone where the holder was given labels too
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
             # Its own class without the stand-in: an output drops what is None.
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
+
+    @contextmanager
+    def _stand_in(self, target: tuple):
+        """Within, this thread's forward meets a stand-in for the head, and asks for the loss of `target`."""
+        holder, name, before = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name, here.target
+        with _lock:
+            head = holder.setdefault(name, _Head(self._hfpatch_head()))  # found before the module of that name
+            head._users += 1
+        here.target = target
+        try:
+            yield
+        finally:
+            here.target = before
+            with _lock:
+                head._users -= 1
+                if not head._users:
+                    del holder[name]
 
     @contextmanager
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
@@ -264,7 +279,7 @@ class FusedCausalLM:
         if not isinstance(logits, Logits):
             self._tell(_WHOLE.format("transformers' forward used the logits before its loss"))
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        target, shift, count = vars(self)["_hfpatch_target"]
+        _, target, shift, count = here.target
         valid = int(count.get())
         loss = logits.cross_entropy(
             target.to(logits.hidden.device), shift=shift, ignore_index=ignore_index, num_items=num_items_in_batch,
@@ -289,7 +304,8 @@ class FusedCausalLM:
         keep = kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep != 0:
             return False
-        reason = not_its_own_loss(self) or why_not_fused(self._hfpatch_head())
+        head = self._hfpatch_head()
+        reason = not_its_own_loss(self) or why_not_fused(head) or reads_logits(head)
         if reason is None:
             return True
         self._tell(_WHOLE.format(reason))

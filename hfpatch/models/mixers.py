@@ -12,21 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import pytree
+from hfpatch.models.classes import forwards_for_now
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # said by our documents
 
 
-@contextmanager
 def standing_in(layer: nn.Module, names, answer):
     """Within, the named modules of the layer answer with answer(name, args, kwargs)."""
-    modules = [layer.get_submodule(name) for name in names]
-    for name, module in zip(names, modules):
-        module.__dict__["forward"] = lambda *args, _name=name, **kwargs: answer(_name, args, kwargs)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.__dict__["forward"]
+
+    def answering(name):
+        return lambda *args, **kwargs: answer(name, args, kwargs)
+
+    return forwards_for_now([(layer.get_submodule(name), answering(name)) for name in names])
 
 
 @dataclass
@@ -103,11 +100,8 @@ def documents_apart(layer: nn.Module, names, arguments, bounds):
     def apart(name, args, kwargs):
         module = layer.get_submodule(name)
         mixer, x = arguments.mixer(module, args, kwargs, bounds)
-        stand_in = module.__dict__.pop("forward")
-        try:
+        with forwards_for_now([(module, vars(module)["forward"].own)]):
             return mixer.forward(x)
-        finally:
-            module.__dict__["forward"] = stand_in
 
     with standing_in(layer, names, apart):
         yield

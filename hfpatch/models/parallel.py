@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import Sequence
-from hfpatch.compat import attention_of, context_parallel, deepspeed_config, engine_hook, ulysses
+from hfpatch.compat import context_parallel, deepspeed_config, engine_hook, ulysses
 from hfpatch.memory.sequence import why_not_shared_out
-from hfpatch.models.asking import here
+from hfpatch.models.asking import here, named
 
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
 
@@ -19,7 +19,7 @@ def replaced_attention(config) -> bool:
 
     Nothing here may take such a function's place. DeepSpeed's Ulysses is known: `sequence_now` says what it does.
     """
-    function = ALL_ATTENTION_FUNCTIONS.get(attention_of(config))
+    function = ALL_ATTENTION_FUNCTIONS.get(named(config))
     known = function is None or function.__module__.startswith("transformers.")
     return not known and ulysses(function) is None
 
@@ -34,7 +34,7 @@ def sequence_now(config, training: bool) -> Sequence | None:
         return here.sequence or None
     found = context_parallel()
     if found is None:
-        group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(attention_of(config))) or (None, False)
+        group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (None, False)
         found = None if group is None or (training_only and not training) else (group, False)
         if found is not None and training:
             summed_gradients(deepspeed_config(), torch.distributed.get_world_size(group))
@@ -134,7 +134,7 @@ def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tenso
 
 def refuse_packed_shards(config, documents) -> None:
     """ValueError for packed documents where Ulysses' own sdpa runs: it drops every mask, so they would see each other."""
-    if documents is not None and attention_of(config) == "sdpa":
+    if documents is not None and named(config) == "sdpa":
         raise ValueError(
             "hfpatch: expected one document a row where sequence parallelism runs sdpa itself, restarting position_ids came; "
             'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.compat import asks_for_input_gradients, buffers_of, forward_hooks, modules_of, parameters_of, twin_of
+from hfpatch.compat import (
+    asks_for_input_gradients,
+    buffers_of,
+    forward_hooks,
+    modules_of,
+    other_hooks,
+    parameters_of,
+    twin_of,
+)
 from hfpatch.models.classes import replaced_forward
 from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.models.keeping import kept
@@ -119,6 +127,8 @@ class FusedMLP:
     _hfpatch_gates = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
+        if activation_hooks(self):
+            return super().forward(x)
         gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
@@ -129,8 +139,16 @@ class FusedJointMLP:
     _hfpatch_gates = ("gate_up_proj",)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if activation_hooks(self):
+            return super().forward(hidden_states)
         gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
+
+
+def activation_hooks(mlp: nn.Module) -> bool:
+    """Whether somebody watches the activation, whose module the fused forms do not call."""
+    others = (m for n, m in modules_of(mlp).items() if n not in (*mlp._hfpatch_gates, "down_proj"))
+    return any(hooks for m in others if (hooks := forward_hooks(m) or other_hooks(m)))
 
 
 _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import attention_of, name_attention
-from hfpatch.models.asking import CAUSAL_NAME, here, our_attention
+from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
 from hfpatch.models.masks import Batch
@@ -169,7 +169,7 @@ class OurAttention:
             self._hfpatch_session.tell(
                 f"the layers of {type(self).__name__} run whole, their inputs offloaded: a mask that is made outside of it."
             )
-        if own or attention_of(config) not in known:
+        if own or named(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 
