@@ -437,6 +437,16 @@ def local_part(parameter: Tensor) -> Tensor:
     return getattr(parameter, "_local_tensor", parameter)
 
 
+def not_for_ddp(model: nn.Module, names=None) -> None:
+    """DistributedDataParallel asks the model for names of tensors that it neither broadcasts nor wants on its device; a set of
+    somebody else's stays. names: an iterable, which is asked anew each time; None takes back what was set here."""
+    own, name = vars(model), "_ddp_params_and_buffers_to_ignore"
+    if names is not None:
+        own.setdefault(name, names)
+    elif hasattr(own.get(name), "_hfpatch"):
+        del own[name]
+
+
 def is_flat(parameter: Tensor) -> bool:
     """Whether FSDP1 holds this parameter as one of many in a row."""
     return hasattr(parameter, "_is_flat_param")

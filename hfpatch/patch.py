@@ -10,8 +10,15 @@ from functools import partial
 from torch import nn
 
 from hfpatch.checkpoint.quantised import as_trained
-from hfpatch.checkpoint.session import Session
-from hfpatch.compat import drop_wrapped_forward, forward_before_wrapping, gather_as_one, modules_of, names_attention
+from hfpatch.checkpoint.session import Session, Waiting
+from hfpatch.compat import (
+    drop_wrapped_forward,
+    forward_before_wrapping,
+    gather_as_one,
+    modules_of,
+    names_attention,
+    not_for_ddp,
+)
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.models import parts
@@ -303,6 +310,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     session = Session(settings, shape, len(layers))
     session.owner = weakref.ref(decoder.causal or stack)
     stack._hfpatch_session = session
+    not_for_ddp(session.owner(), Waiting(session))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         swap(layer, TiledLayer)
@@ -321,6 +329,10 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))
+    if settings.weights == "host":
+        report.notes.append(
+            "frozen weights of the layers stay in host memory and come to the device a layer ahead of their use."
+        )
     wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
     if wide:
         report.notes.append(
@@ -385,6 +397,7 @@ def undo(model: nn.Module) -> None:
         if trl is not None:
             vars(module)["forward"] = trl.theirs
         session = vars(module).get("_hfpatch_session")
+        not_for_ddp(module)
         if session is not None:
             sessions.add(session)
             gather_as_one(module, False)

@@ -45,6 +45,7 @@ ENTRIES = {
     "09_gpu8bit": ([], ["first_loss", "last_loss", "used_ids", "policy"]),
     "12_tiles": ([], ["what"]),
     "13_qlora": (["--rivals", "trl"], ["tokens", "fits", "step_s"]),
+    "15_streamed": (["--bases", "bf16"], ["base", "weights", "step_s", "loss"]),
     "14_sequence": ([], ["step_s", "tokens_s", "plan_step_s", "loss"]),
 }
 SLOW = {"01a_tests", "11_learning"}  # they start programs that import everything again

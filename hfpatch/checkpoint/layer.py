@@ -224,12 +224,20 @@ class LayerCall(Kept):
         base = calls[-1]
         x = self.transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
-            for call in reversed(calls):
+            for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
                 if call is not base:
                     call.x = None
-                with AsInForward(call.places):
+                with self.session.weights.again(call.layer, then.layer), AsInForward(call.places):
                     x = call.forward(x, where="gpu")[0]
         self.x = self.on_device(x)
+
+    @property
+    def first_again(self) -> "LayerCall":
+        """Which call runs first when this one's backward begins: the first of its segment, where that is to run again."""
+        call = self
+        while self.x is None and call.earlier is not None:
+            call = call.earlier
+        return call
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
         """(dx or None, gradients of the arguments that want one and of self.places).
@@ -251,9 +259,10 @@ class LayerCall(Kept):
         if before is not None and before.earlier is None:
             before.prefetch()
 
+        streamed = self.session.weights.again(self.layer, None if before is None else before.first_again.layer)
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
         weights = WeightGradients(self.places, several=several)
-        with torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
+        with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
             dx = run(dy_BTD, private, need_x, weights, retain)
             weights.round()

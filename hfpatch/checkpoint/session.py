@@ -17,11 +17,12 @@ from hfpatch.checkpoint.privacy import private_holders
 from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.room import Gauge, Room
 from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
+from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, head_groups, tile_bounds
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
-from hfpatch.memory.policy import Checkpointing, auto_tile, decide, describe
+from hfpatch.memory.policy import Budget, Checkpointing, auto_tile, decide, describe
 from hfpatch.memory.shape import KEEPABLE
 from hfpatch.ops.attention import deterministic_scratch
 
@@ -73,6 +74,7 @@ class Session:
         self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
+        self.weights = StreamedWeights(checkpointing.weights == "host")
         self._private: dict[type, tuple] = {}
         self._last_call = lambda: None
         self._last_output = lambda: None
@@ -139,6 +141,29 @@ class Session:
             (room.begin if first else room.also)(self.planned.get((policy, B, longest)))
         return policy
 
+    # -- frozen weights ----------------------------------------------------------------------------------------------
+    def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
+        """The frozen weights of all layers in `owner` into host memory, where they are not there yet."""
+        began, before = time.monotonic(), self.weights.host_bytes
+        self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
+        self.weights.make_slots()  # before anybody asks what is free
+        if self.weights.host_bytes != before and metered(device):
+            self.pinning += time.monotonic() - began
+            host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
+            say(
+                f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB on the device take them in turn."
+            )
+
+    def weights_staying(self, layer: nn.Module, function):
+        """StreamedWeights.staying; weights that do not fit on the device which they are sent to stay on the host from then on."""
+        owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
+        if first and self.checkpointing.weights == "auto" and owner is not None and frozen_tables(layer):
+            device = function(torch.empty(0, dtype=torch.uint8)).device
+            if metered(device):
+                coming = sum(p.numel() * p.element_size() for p in owner.parameters() if p.device != device)
+                self.weights.on = coming > memory.gpu_free(device)
+        return self.weights.staying(layer, function)
+
     def _room(self, device: torch.device) -> Room | None:
         if not metered(device):
             return None
@@ -190,6 +215,8 @@ class Session:
         if room is None and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
+        if self.weights.on:
+            settings = dataclasses.replace(settings, weights="host", plain=0)
         plain = 0 if settings.plain == "auto" else settings.plain
         if arrival_counts():
             settings = dataclasses.replace(settings, plain=plain)
@@ -217,6 +244,12 @@ class Session:
             settings, self.shape if whole else self._shared(), batch=B, tokens=T, itemsize=x.element_size(),
             gpu_free=free[0], host_free=free[1], gpu=room and room.gpu, able=able,
         )  # fmt: skip
+        alone = not (whole or sharded) and group is None and self.sequence is None
+        if alone and settings.weights == "auto" and self.shape.adapters and self.owner() is not None:
+            if not Budget(*free).admits_device(option):
+                self.weights.on = True
+                self.weights_to_host(self.owner(), x.device)
+                return self._resolve(B, T, x, whole, able, sharded, group)
         self.planned[option.policy, B, T] = option.device
         if room is not None:
             kept = describe(option.policy, self.shape.num_layers)
@@ -330,7 +363,24 @@ class Session:
             queue.reset()
             queue.drop_ring()
             queue.transfers.close()
+        self.weights.close()
         self.queues.clear()
         self.policies.clear()
         self.opened.clear()
         self.rooms.clear()
+
+
+class Waiting:
+    """Names of the tensors that wait on the host now, in the session's model and in one that PEFT wrapped it into."""
+
+    _hfpatch = True
+
+    def __init__(self, session: Session):
+        self.session = session
+
+    def __iter__(self):
+        owner = self.session.owner() if self.session.weights.on else None
+        layers = () if owner is None else (m for m in owner.modules() if "_hfpatch_index" in vars(m))
+        waiting = {id(table[n]) for layer in layers for table, n in frozen_tables(layer)}
+        tensors = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
+        return iter([prefix + n for n, t in tensors if id(t) in waiting for prefix in ("", "base_model.model.")])

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hfpatch.memory.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
-from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.policy import WEIGHTS, Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
-from hfpatch.memory.shape import UnknownFamily
+from hfpatch.memory.shape import Policy, UnknownFamily
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import WHOLE, judged, plan
 from hfpatch.planner.show import picture, sweep_table
@@ -38,6 +38,7 @@ def add_arguments(parser) -> None:
     add("--every", default="auto", type=flag(parse_word), help="keep every k-th layer's input (auto)")
     add("--save-attention", default="auto", type=flag(parse_word), help="keep attention outputs: true, false (auto)")
     add("--tile", default="auto", type=flag(parse_word), help="tokens a tile (auto)")
+    add("--weights", default="auto", choices=WEIGHTS, help="of --lora-r: where the layers' frozen weights wait (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add("--sweep", metavar="LENGTHS", help="a table over lengths, as 8192,32768,131072, and all placements asked for")
     add("--png", metavar="FILE", help="draw the sweep")
@@ -46,7 +47,7 @@ def add_arguments(parser) -> None:
 
 
 def _checkpointing(args):
-    fields = {"every": args.every, "save_attention": args.save_attention, "tile": args.tile}
+    fields = {"every": args.every, "save_attention": args.save_attention, "tile": args.tile, "weights": args.weights}
     if args.checkpointing in WHOLE:
         set_by_hand = [name for name, value in fields.items() if value != "auto"]
         if set_by_hand:
@@ -74,7 +75,8 @@ def _simulated(args, found):
     _, shape, config = resolve(args.model)
     shape = replace(shape, adapters=_adapters(args))
     # Where gradients do not stay, the moment is that of the most activations.
-    stays = resident(found.placement, shape, found.gpus, isinstance(found.policy, str))
+    policy = Policy(**found.policy) if isinstance(found.policy, dict) else found.policy
+    stays = resident(found.placement, shape, found.gpus, policy)
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 

@@ -18,6 +18,7 @@ from hfpatch.memory.shape import KEEPABLE
 
 PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
+WEIGHTS = ("auto", "gpu", "host")
 TILES = (1024, 2048, 4096, 8192, 16384)
 TILE_MOST = 8192
 # Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
@@ -44,6 +45,8 @@ class Checkpointing:
     plain: how many of the last layers keep all that autograd saves, and run nothing again.
     keep: what the other layers keep beside their input and attention output: names of "qkv", "mid" (the sum after
     attention), "gate_up".
+    weights: where the layers' frozen weights (LoRA's base) wait: "gpu", or "host": in pinned memory, each layer's coming to the
+    device a layer ahead of its use; "auto" is the host where they do not fit on the device.
     aim: of what is left "auto": "fastest" step that fits, or "least" device memory.
     Raises ValueError for a value outside these.
 
@@ -56,6 +59,7 @@ class Checkpointing:
     tile: int | str = "auto"
     plain: int | str = "auto"
     keep: tuple | str = "auto"
+    weights: str = "auto"
     aim: str = "fastest"
 
     def __post_init__(self):
@@ -91,6 +95,15 @@ class Checkpointing:
         if keep != "auto" and (isinstance(keep, str) or not all(name in KEEPABLE for name in keep)):
             raise ValueError(
                 f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
+            )
+        if self.weights not in WEIGHTS:
+            raise ValueError(
+                f'hfpatch: weights must be one of {", ".join(WEIGHTS)}, {self.weights!r} came; leave it "auto".'
+            )
+        if self.weights == "host" and self.plain not in ("auto", 0):
+            raise ValueError(
+                f'hfpatch: expected plain=0 with weights="host", {self.plain} came: layers that keep all that autograd saves keep '
+                'their weights; leave plain "auto".'
             )
         if self.aim not in AIMS:
             raise ValueError(f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out.")
@@ -219,18 +232,21 @@ class Search:
         return list(chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)))
 
     def plains(self) -> range:
-        """How many layers may keep everything."""
+        """How many layers may keep everything: none whose weights have gone by then."""
+        if self.settings.weights == "host":
+            return range(1)
         if self.settings.plain != "auto":
             return range(self.settings.plain, self.settings.plain + 1)
         return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
         """Every policy but for `plain`, `park`, `stream_attention` and `by_group`."""
+        weights = "host" if self.settings.weights == "host" else "gpu"
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
                     for keep in self.keeps() if every == 1 else [()]:
-                        yield Policy(place, every, save, False, tile, keep=keep)
+                        yield Policy(place, every, save, False, tile, keep=keep, weights=weights)
 
     def streamed(self, base: Policy) -> list[Policy]:
         """The same with dx parked during attention's backward, with attention outputs fetched per group, with both, and with
@@ -408,6 +424,7 @@ def describe(policy: Policy, num_layers: int) -> str:
         tiled = num_layers - plain
         verb = "keeps" if tiled == 1 else "keep"
         said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
+    said += ["frozen weights come from the host"] if policy.weights == "host" else []
     return "; ".join(said)
 
 

@@ -140,6 +140,17 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     )
 
 
+def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int]:
+    """Bytes of frozen weights that come from the host in forward and in backward. Both slots are full as backward begins, and a
+    segment's last two as it has run again."""
+    if getattr(policy, "weights", "gpu") != "host":
+        return 0, 0
+    forward, n = shape.over(lambda i: shape.frozen_bytes_of(i, itemsize)), shape.num_layers
+    every = min(policy.every, n)
+    again = n if every == 1 else n // every * max(1, 2 * every - 2)
+    return forward, forward * max(0, again - 2) // n
+
+
 def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
     all queries that see it."""
@@ -215,8 +226,9 @@ def step_time(
     backward = matmul + ahead + behind + fore + back + sums + loss + tails - forward
     to_host, to_gpu = link_bytes(memory, policy, shape, batch=batch, tokens=tokens, itemsize=itemsize)
     third = stays.link / 3
-    wait = max(0.0, max(to_host, third) / gpu.link_rate - forward)
-    wait += max(0.0, max(third, to_gpu + third) / gpu.link_rate - backward)
+    first, second = weight_bytes(shape, policy, itemsize)
+    wait = max(0.0, max(to_host, third + first) / gpu.link_rate - forward)
+    wait += max(0.0, max(third, to_gpu + third + second) / gpu.link_rate - backward)
 
     python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
 
@@ -228,4 +240,4 @@ def step_time(
         hides = not (tiled and policy.stream_attention)  # short of memory, no round is under way beside another
         exchange = max(0.0, exchange - ahead - behind) if hides else exchange
     time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer, exchange)
-    return time, to_host + to_gpu + stays.link
+    return time, to_host + to_gpu + stays.link + first + second

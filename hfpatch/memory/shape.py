@@ -397,6 +397,10 @@ class ModelShape:
         rest = own - sum(i * o for i, o in linears.values()) + self.adapters.over(linears)
         return rest * itemsize + self.adapters.packed_bytes(linears, itemsize)
 
+    def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:
+        """Those of them that are frozen."""
+        return self.layer_bytes_of(layer, itemsize) - self.trained_of(layer) * itemsize
+
     def parameter_bytes(self, itemsize: int = 2) -> int:
         """Bytes of all parameters."""
         return (self.parameters - self.body_parameters) * itemsize + self.over(
@@ -443,6 +447,7 @@ class Policy:
     by_group: q, k, v, the attention outputs and the gradients of all these wait in the tier while their layer runs, and are on
         the device a group of KV heads, or a tile, at a time.
     again: how many of the last tiled layers run the attention forward again where the others keep its output.
+    weights: where the layers' frozen weights wait, "gpu", or "host": each layer's then come a layer ahead of their use.
     """
 
     offload: str = "host"
@@ -455,6 +460,7 @@ class Policy:
     park: bool = False
     by_group: bool = False
     again: int = 0
+    weights: str = "gpu"
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
         """What it says of one tiled layer."""

@@ -4,7 +4,7 @@ Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledL
 """
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -357,6 +357,10 @@ class TiledLayer:
             hidden_states = hidden_states.detach().requires_grad_(True)
         return super().__call__(hidden_states, *args, **kwargs)
 
+    def _apply(self, fn, recurse=True):
+        with self._hfpatch_session.weights_staying(self, fn):
+            return super()._apply(fn, recurse)
+
     def _takes_whole(self, cache: Cache) -> bool:
         """Whether all keys and values may go into this cache at once, which holds none of this layer yet."""
         answers = self._hfpatch_answers
@@ -387,7 +391,8 @@ class TiledLayer:
         cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
-            with collecting({}):  # what the layer records while it is asked (router logits) is no part of this forward
+            # What the layer records while it is asked (router logits) is no part of this forward.
+            with session.weights.forward(self, x.device), collecting({}):
                 self._hfpatch_answers = self._hfpatch_asks(
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
@@ -403,9 +408,11 @@ class TiledLayer:
             )
 
         def whole(h):
-            if bounds is None:
-                return super(TiledLayer, self).forward(h, *args, **kwargs)
-            with documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds):
+            session.weights.refuse_a_graph(self)
+            apart = nullcontext()
+            if bounds is not None:
+                apart = documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds)
+            with session.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
@@ -425,7 +432,8 @@ class TiledLayer:
                 self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists)
             )  # fmt: skip
             try:
-                y, *extras = tiled_layer(session, policy, ask, x)
+                with session.weights.forward(self, x.device):
+                    y, *extras = tiled_layer(session, policy, ask, x)
             except NotStopped as error:  # a forward that goes other ways than when it was asked
                 self._hfpatch_answers = Answers(reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=3)

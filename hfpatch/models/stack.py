@@ -49,7 +49,9 @@ class OurAttention:
         if torch.compiler.is_compiling():
             # Tiled layers are autograd functions that run nested graphs: the stack runs outside the compiled graph.
             packed = kwargs.get("attention_mask") is not None and kwargs.get("position_ids") is not None
-            eager = self.training and torch.is_grad_enabled() and (packed or self._hfpatch_session is not None)
+            session = self._hfpatch_session
+            eager = self.training and torch.is_grad_enabled() and (packed or session is not None)
+            eager = eager or session is not None and session.weights.on
             return _outside(self, kwargs) if eager else self._hfpatch_compiled(kwargs)
         if here.causal:
             kwargs.setdefault("return_dict", True)  # whatever the config says: the model around it reads names
@@ -72,6 +74,9 @@ class OurAttention:
             name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
+        given, session = _given(kwargs), self._hfpatch_session
+        if session is not None and session.weights.on and isinstance(given, Tensor):
+            session.weights_to_host(self, given.device)
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             return self._hfpatch_declined(kwargs)
@@ -110,7 +115,7 @@ class OurAttention:
 
     def _hfpatch_batch(self, kwargs) -> Batch | None:
         """What the layers are to know of this batch; None where they run as transformers has them."""
-        given = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
+        given = _given(kwargs)
         if not isinstance(given, Tensor) or given.dim() < 2:
             return None
         B, T = given.shape[:2]
@@ -181,6 +186,11 @@ class OurAttention:
                 "layers mix tokens by something else than attention and would let documents see each other; do not pack, or load "
                 "the model with attn_implementation='sdpa'."
             )
+
+
+def _given(kwargs):
+    """The ids, or what is embedded already."""
+    return kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
 
 
 def _full_attention(config) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hfpatch.memory.shape import ModelShape
 
+SLOTS = 2  # of the GPU, each for a layer's frozen weights: checkpoint/streamed.py
 LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
 
 
@@ -86,11 +87,17 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     return [name]
 
 
-def resident(name: str, shape: ModelShape, gpus: int, whole: bool = False) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine. whole: layers run whole, one after the other."""
+def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
+    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy or the settings that lead to one; of layers
+    that run whole, one after the other, a word."""
+    whole = isinstance(policy, str)
     if shape.adapters:
-        T, base = shape.trained_parameters, shape.parameter_bytes()
-        return Resident(base, None, 4 * T if name == "adamw" else 2 * T + 8 * T // 256)
+        T, base, host = shape.trained_parameters, shape.parameter_bytes(), 0
+        if getattr(policy, "weights", "gpu") == "host":
+            # Two layers' frozen weights on the GPU at a time; each process has its own of all.
+            host = shape.over(shape.frozen_bytes_of)
+            base += SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
+        return Resident(base, None, 4 * T if name == "adamw" else 2 * T + 8 * T // 256, host=gpus * host)
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.num_layers * layer
     largest = max(layer, shape.embedding_parameters)

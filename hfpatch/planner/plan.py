@@ -136,7 +136,7 @@ def _frontier(run: _Run, placement: str) -> list[dict]:
     Empty where layers run whole."""
     if run.checkpointing in WHOLE:
         return []
-    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
+    stays = resident(placement, run.shape, run.gpus, run.checkpointing)
     itemsize = PLACEMENTS[placement].itemsize
     gpu_free, host_free = _free(run, stays, itemsize)
     host = None if host_free is None else int(host_free * HOST_SHARE) // run.gpus
@@ -153,9 +153,25 @@ def _frugal(settings: Checkpointing) -> Checkpointing:
     return replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
 
 
+def _weights_at(run: _Run, place: str) -> _Run:
+    """The run with its layers' frozen weights there."""
+    return replace(run, checkpointing=replace(run.checkpointing, weights=place))
+
+
 def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
-    """The plan under one placement, and a policy where one is given, without suggestions and frontier."""
-    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
+    """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
+    host where it fits with them there alone."""
+    if policy or run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters:
+        return _evaluated(run, placement, policy)
+    here = _evaluated(_weights_at(run, "gpu"), placement)
+    if here.fits:
+        return here
+    there = _evaluated(_weights_at(run, "host"), placement)
+    return there if _lack(there) < _lack(here) else here
+
+
+def _evaluated(run: _Run, placement: str, policy=None) -> Plan:
+    stays = resident(placement, run.shape, run.gpus, policy or run.checkpointing)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
@@ -167,7 +183,7 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
 
 def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
-    stays = resident(placement, run.shape, run.gpus, run.checkpointing in WHOLE)
+    stays = resident(placement, run.shape, run.gpus, policy)
     # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
@@ -219,6 +235,8 @@ def _why(run: _Run, policy, stays) -> str:
         reasons.append("attention outputs too, so that its forward runs once")
     else:
         reasons.append("attention outputs do not fit beside them, its forward runs again")
+    if policy.weights == "host":
+        reasons.append("frozen weights too, which come a layer ahead of their use")
     if policy.by_group:
         reasons.append("what has heads waits beside them and comes back per KV group, the GPU being short")
     elif policy.stream_attention:
@@ -407,11 +425,17 @@ def plan(
     run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
                    checkpointing=checkpointing, sp_size=sp_size)  # fmt: skip
     run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
+    if not adapters and getattr(run.checkpointing, "weights", "gpu") == "host":
+        raise ValueError(
+            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; pass adapters (--lora-r 16), or "
+            "--placement zero3-offload."
+        )
     names = candidates(placement, gpus, bool(adapters))
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
-    found = replace(found, frontier=_frontier(run, found.placement))
+    chosen = _weights_at(run, found.policy["weights"]) if isinstance(found.policy, dict) else run
+    found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
         ways = _longest_ways(run, names)
         found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)

@@ -35,6 +35,7 @@ def policy_text(policy) -> str:
     streamed = ", attention streamed per KV group" if policy["stream_attention"] and not policy["by_group"] else ""
     streamed += ", all heads streamed per KV group" if policy["by_group"] else ""
     streamed += ", dx parked during attention" if policy["park"] else ""
+    streamed += ", frozen weights from the host a layer ahead" if policy["weights"] == "host" else ""
     plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 

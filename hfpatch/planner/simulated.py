@@ -1,7 +1,7 @@
 """What the simulator says of a plan: the planned step run on fake tensors, and whole plans of models that no closed form
 describes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatc
 
 def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     """Bytes that a step of the plan's batch and policy takes: beyond parameters and gradients, at the moment of the highest
-    total, with the gradients that the plan counts then, or the most at any moment; and on the host."""
+    total, with the gradients that the plan counts then, or the most at any moment; and on the host, beyond what the placement
+    keeps there."""
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
     wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
@@ -32,16 +33,18 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
         result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
     # Autocast's copies of the weights, which the placement counts.
-    shape = ModelShape.from_config(config)
-    copies = resident(plan.placement, shape, plan.gpus, not tiled).parameters - 4 * shape.parameters if wide else 0
+    shape = replace(ModelShape.from_config(config), adapters=adapters)
+    stays = resident(plan.placement, shape, plan.gpus, policy or plan.policy)
+    copies = stays.parameters - 4 * shape.parameters if wide else 0
+    on_host = result.host_peak_bytes - stays.host // plan.gpus * bool(adapters)
     if at_peak:
         beyond = result.peak_bytes - copies - result.categories["parameters"] - plan.gpu_bytes["gradients"]
-        return beyond, result.host_peak_bytes
+        return beyond, on_host
     # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's gradient.
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
     beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
-    return beyond, result.host_peak_bytes
+    return beyond, on_host
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments)
     flops = Flops(matmul, forward, backward, sum(least), least[1])
 
     def under(name):
-        stays = resident(name, run.shape, run.gpus, not tiled)
+        stays = resident(name, run.shape, run.gpus, policy)
         attend = forward / run.gpu.attention_forward + backward / run.gpu.attention_backward
         time = StepTime(
             matmul / run.gpu.matmul_flops, attend, *(0.0,) * 6, optimizer=optimizer_seconds(run.gpu, memory, stays)

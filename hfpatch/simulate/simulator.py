@@ -172,13 +172,33 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: "a simulation has none"))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
-            held = (value for module in model.modules() for value in vars(module).values())
-            for found in {id(value): value for value in held if isinstance(value, module.Session)}.values():
+            for found in _sessions(model):
                 found.close()
                 stack.callback(found.close)
+                if policy is not None:
+                    stack.enter_context(mock.patch.object(found.weights, "on", policy.weights == "host"))
             if policy is not None:
                 stack.enter_context(mock.patch.object(module.Session, "_resolve", lambda self, *batch: policy))
         yield
+
+
+def _sessions(model: nn.Module) -> list:
+    """hfpatch's of a patched model: one where it has one stack of layers."""
+    module = sys.modules.get("hfpatch.checkpoint.session")
+    held = (value for m in model.modules() for value in vars(m).values()) if module else ()
+    return list({id(value): value for value in held if isinstance(value, module.Session)}.values())
+
+
+def _weights_to_host(model: nn.Module, follower: Follower) -> None:
+    """Frozen weights that wait on the host are there when the step begins, and their slots are on the device."""
+    for weights in (session.weights for session in _sessions(model) if session.weights.on):
+        weights.pack([m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu"))
+        weights.make_slots()
+        for slot, _ in weights.slots.rows:
+            follower.track(slot.bytes, category="parameters")
+        with follower.host():
+            for tensor in weights.at_rest():
+                follower.track(tensor, category="parameters")
 
 
 @contextlib.contextmanager
@@ -245,6 +265,7 @@ def following(model: nn.Module, follower: Follower):
             follower.track(parameter.grad, category="gradients")
 
     with _modules_named(model, follower), _host_buffers(follower):
+        _weights_to_host(model, follower)
         for tensor in [*model.parameters(), *model.buffers()]:
             follower.track(tensor, category="parameters")
         for parameter in model.parameters():

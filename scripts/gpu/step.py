@@ -8,7 +8,8 @@ a dict:
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
     checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off". trl: TRL's
                     selective checkpointing (attention is not run again) and its fused head
-    lora            rank of adapters (PEFT, every Linear of the layers) over a base frozen in 4 bits (nf4.py)
+    lora            rank of adapters (PEFT, every Linear of the layers) over a frozen base
+    base            of lora: "4bit" (nf4.py), unless it says "bf16"
     cap_gib         device memory this process may take, as on a smaller card
     warmup, steps   steps that are not timed, steps that are
     split, floor    also record one step's kernels; also measure the least time on this card first
@@ -58,15 +59,16 @@ def build(case, device, dtype=torch.bfloat16):
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype, attn_implementation="sdpa")
-    return (adapted(model, case["lora"]) if case.get("lora") else model).train()
+    return (adapted(model, case["lora"], case.get("base", "4bit")) if case.get("lora") else model).train()
 
 
-def adapted(model, rank: int):
-    """Adapters in the base's own dtype, as TRL keeps them, over a base in 4 bits."""
+def adapted(model, rank: int, base: str):
+    """Adapters in the base's own dtype, as TRL keeps them, over a base in bf16 or 4 bits."""
     from nf4 import quantise
     from peft import LoraConfig, get_peft_model
 
-    quantise(model)
+    if base == "4bit":
+        quantise(model)
     common.clean()
     settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, settings, autocast_adapter_dtype=False)
@@ -373,12 +375,12 @@ def run(cases: list[dict], write) -> None:
                 shape = ModelShape.from_config(config_of(case))
                 result |= floor(shape, case["tokens"], device, case.get("small", False))
                 common.clean()
-            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes", "lora")]
+            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes", "lora", "base")]
             if model is None or made != wanted:
                 model, made = None, wanted
                 common.clean()
                 model = build(case, device)
-            become(model, case)
+            become(model.to(device), case)  # a base that was on the host comes back
             common.clean()
             with (
                 capped(case.get("cap_gib")), ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")),

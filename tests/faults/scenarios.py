@@ -146,7 +146,7 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream),
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again]]])
+# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again[, weights]]]])
 WAYS = {
     "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()), "one": (4096, True, False, 1, ()),
     "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()), "every 2": (16, False, False, 2, ()),
@@ -155,18 +155,31 @@ WAYS = {
     "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
     "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (), False, True),
     "one again alone": (16, True, True, 1, (), False, False, 1),
+    "weights": (16, True, False, 1, (), False, False, 0, "host"),
+    "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
+    "weights one": (4096, True, False, 1, (), True, False, 0, "host"),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
+REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers that run whole
 
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
-    tile, save, stream, every, keep, park, by_group, again = (*WAYS[way], *(False, False, 0)[len(WAYS[way]) - 5 :])
+    row = WAYS[way]
+    tile, save, stream, every, keep, park, by_group, again, weights = (*row, *(False, False, 0, "gpu")[len(row) - 5 :])
     by_group = by_group and tier != "gpu"
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
-        offload=where, tile=tile, save_attention=save, every=every, keep=keep, plain=int(way == "plain")
+        offload=where,
+        tile=tile,
+        save_attention=save,
+        every=every,
+        keep=keep,
+        plain=int(way == "plain"),
+        weights=weights,
     )
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3)
+    for name, parameter in model.model.layers.named_parameters():
+        parameter.requires_grad_(weights == "gpu" or "up_proj" in name or "down_proj" in name)
     hfpatch.apply(model, checkpointing=settings)
     resolve = Session._resolve
     stack.enter_context(mock.patch.object(heads, "heads_per_group", lambda *sizes: 2))
