@@ -44,6 +44,11 @@ class Kept:
         return self.bounds if self.shards is None else self.shards.bounds(self.bounds)
 
     @property
+    def streams(self) -> bool:
+        """Whether attention outputs come back by tiles and groups, never whole."""
+        return self.policy.stream_attention or self.policy.by_group
+
+    @property
     def keep_inside(self) -> tuple[str, ...]:
         return tuple(name for name in self.keep if name != "qkv")
 
@@ -90,7 +95,7 @@ class Kept:
             if "x" in names:
                 pieces.append((self.x, *self.kept_bounds[index], None))
             if "out" in names and self.outs and not self.outs[0].resident:
-                if self.policy.stream_attention:
+                if self.streams:
                     pieces += [(o, a, b, None) for o in self.outs]
                 else:
                     if self.out_buffers is None:
@@ -107,7 +112,7 @@ class Kept:
     def _slot_bytes(self, names: tuple[str, ...]) -> int:
         """Of a ring slot that takes the first tile, the largest, of a pass."""
         rows = {"x": [(self.x, self.kept_bounds[0][1])], "out": []}
-        if self.policy.stream_attention:
+        if self.streams:
             rows["out"] = [(o, self.bounds[0][1]) for o in self.outs]
         pieces = [p for name in names for p in rows.get(name) or [(s, s.shape[1]) for s in self._inside(0, name)]]
         return sum(saved.shape[0] * n * saved.row_bytes for saved, n in pieces) + 256 * len(pieces)

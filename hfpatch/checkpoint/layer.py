@@ -163,15 +163,15 @@ class LayerCall(Kept):
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
 
-        where: "tier" saves by the policy, "gpu" keeps inputs and attention outputs on the device (a segment run again),
-        None nothing.
+        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (a segment run again), None
+        nothing.
         """
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
-        plain = type(self.attention) is Attention and not self.ask.answers.mixers
-        self.by_group = self.policy.by_group and where == "tier" and len(self.bounds) > 1 and plain
-        if where == "gpu":
-            self.x = self.x or self.on_device(x_BTD)
+        plain = type(self.attention) is Attention and not self.ask.answers.mixers and self.ask.cache is None
+        self.by_group = self.policy.by_group and self.queue is not None and len(self.bounds) > 1 and plain
+        if where == "again":
+            self.x = self.x or self._for_now(x_BTD)
         elif where == "tier" and self.earlier is None:
             whole = self.shards is None
             self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
@@ -184,8 +184,8 @@ class LayerCall(Kept):
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in parts]
             del parts
-            if where == "gpu" or (alone and self.policy.save_attention):
-                save = self.transfers.save if where == "tier" else self.on_device
+            if where == "again" or (alone and self.policy.save_attention):
+                save = self.transfers.save if where == "tier" else self._for_now
                 self.outs, self.lses = [o.saved if self.by_group else save(o) for o in outs], [save(s) for s in lses]
             del lses
             if self.by_group:
@@ -207,7 +207,7 @@ class LayerCall(Kept):
                 del tiles, tile
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
-            if where is not None:
+            if self.queue is not None:
                 self.transfers.settle()
         if self.autocast[0]:
             # Casts made here carry no graph: a later use of the same weight must not find them.
@@ -228,8 +228,13 @@ class LayerCall(Kept):
                 if call is not base:
                     call.x = None
                 with self.session.weights.again(call.layer, then.layer), AsInForward(call.places):
-                    x = call.forward(x, where="gpu")[0]
-        self.x = self.on_device(x)
+                    x = call.forward(x, where="again")[0]
+        self.x = self._for_now(x)
+        self.transfers.settle()
+
+    def _for_now(self, x: Tensor) -> Saved:
+        """x of a segment that runs again: on the device where that has room."""
+        return self.transfers.save(x) if self.by_group else self.on_device(x)
 
     @property
     def first_again(self) -> "LayerCall":
@@ -458,6 +463,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
+        call.queue = session.queues.get((x.device, policy.offload))  # there where this length was trained before
         with torch.no_grad():
             return call.forward(x, where=None)
     call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()

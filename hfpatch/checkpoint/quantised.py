@@ -69,7 +69,8 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
     if not targets:  # experts' own parameters, say: no closed form counts those
         return shape
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
-    return replace(shape, adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets))))
+    widest = max(p.element_size() for p in trained.values())
+    return replace(shape, adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets)), widest))
 
 
 def is_quantised(module: nn.Module) -> bool:

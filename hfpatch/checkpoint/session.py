@@ -319,15 +319,20 @@ class Session:
         sizes = Counter({kept * s.hidden_size * itemsize: -(-tiled // policy.every)})
         if policy.park and not whole:
             sizes[rows * s.hidden_size * itemsize] += 1
-        if policy.every > 1 or whole:
+        if whole:
             return sizes
         groups = head_groups(B, T, self._shared())
+        saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)
         if policy.by_group:
-            for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * (not policy.save_attention)):
+            sizes[rows * s.hidden_size * itemsize] += policy.every - 1  # of the segment that runs again
+            saved += policy.every - 1
+            unsaved = policy.again or not policy.save_attention
+            for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * bool(unsaved)):
                 sizes[rows * columns // groups * computed] += groups
-        if policy.save_attention:
-            for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):
-                sizes[nbytes] += (tiled - min(policy.again, tiled)) * groups
+        for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):
+            sizes[nbytes] += saved * groups
+        if policy.every > 1:
+            return +sizes
         if "qkv" in policy.keep:
             for columns in (s.q_size, s.kv_size, s.v_size):
                 sizes[rows * columns * computed] += tiled

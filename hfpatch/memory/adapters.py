@@ -15,12 +15,14 @@ class Adapters:
 
     rank: LoRA's r. base: of BASES, how the weights of the base's Linear layers are kept; embedding, head, norms, biases and
     experts (which are no Linear layers) stay in the model's dtype. targets: names of Linear layers, empty for all but the
-    head. Raises ValueError.
+    head. itemsize: bytes of an adapter's element, None for the model's (PEFT makes them float32 unless told otherwise).
+    Raises ValueError.
     """
 
     rank: int = 16
     base: str = "bf16"
     targets: tuple = ()
+    itemsize: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.rank, int) or self.rank < 1:

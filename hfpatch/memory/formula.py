@@ -8,7 +8,7 @@ Legend: N = batch * tokens rows; D hidden, F intermediate, Q, K, O columns of qu
 H query heads, V vocabulary, s bytes an element; u = N*D*s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfpatch.memory.adapters import mlp_linears
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
@@ -163,9 +163,10 @@ class _Sizes:
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
         self.head = shape.trained_head * s
-        self.first = shape.trained_of(0) * s
-        self.body = shape.over(shape.trained_of) * s
-        self.gradients = shape.trained_parameters * s
+        self.g = shape.trained_itemsize(s)  # bytes of an element of a gradient
+        self.first = shape.trained_of(0) * self.g
+        self.body = shape.over(shape.trained_of) * self.g
+        self.gradients = shape.trained_parameters * self.g
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
         self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
 
@@ -289,7 +290,9 @@ def _tiled(z: _Sizes, policy: Policy):
     more = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
     stored = kept_x * each[0] + kept_out * each[1] + n * more
     park = policy.park and off and not single
-    passing = z.q + z.kv + z.out + (0 if save else z.out) if policy.by_group and n else 0
+    passing = 0
+    if policy.by_group and n:
+        passing = z.q + z.kv + z.out + (z.out if unsaved else 0) + (min(policy.every, n) - 1) * (each[0] + each[1])
     host = stored + passing + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
@@ -353,7 +356,7 @@ def _tiled(z: _Sizes, policy: Policy):
             # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients on their way.
             a = z.u + wide + tile + 4 * t * O * s + z.lse + z.always + extra
             c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * grads + z.lse + z.always + extra
-        done = after * s  # this layer's gradients that are rounded by then
+        done = after * z.g  # this layer's gradients that are rounded by then
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
             Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
@@ -363,27 +366,30 @@ def _tiled(z: _Sizes, policy: Policy):
     if n:
         # What the forward holds anyway is among what stays on the device.
         twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
-        groups_of_heads = groups if policy.by_group else 0
-        moments.append(_forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, groups_of_heads))
+        by_groups = groups if policy.by_group else 0
+        forward = _forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups)
+        moments.append(forward)
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
         return moments + z.embedding_moments(fused=True), 0
-    after = z.head_gradient + shape.over(shape.trained_of, n) * s
+    after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
     if not off or policy.plain:
         moments += layer_moments("last layer", n - 1, after, on_device, 0, not off, save and not unsaved)
     if 0 < unsaved < n:
-        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, kept_out + 1) * s
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, kept_out + 1) * z.g
         moments += layer_moments("attention again", kept_out, here, on_device, 0, not off, False)
     k = min(policy.every, n)
     if k > 1:
         # The first segment's last layer: its other layers' inputs and attention outputs are on the device again.
-        segment = (k - 1) * (z.u + z.out + z.lse)
-        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * s
+        segment = 0 if policy.by_group else (k - 1) * (z.u + z.out + z.lse)
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * z.g
+        if policy.by_group:  # the incoming gradient stands where the embedded tokens did
+            moments.append(replace(forward, name="segment", gradients=here))
         moments += layer_moments("segment", k - 1, here, 0 if off else z.u, segment, not off)
     first = 0 if off else each[0] + (each[1] if save else 0) + more
     # A segment that ran again has left its first layer's attention outputs on the device.
-    again = z.out + z.lse if k > 1 else 0
+    again = z.out + z.lse if k > 1 and not policy.by_group else 0
     here = z.head_gradient + z.body - z.first
     moments += layer_moments("first layer", 0, here, first, again, not off, unsaved < n or k > 1)
     moments += z.embedding_moments(fused=True)
@@ -414,7 +420,7 @@ def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
     working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
-    done = shape.over(shape.trained_of, n + 1) * z.s
+    done = shape.over(shape.trained_of, n + 1) * z.g
     return [
         Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
         Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),

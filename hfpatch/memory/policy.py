@@ -255,8 +255,8 @@ class Search:
         parks = (False, True) if base.offload != "gpu" and several else (False,)
         streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
         ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
-        if len(parks) > 1 and base.every == 1 and not base.keep and self.shape.ranks == 1:
-            ways.append(replace(base, stream_attention=base.save_attention, by_group=True))
+        if len(parks) > 1 and not base.keep and self.shape.ranks == 1:
+            ways.append(replace(base, stream_attention=len(streams) > 1, by_group=True))
         return [way for way in ways if way != base]
 
     # -- the choice --------------------------------------------------------------------------------------------------

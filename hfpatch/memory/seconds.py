@@ -124,8 +124,10 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.park else rows * shape.hidden_size
     attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
-    again = attended * (not policy.save_attention)
-    passing = heads + attended + again if policy.by_group else 0  # of one layer
+    again = 0 if policy.save_attention and not policy.again else attended
+    x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
+    # Of one layer, and of a segment that runs again.
+    passing = heads + attended + again + (policy.every - 1) * (x + attended + lse) if policy.by_group else 0
     outputs = memory.host - inputs - kept - one - passing
     # x comes back for each phase that reads it; the sum after attention serves in its place.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
@@ -135,9 +137,11 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     if policy.every > 1:  # and once for the segment's layers to run again, where it has more than one
         back += (n // policy.every + (n % policy.every > 1)) * rows * shape.hidden_size
     out, home = memory.host - one - passing, back + 2 * n * one
-    return (
-        (out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)) if policy.by_group else (out, home)
-    )
+    if policy.by_group:
+        skipped = n - -(-n // policy.every)
+        out, home = out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)
+        home += skipped * (passes * x + 2 * attended + heads)
+    return out, home
 
 
 def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int]:

@@ -388,18 +388,23 @@ class ModelShape:
         """All of them."""
         return self.over(self.trained_of) if self.adapters else self.parameters
 
+    def trained_itemsize(self, itemsize: int) -> int:
+        """Bytes of an element of what is trained, in a model whose own elements have `itemsize`."""
+        return (self.adapters and self.adapters.itemsize) or itemsize
+
     def layer_bytes_of(self, layer: int, itemsize: int = 2) -> int:
         """Bytes of one layer's parameters, those of adapters included."""
         own = self.layer_parameters_of(layer)
         if self.adapters is None:
             return own * itemsize
         linears = layer_linears(self, layer)
-        rest = own - sum(i * o for i, o in linears.values()) + self.adapters.over(linears)
-        return rest * itemsize + self.adapters.packed_bytes(linears, itemsize)
+        rest = (own - sum(i * o for i, o in linears.values())) * itemsize
+        trained = self.adapters.over(linears) * self.trained_itemsize(itemsize)
+        return rest + trained + self.adapters.packed_bytes(linears, itemsize)
 
     def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:
         """Those of them that are frozen."""
-        return self.layer_bytes_of(layer, itemsize) - self.trained_of(layer) * itemsize
+        return self.layer_bytes_of(layer, itemsize) - self.trained_of(layer) * self.trained_itemsize(itemsize)
 
     def parameter_bytes(self, itemsize: int = 2) -> int:
         """Bytes of all parameters."""

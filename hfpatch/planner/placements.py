@@ -97,7 +97,8 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
             # Two layers' frozen weights on the GPU at a time; each process has its own of all.
             host = shape.over(shape.frozen_bytes_of)
             base += SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
-        return Resident(base, None, 4 * T if name == "adamw" else 2 * T + 8 * T // 256, host=gpus * host)
+        moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
+        return Resident(base, None, moments, host=gpus * host)
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.num_layers * layer
     largest = max(layer, shape.embedding_parameters)

@@ -111,7 +111,11 @@ def _settings(run: _Run, placement: str) -> Checkpointing:
 def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
     """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is taken off
     here, that of the step where it is admitted; gradients and optimizer states that the first step makes are there already."""
-    own = itemsize * run.shape.trained_parameters if stays.gradients is None else stays.gradients
+    own = (
+        run.shape.trained_itemsize(itemsize) * run.shape.trained_parameters
+        if stays.gradients is None
+        else stays.gradients
+    )
     gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * (stays.parameters + stays.optimizer + own)
     host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     return max(0, int(gpu)), None if host is None else max(0, int(host))

@@ -73,7 +73,8 @@ PACKED = {"4bit": Packed4bit, "8bit": Packed8bit}
 
 
 def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
-    """PEFT's model with LoRA over this one, in the dtype that it is computed in; all else frozen, and packed where asked."""
+    """PEFT's model with LoRA over this one, in the dtype that it is computed in or as wide as asked; all else frozen, and packed
+    where asked."""
     import peft
 
     dtype, head = model.dtype, model.get_output_embeddings()
@@ -87,5 +88,5 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
     made = peft.get_peft_model(model, peft.LoraConfig(r=adapters.rank, target_modules=targets, task_type="CAUSAL_LM"))
     for parameter in made.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)
     return made

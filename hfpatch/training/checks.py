@@ -256,7 +256,7 @@ def memory_of(config, model, data, args) -> None:
         shape = as_adapted(shape, model)
     trained = shape.trained_parameters
     moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
-    states = shape.parameter_bytes(itemsize) + trained * (1 + moments) * itemsize
+    states = shape.parameter_bytes(itemsize) + trained * (1 + moments) * shape.trained_itemsize(itemsize)
     have, gpu = device_memory(args)
     step = _activations(shape, model, data, args, 2 if args.bf16 or args.fp16 else itemsize) if gpu else 0
     if have is not None and states + step > have:

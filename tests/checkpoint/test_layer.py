@@ -609,9 +609,8 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
-@pytest.mark.parametrize("offload", ["host", "disk"])
-@pytest.mark.parametrize("save", [True, False])
-def test_by_group_is_to_the_bit(offload, save, tmp_path, monkeypatch):
+@pytest.mark.parametrize("offload, save, every", [("host", True, 1), ("disk", False, 1), ("host", False, 3)])
+def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
     """by_group: no q, k, v, out or gradient of theirs is ever whole on the device; results are those of whole ones."""
     import dataclasses
 
@@ -628,7 +627,8 @@ def test_by_group_is_to_the_bit(offload, save, tmp_path, monkeypatch):
         largest.clear()
         more = {"by_group": by_group, "stream_attention": save and by_group, "save_attention": save}
         monkeypatch.setattr(Session, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more))
-        settings = hfpatch.Checkpointing(offload=str(tmp_path) if offload == "disk" else offload, tile=14)
+        where = str(tmp_path) if offload == "disk" else offload
+        settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
         hfpatch.apply(
             model := tiny_llama(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4),
             checkpointing=settings,
@@ -637,6 +637,8 @@ def test_by_group_is_to_the_bit(offload, save, tmp_path, monkeypatch):
         loss.backward(retain_graph=True)
         loss.backward()
         found[by_group] = [p.grad for p in model.parameters()]
+        with torch.no_grad():
+            found[by_group].append(model(tokens(2, 22), labels=tokens(2, 22), use_cache=False).loss)
         assert all((q.untyped_storage().nbytes() == q.numel() * q.element_size()) == by_group for q in largest)
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 

@@ -158,6 +158,7 @@ WAYS = {
     "weights": (16, True, False, 1, (), False, False, 0, "host"),
     "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
     "weights one": (4096, True, False, 1, (), True, False, 0, "host"),
+    "by group 2": (16, False, False, 2, (), False, True),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers that run whole

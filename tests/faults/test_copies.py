@@ -28,6 +28,7 @@ SHORT = [
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
     ("host", "one again alone", "step"),
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"), ("gpu", "weights one", "side stream"),
+    ("disk", "by group 2", "step"),
 ]  # fmt: skip
 ALL = [
     row
