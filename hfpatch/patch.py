@@ -278,9 +278,10 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         outer._hfpatch_eval_logits, outer._hfpatch_train_logits = eval_logits, train_logits
     model._hfpatch_trl = trl
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
-    if reason:
-        report.notes.append(f"{reason}: the loss runs through whole logits.")
-    report.swaps.append(("loss", type(outer).__name__, 1))
+    if reason:  # asked again in each call: an adapter may come off the head
+        report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
+    else:
+        report.swaps.append(("loss", type(outer).__name__, 1))
 
 
 def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:

@@ -323,3 +323,27 @@ def test_a_head_that_fsdp_shards_by_itself():
     command, here = [sys.executable, "-W", "ignore", "-c", SHARDED], Path(__file__).parent
     done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     assert done.stdout.strip() == "same None", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("order", ["apply first", "trainer first"])
+def test_undo_and_a_second_apply_after_training(order, tmp_path, heads):
+    """What the trainer left on the model (its head, accelerate's forward) runs on with our classes gone, and with them back."""
+    trainer, *_ = trained("SFT", tmp_path, order)
+    model, batch = trainer.model, tiny.labelled()
+    stock = tiny.llama()
+    stock.load_state_dict(model.state_dict())
+    hfpatch.undo(model)
+    assert tiny.classes(model) == tiny.classes(stock)
+    got, wanted = tiny.step(model, batch), tiny.step(stock, batch)
+    assert got.keys() == wanted.keys() and all(torch.equal(got[n], wanted[n]) for n in wanted)
+    heads.clear()
+    heads["theirs"] = 0
+    trainer.train()
+    assert heads == {"theirs": STEPS}
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    stock.load_state_dict(model.state_dict())
+    tiny.assert_as_good(model, stock, batch)
+    heads.clear()
+    heads["theirs"] = 0
+    trainer.train()
+    assert heads == {id(model): STEPS, "theirs": 0}

@@ -22,6 +22,7 @@ from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
 from hfpatch.memory.formula import ModelShape, Policy, head_groups, tile_bounds
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
+from hfpatch.memory.limits import environment_number
 from hfpatch.memory.policy import Budget, Checkpointing, auto_tile, decide, describe
 from hfpatch.memory.shape import KEEPABLE
 from hfpatch.ops.attention import deterministic_scratch
@@ -262,7 +263,7 @@ class Session:
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, what this session's own pool holds in wait counted as free."""
-        free, ranks = memory.host_free(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 

@@ -55,7 +55,7 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
-    if args.model or args.families:
+    if args.model is not None or args.families:
         from hfpatch.commands import support
 
         return support.main(args)

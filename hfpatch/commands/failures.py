@@ -30,6 +30,7 @@ _SYSTEM = {
     errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}; shorten it"),
     errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES), errno.ENFILE: (MACHINE, _FILES),
     errno.EADDRINUSE: (MACHINE, "the port is in use{at}; choose another, as with MASTER_PORT"),
+    errno.EPIPE: (MACHINE, "what read the output is gone; write it to a file, as with > run.log"),
     errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
 }  # fmt: skip
 # What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and both before files that
@@ -45,6 +46,7 @@ _WORDS = (
 )  # fmt: skip
 # What a data loader's worker raised comes with its traceback as text.
 _IN_WORKER = re.compile(r"^Caught \w+ in \w+ worker process .*(?=hfpatch: )")
+_LONG = re.compile(r"(\S{200})\S{100,}")
 _SECRET = re.compile(r"\bhf_\w{6,}")
 
 
@@ -55,11 +57,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"hfpatch: {message.rstrip('.')}; see {self.prog} --help.")
 
 
-def guarded(command, argv) -> int:
+def guarded(command, argv, *, piped: bool = True) -> int:
     """command(argv) -> exit code, with known failures as one sentence on stderr.
 
-    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's place. Exit codes of
-    failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
+    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's place. piped: whether a
+    reader that goes away (`| head`) has seen enough, so that it is no failure. Exit codes of failures: 2 bad input, 1 the
+    machine (disk, memory), 130 Ctrl-C.
     """
     argv = list(argv)
     # TrainingArguments has a --debug of its own, which takes a word.
@@ -67,13 +70,17 @@ def guarded(command, argv) -> int:
     debug = bool(at)
     argv = [a for i, a in enumerate(argv) if i not in at]
     try:
+        empty = next((a for a in argv if a.startswith("--") and a.endswith("=--")), None)
+        if empty:  # argparse makes an empty list of it, whatever the flag takes
+            raise ValueError(f"hfpatch: expected a value, {empty} came; write one.")
         return command(argv)
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.stdout = None
-        return 0
     except KeyboardInterrupt as error:
         return say(error, "stopped by Ctrl-C", INTERRUPTED, debug)
     except Exception as error:
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = None  # else Python complains at exit that it cannot flush
+            if piped:
+                return 0
         known = explain(error)
         if known is None:
             raise
@@ -84,7 +91,8 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
-        print(f"hfpatch: {_SECRET.sub('hf_...', sentence)}.", file=sys.stderr)
+        sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
+        print(f"hfpatch: {sentence}.", file=sys.stderr)
     return code
 
 
@@ -105,6 +113,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"expected JSON, line {error.lineno} is none ({error.msg}); mend the file", BAD_INPUT
     if isinstance(error, UnicodeDecodeError):
         return f"expected UTF-8 text, other bytes came ({_cut(text)}); convert the file", BAD_INPUT
+    if isinstance(error, ValueError) and text.startswith("embedded null"):
+        return "a path holds a null character; correct it", BAD_INPUT
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in ("SafetensorError", "OutOfMemoryError"):

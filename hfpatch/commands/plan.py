@@ -100,9 +100,9 @@ def main(args) -> int:
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
         "checkpointing": _checkpointing(args), "adapters": _adapters(args), "sp_size": args.sp_size,
     }  # fmt: skip
-    if args.png and not args.sweep:
+    if args.png and args.sweep is None:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
-    if args.sweep:
+    if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
         names = candidates(args.placement, args.gpus, bool(args.lora_r))
         plans = [plan(args.model, seq_len=n, placement=p, **common) for p in names for n in lengths]

@@ -6,6 +6,7 @@ it.
 """
 
 import functools
+import importlib.util
 import inspect
 import runpy
 import sys
@@ -42,6 +43,17 @@ def patch_trainer():
     return added
 
 
+def _runs(module: str) -> bool:
+    """Whether python -m would find it: a module, or a package with a __main__."""
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):  # of a parent; of a name such as ".x"
+        return False
+    return found is not None
+
+
 def main(argv=None) -> int:
     """Runs the script of argv (sys.argv[1:] by default) as `__main__`. Returns 2 for bad arguments, 0 otherwise."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -53,10 +65,14 @@ def main(argv=None) -> int:
     if not module and not Path(argv[0]).is_file():
         print(f"hfpatch: expected a script, there is no file {argv[0]}; {USAGE}", file=sys.stderr)
         return 2
+    if module:
+        sys.path.insert(0, "")
+        if not _runs(argv[0]):
+            print(f"hfpatch: expected a module that runs, {argv[0]} is none here; {USAGE}", file=sys.stderr)
+            return 2
     added = patch_trainer()
     sys.argv = argv
     if module:
-        sys.path.insert(0, "")
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(argv[0]).resolve().parent))

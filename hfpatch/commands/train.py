@@ -17,6 +17,7 @@ import sys
 import time
 
 from hfpatch.commands.failures import guarded
+from hfpatch.memory.limits import environment_number
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint: by all ranks together
 
@@ -26,10 +27,11 @@ def main(argv=None) -> int:
 
     Where a launcher started several processes, one that ended well does not return: it leaves here.
     """
-    code = guarded(train, sys.argv[1:] if argv is None else argv)
-    sys.stdout.flush()
+    code = guarded(train, sys.argv[1:] if argv is None else argv, piped=False)
+    if sys.stdout:
+        sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code in ENDED:
+    if code in ENDED and environment_number("WORLD_SIZE", 1) > 1:
         os._exit(code)  # gloo's own teardown aborts about one run in ten; everything is saved by now
     return code
 
@@ -40,6 +42,7 @@ def train(argv) -> int:
     from hfpatch.training import arguments, checks
     from hfpatch.training.stop import StopCleanly
 
+    checks.environment()
     stop = StopCleanly()  # first, for it notes who launched this process
     model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)

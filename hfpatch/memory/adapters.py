@@ -32,9 +32,14 @@ class Adapters:
 
     @classmethod
     def of(cls, rank: int, base: str = "bf16", targets=ALL_LINEAR) -> "Adapters":
-        """From flags. targets: "all-linear", or names in a list or with commas."""
+        """From flags. targets: "all-linear", or names in a list or with commas. ValueError for none."""
         names = targets.split(",") if isinstance(targets, str) else list(targets)
-        return cls(rank, base, () if names == [ALL_LINEAR] else tuple(n.strip() for n in names if n.strip()))
+        named = tuple(n.strip() for n in names if n.strip())
+        if not named:
+            raise ValueError(
+                f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write {ALL_LINEAR}."
+            )
+        return cls(rank, base, () if names == [ALL_LINEAR] else named)
 
     def over(self, linears: dict) -> int:
         """Parameters of the adapters of these Linear layers {name: (columns in, columns out)}."""

@@ -68,7 +68,7 @@ def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
     """
     given = os.environ.get("HFPATCH_HOST_MEMORY")
     if given is not None:
-        if not given.isdigit():
+        if not (given.isascii() and given.isdigit()):
             raise ValueError(
                 f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; for 110 GiB write 118111600640."
             )

@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import os
+import re
 from collections.abc import Mapping
 
 # flag: (least, most); None is open. An end in brackets is not included.
@@ -35,6 +37,19 @@ def check_ranges(values: Mapping) -> None:
                 raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
 
 
+def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
+    """A whole number of the environment; the default where it is not set. ValueError for anything else."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
+    if number is None or number < least or most is not None and number > most:
+        raise ValueError(
+            f"hfpatch: expected {_words(least, most)} in the environment's {name}, {text!r} came; correct or unset it."
+        )
+    return number
+
+
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
          "vocab_size")  # fmt: skip
 
@@ -45,6 +60,8 @@ def check_sizes(read) -> None:
         value = read(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config.")
+        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):  # hours of adding up
+            raise ValueError(f"hfpatch: {name} is {value}, which no model has; check the config.")
 
 
 def _beyond(number, end, sign: int) -> bool:
@@ -89,7 +106,7 @@ def parse_length(text) -> int:
     number = str(text).strip().lower().replace("_", "")
     factor = {"k": 1 << 10, "m": 1 << 20}.get(number[-1:], 1)
     digits = number[:-1] if factor > 1 else number
-    if not (digits.isascii() and digits.isdigit()) or not 0 < int(digits) * factor < 1 << 40:
+    if not re.fullmatch("[0-9]{1,13}", digits) or not 0 < int(digits) * factor < 1 << 40:
         raise ValueError(f"hfpatch: a length is tokens such as 8192, 128k or 1M, {text!r} came; write such a number.")
     return int(digits) * factor
 

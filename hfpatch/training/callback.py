@@ -78,6 +78,7 @@ class Callback(TrainerCallback):
         if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
             self._warned = True
             warnings.warn(words, stacklevel=2)
+        self.on_train_end(args, state, control)  # a run that looks for its batch size begins again, and never ended
         self._loader = kwargs.get("train_dataloader")
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))

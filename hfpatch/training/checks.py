@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
-from hfpatch.memory.limits import check_ranges
+from hfpatch.memory.limits import check_ranges, environment_number
 from hfpatch.memory.policy import Checkpointing, choose
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.training import folders
@@ -30,6 +29,18 @@ _MAY_DIFFER = (
     "bf16", "fp16",
 )  # fmt: skip
 _ROWS = ("seq_length", "packing", "long_rows", "truncation_side", "validation_split", "streaming")
+
+
+def environment() -> None:
+    """What a launcher, or somebody in its place, put into the environment. Raises ValueError."""
+    ranks = environment_number("WORLD_SIZE", 1, 1)
+    launched = (
+        environment_number("LOCAL_RANK", -1, -1) >= 0
+    )  # without it this process is alone, whatever the others say
+    environment_number("RANK", 0, 0, ranks - 1 if launched else None)
+    environment_number("LOCAL_WORLD_SIZE", 1, 1)
+    environment_number("MASTER_PORT", 29500, 1, 65535)
+    host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
 
 
 def flags(model, data, args) -> None:
@@ -291,7 +302,7 @@ def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
     sizes = {"batch": args.per_device_train_batch_size, "tokens": data.seq_length, "itemsize": itemsize}
     policy = checkpointing_of(model) if model.impl == "hfpatch" else "stock"
     if isinstance(policy, Checkpointing):
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
         policy = choose(policy, shape, **sizes, host_free=host_free(), n_ranks=ranks)
     elif policy == "stock" and args.gradient_checkpointing:
         policy = "stock-checkpointing"

@@ -52,13 +52,14 @@ def flaw(checkpoint: Path) -> str | None:
         return f"{missing} is missing"
     try:
         listed = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8")).get("files")
+        if listed is None:
+            return _flaw_unlisted(checkpoint)
+        entries = [(name, size, digest) for name, (size, digest) in listed.items()]
     except FileNotFoundError:
-        listed = None
-    except (OSError, ValueError, AttributeError):
-        return f"{RUN_FILE} is broken"
-    if listed is None:
         return _flaw_unlisted(checkpoint)
-    for name, (size, digest) in listed.items():
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"{RUN_FILE} is broken"
+    for name, size, digest in entries:
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"

@@ -146,11 +146,6 @@ def single_process_environment() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for key, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }.items():
-        os.environ.setdefault(key, str(value))
+    # Schedulers set some of these (WORLD_SIZE for machines): a process without a rank that kept them would wait for others.
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in alone.items()})

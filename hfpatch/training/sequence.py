@@ -1,13 +1,12 @@
 """Ranks that share each row (`--sp_size`): the engine's settings, rows dealt out over the ranks, evaluation over all of them."""
 
-import os
-
 import accelerate
 import torch
 import torch.distributed as dist
 
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
+from hfpatch.memory.limits import environment_number
 from hfpatch.models.parallel import sharded, summed_gradients
 from hfpatch.training.positions import IGNORE
 
@@ -17,7 +16,7 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
 
     engine: "deepspeed", "fsdp" or None; values: its config; size: ranks that share a row; attention: transformers' name.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = environment_number("WORLD_SIZE", 1, 1)
     if engine is None:
         raise ValueError(
             "hfpatch: --sp_size needs an engine that spreads the model, none came; add --engine zero3 or fsdp2."

@@ -41,8 +41,11 @@ class StopCleanly(TrainerCallback):
             os.write(2, b"hfpatch: stopping after the step in hand, with a checkpoint; a second signal ends at once.\n")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, or in a script's background
-                self._before[number] = signal.signal(number, note)
+            before = signal.getsignal(number)
+            # SIG_IGN: as under nohup, or in a script's background. A run begins again where it looks for its batch size.
+            if before is not signal.SIG_IGN and number not in self._before:
+                self._before[number] = before  # first: the next signal may come at once
+                signal.signal(number, note)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._launcher and os.getppid() != self._launcher:
@@ -55,8 +58,8 @@ class StopCleanly(TrainerCallback):
             control.should_training_stop = control.should_log = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _agree(self, args, *numbers: int) -> tuple[int, ...]:
         """A signal reaches the ranks at different steps: all stop at the step at which any of them knows."""

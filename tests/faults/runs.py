@@ -41,6 +41,8 @@ def spawn(command, out: Path) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, *map(str, command)], stdout=file, stderr=subprocess.STDOUT, env=environment(),
             start_new_session=True,
+            # A shell's background ignores Ctrl-C, and so would all that pytest starts there.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib.util
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from hfpatch.commands.failures import explain, guarded
 from hfpatch.commands.main import main
 from hfpatch.memory.limits import RANGES, check_ranges, parse_length
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import arguments
+from hfpatch.training import arguments, placement
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
@@ -53,6 +54,11 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan": "required: --model",
         f"{plan} --host-ram 256": "a size is written like 256GiB, '256' came",
         f"{plan} --host-ram 1e400GiB": "'1e400GiB' came",
+        f"{plan} --gpu=--": "expected a value, --gpu=-- came",
+        f"{plan} --lora-r 4 --lora-target=,": "expected names of Linear layers to adapt",
+        f"{plan} --sweep=": "a length is tokens",
+        f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
+        "env --model=": "the known models are",
         f"{plan} --batch 0": "1 or more for --batch, 0 came",
         f"{plan} --gpus -1": "1 or more for --gpus",
         f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
@@ -110,6 +116,46 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         assert code == 2 and len(sentences) == 1 and words in sentences[0], (flags, err)
         assert "Traceback" not in err
         assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"WORLD_SIZE": "x"}, "1 or more in the environment's WORLD_SIZE, 'x' came"),
+    ({"WORLD_SIZE": "0"}, "1 or more in the environment's WORLD_SIZE, '0' came"),
+    ({"RANK": "-1"}, "0 or more in the environment's RANK"),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"}, "0 or more and 1 or less in the environment's RANK, '2' came"),
+    ({"LOCAL_WORLD_SIZE": ""}, "the environment's LOCAL_WORLD_SIZE, '' came"),
+    ({"MASTER_PORT": "70000"}, "65535 or less in the environment's MASTER_PORT"),
+    ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY to be a number of bytes, '²' came"),
+])  # fmt: skip
+def test_what_stands_in_the_environment_is_checked(values, words, run_train, monkeypatch):  # noqa: F811
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    code, _, err, folder = run_train(packing=False)
+    assert code == 2 and words in err and "Traceback" not in err and not folder.exists()
+
+
+def test_a_process_without_a_rank_waits_for_nobody(monkeypatch):
+    """Schedulers set WORLD_SIZE for machines; an engine in a process that no launcher started is a group of one."""
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    placement.single_process_environment()
+    assert [os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["MASTER_PORT"] != "7"
+
+
+@pytest.mark.parametrize("piped, code", [(True, 0), (False, 1)])
+def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
+    """`hfpatch plan | head` is done; a training run whose `tee` is killed is not."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
+
+    def command(argv):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert guarded(command, [], piped=piped) == code
+    assert sys.stdout is None and capsys.readouterr().err.startswith("hfpatch: what read the output is gone;") == bool(
+        code
+    )
 
 
 def caught(function) -> Exception:

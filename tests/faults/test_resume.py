@@ -64,6 +64,8 @@ def test_what_is_not_whole_is_never_chosen(folder):
     for name in ("model.safetensors", "optimizer.pt"):
         damaged(lambda name=name: shutil.copyfile(before / name, newest / name))
     damaged(lambda: (newest / "trainer_state.json").write_text("{}"))
+    for text in ("[]", '{"files": []}', '{"files": {"config.json": 5}}', '{"files": {"config.json": [5]}}'):
+        damaged(lambda text=text: (newest / folders.RUN_FILE).write_text(text))
 
     # --save_only_model: nothing was cut, and there is no optimizer to go on with.
     def weights_alone():

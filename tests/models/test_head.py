@@ -46,7 +46,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["parametrize first", "apply first"])
-@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.embed_tokens"])
+@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.embed_tokens", "model.layers.0.mlp.up_proj"])
 def test_parametrize_then_apply_undo_and_apply_again(name, order):
     """parametrize puts a class of its own over ours, or ours comes over its: each is taken off without the other."""
     stock, ours = tiny.llama(), tiny.llama()

@@ -106,7 +106,10 @@ def test_script_sees_its_own_name_arguments_and_folder(restored, tmp_path, capsy
     assert "the script made no transformers Trainer, so nothing was patched" in captured.err
 
 
-@pytest.mark.parametrize("argv, code", [([], 2), (["--help"], 0), (["/nowhere.py"], 2)])
+@pytest.mark.parametrize("argv, code", [
+    ([], 2), (["--help"], 0), (["/nowhere.py"], 2), (["-m"], 2), (["-m", "no.where"], 2), (["-m", "json.nowhere"], 2),
+    (["-m", "xml"], 2), (["-m", ".x"], 2),
+])  # fmt: skip
 def test_bad_arguments(restored, capsys, argv, code):
     assert run.main(argv) == code
     captured = capsys.readouterr()
