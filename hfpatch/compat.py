@@ -83,6 +83,19 @@ def below_autograd():
         return None
 
 
+def applying(function):
+    """An autograd function's `apply`, without its look at each argument for what torch.func has left behind: that of the class
+    above torch.autograd.Function, or the function's own where a transform is active or torch has other names."""
+    active, plain = (
+        getattr(torch._C, "_are_functorch_transforms_active", None),
+        super(torch.autograd.Function, function),
+    )
+    if active is None or not hasattr(plain, "apply"):
+        return function.apply
+    plain = plain.apply
+    return lambda *args: function.apply(*args) if active() else plain(*args)
+
+
 def backward_from(outputs: tuple, grads: tuple) -> None:
     """torch.autograd.backward with a gradient for each output, without its checks, which take longer than a small graph."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)

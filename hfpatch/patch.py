@@ -141,7 +141,8 @@ def apply(
     loss: head and cross-entropy by chunks of tokens, logits never whole.
     checkpointing: "auto" is the fastest that fits the memory free at the first step; "least" takes the least device
         memory; "off" leaves transformers' own checkpointing as it is; a hfpatch.Checkpointing says what to keep and where.
-    eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB.
+    eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB with
+        the copies that its loss makes.
     train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
         Without it each layer is asked at its first call, and trusted.

@@ -16,8 +16,9 @@ short, what has heads lies in the tier instead, and B to D see a group of it or 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
 from hfpatch.compat import backward_from, keeps_graph
 from hfpatch.memory.formula import Policy, tile_bounds
 
-NOTHING = nullcontext()
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 
 
@@ -47,6 +47,7 @@ class LayerCall(Kept):
     session: "object"
     ask: "object"  # models.layer.Ask: pre and post of a tile
     places: list
+    random: bool  # whether something in the layer draws random numbers
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded
@@ -67,16 +68,18 @@ class LayerCall(Kept):
             torch.get_autocast_dtype(device),
             torch.is_autocast_cache_enabled(),
         )
-        self.random = any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in self.layer.modules())
 
     # -- pieces ------------------------------------------------------------------------------------------------------
     def _autocast(self):
         enabled, dtype, cache = self.autocast
         return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    def _random(self, phase: str, index: int):
-        """Records the generators' state before a tile in forward; brings it back when the tile is run again."""
-        return self._replayed(phase, index) if self.random else NOTHING
+    def _random(self, phase: str, index: int, run):
+        """run(). Records the generators' state before a tile in forward; brings it back when the tile is run again."""
+        if not self.random:
+            return run()
+        with self._replayed(phase, index):
+            return run()
 
     @contextmanager
     def _replayed(self, phase: str, index: int):
@@ -98,19 +101,17 @@ class LayerCall(Kept):
 
         dead: nobody reads their values, only their graph.
         """
-        with self._random("pre", index):
-            parts = self.ask.pre(x_BtD, *self.bounds[index], dead=dead)
+        parts = self._random("pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead))
         enabled, dtype, _ = self.autocast
         n = 3 * len(self.ask.asked)  # a mixer casts its input itself
         return [x.to(dtype) for x in parts[:n]] + parts[n:] if enabled else parts
 
     def _attend(self, parts: list[Tensor], again: bool = False):
-        with self._random("attend", 0):
-            return self.attention.forward(self.ask.asked, self.ask.mixers, parts, keep=again)
+        forward = partial(self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again)
+        return self._random("attend", 0, forward)
 
     def _attend_backward(self, parts, douts, outs, lses, into) -> list:
-        with self._random("attend", 0):
-            return self.attention.backward(parts, douts, outs, lses, into)
+        return self._random("attend", 0, partial(self.attention.backward, parts, douts, outs, lses, into))
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool, **kept):
         """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs.
@@ -121,8 +122,8 @@ class LayerCall(Kept):
         joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
         if grad:
             joined = [out.detach().requires_grad_(True) for out in joined]
-        with self._random("post", index):
-            return self.ask.post(x_BtD, joined, *self.bounds[index], dead=grad, **kept), joined
+        post = partial(self.ask.post, x_BtD, joined, *self.bounds[index], dead=grad, **kept)
+        return self._random("post", index, post), joined
 
     def _qkv(self, tiles):
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
@@ -455,10 +456,12 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
-    places = noted(layer)
+    modules = list(layer.modules())
+    places = noted(layer, modules)
     tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places,
+        random=any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in modules),
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_flat, is_view_of_flat, parameters_of, under_zero3, version
+from hfpatch.compat import is_flat, is_sharded_by_zero3, is_view_of_flat, parameters_of, version
 
 STANDS_FOR = "_hfpatch_stands_for"
 
@@ -53,29 +53,33 @@ class Place:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether an engine gathers this module's parameters around its calls (ZeRO-3, FSDP)."""
-    names = {c.__name__ for c in type(module).__mro__}
-    return "FSDPModule" in names or under_zero3(module) or any(map(is_flat, module.parameters()))
+    return _is_sharded(module, module.parameters())
 
 
-def noted(layer: nn.Module) -> list[Place]:
-    """Every tensor that the layer computes with, each once.
+def _is_sharded(module: nn.Module, tensors) -> bool:
+    names = [c.__name__ for c in type(module).__mro__]
+    return "FSDPModule" in names or any(is_sharded_by_zero3(t) or is_flat(t) for t in tensors)
+
+
+def noted(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
+    """Every tensor that the layer of these modules computes with, each once.
 
     Sharding engines may hold the gathered weight as a plain attribute in place of the parameter (FSDP1 does): those
     count too.
     """
-    places, seen, sharded = [], set(), is_sharded(layer)
-    for module in layer.modules():
-        plain = ((n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf)
+    found, seen = [], set()
+    for module in modules:
         own = parameters_of(module)
+        plain = [(n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf]
         for name, tensor in [*own.items(), *plain]:
             if tensor is not None and id(tensor) not in seen:
                 if hasattr(tensor, STANDS_FOR):  # Ctrl-C in the very moment of putting the parameters back
                     tensor = getattr(tensor, STANDS_FOR)
                     Place(module, name, tensor, False).put(tensor)
                 seen.add(id(tensor))
-                gathered = sharded or name not in own or is_view_of_flat(tensor)
-                places.append(Place(module, name, tensor, gathered))
-    return places
+                found.append((module, name, tensor, name not in own or is_view_of_flat(tensor)))
+    sharded = _is_sharded(layer, [tensor for *_, tensor, _ in found])
+    return [Place(module, name, tensor, sharded or gathered) for module, name, tensor, gathered in found]
 
 
 class WeightGradients:

@@ -23,8 +23,8 @@ from hfpatch.memory.sequence import sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
 STOCK_FACTOR = 2
-# A float32 sum over tiles: read and written, the tile's bfloat16 part read; zeroed and rounded once in the end.
-SUM_BYTES = 10
+# A float32 sum over tiles: read and written, the tile's bfloat16 part read; the first tile's is not read, the last sum rounded.
+SUM_BYTES, SUM_BYTES_ONCE = 10, 2
 # Rows of keys that one block of a flash attention backward works through, and the share of its time that a launch waits
 # for its last block: list scheduling wastes at most one block a launch (Graham, 1969), half of one is assumed.
 BLOCK_ROWS, TAIL_SHARE = 128, 0.5
@@ -82,16 +82,19 @@ def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
     inner = shape.experts_per_token * shape.expert_size + shape.shared_size if sparse else shape.intermediate_size
     # A norm reads and writes, a residual reads two and writes one; an activation reads gate and up and writes one.
     forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + 6 * gathered
-    backward = 4 * shape.norms * D + 4 * D + turned + 5 * inner + 8 * gathered
+    # What several projections read has a gradient from each: their sums read two and write one.
+    sums = (0 if shape.joined_qkv else 2) + (shape.gated and not shape.joined and not sparse)
+    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner + 8 * gathered
     return forward, backward
 
 
 def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool = False) -> int:
-    """The same of what a layer's backward runs again. What is kept is not made once more; over several tiles the norm before
-    attention runs for q, k and v and for their gradients."""
+    """The same of what a layer's backward runs again. What is kept is not made once more (but the sum after attention, which then
+    has its two gradients summed apart); over several tiles the norm before attention runs for q, k and v and for their
+    gradients."""
     D, turned = shape.hidden_size, _turned(shape)
     dead = turned if not shape.qk_norm else 0  # a rotation that nobody reads moves nothing
-    again = layer_passes(shape, layer)[0] - 3 * D * (shape.last_unread(layer) + ("mid" in keep))
+    again = layer_passes(shape, layer)[0] - 3 * D * shape.last_unread(layer)
     if "qkv" in keep:
         return again - dead
     return again + (2 * D + turned - dead) * several
@@ -108,7 +111,8 @@ def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[f
         # q, k, v into whole buffers, their gradients out of them; dx, dout and y tile by tile.
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
-        back += tiled * 2 * (2 * whole + 2 * shape.hidden_size + shape.out_size)
+        made = 1 if "qkv" in keep else 2
+        back += tiled * 2 * (made * whole + 2 * shape.hidden_size + shape.out_size)
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
     return factor * rows * fore, factor * rows * back
 
@@ -209,7 +213,7 @@ def step_time(
     n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
     if several:
         weights = shape.over(shape.trained_of, 0, n)
-        sums = SUM_BYTES * weights * (count + 1) / gpu.bandwidth
+        sums = (SUM_BYTES * count + SUM_BYTES_ONCE) * weights / gpu.bandwidth
     chunks = loss_chunk_rows(shape, rows, itemsize)[1]
     if shape.adapters:
         dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * count / gpu.bandwidth

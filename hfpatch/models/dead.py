@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import user_hooks
+from hfpatch.compat import applying, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
@@ -39,9 +39,12 @@ class _Valueless(torch.autograd.Function):
         return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 
+_without_value = applying(_Valueless)
+
+
 def _valueless_forward(module: nn.Linear, dense, value: float, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its values are not wanted. dense: as quantised.dense_of has it."""
-    return _Valueless.apply(input, dense or module.weight, module.bias, value, module.out_features)
+    return _without_value(input, dense or module.weight, module.bias, value, module.out_features)
 
 
 class DeadRotation(torch.autograd.Function):
@@ -96,7 +99,8 @@ def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> li
         return []
     names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
     modules = (m for name in names if can_go_without(m := base_of(layer.get_submodule(name))) and not user_hooks(m))
-    return [(m, partial(_valueless_forward, m, dense_of(m), value)) for m in modules]
+    dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
+    return [(m, partial(_valueless_forward, m, dense(m), value)) for m in modules]
 
 
 def without_values(idle: list):

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hfpatch.compat import applying
+
 
 class _Here(threading.local):
     noted, known = {}, {}
@@ -41,15 +43,18 @@ class _InPlaceOf(torch.autograd.Function):
         return None, *(dy if wanted else None for wanted in ctx.needs_input_grad[1:])
 
 
+_in_place_of = applying(_InPlaceOf)
+
+
 def known_sum(name: str, *parts: Tensor) -> Tensor | None:
     """The sum of the parts where it is known, else None."""
     value = _here.known.get(name)
-    return None if value is None else _InPlaceOf.apply(value[0], *parts)
+    return None if value is None else _in_place_of(value[0], *parts)
 
 
 def unread_sum(*parts: Tensor) -> Tensor:
     """What stands for the sum of the parts where nobody reads its value: nothing is moved."""
-    return _InPlaceOf.apply(parts[0], *parts)
+    return _in_place_of(parts[0], *parts)
 
 
 def note(name: str, *values: Tensor) -> None:
@@ -61,4 +66,4 @@ def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
     """The values, or what is known in their place."""
     note(name, *values)
     known = _here.known.get(name)
-    return values if known is None else tuple(_InPlaceOf.apply(k, v) for k, v in zip(known, values, strict=True))
+    return values if known is None else tuple(_in_place_of(k, v) for k, v in zip(known, values, strict=True))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from hfpatch.checkpoint.layer import NOTHING, tiled_layer
+from hfpatch.checkpoint.layer import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
     collected_now,
@@ -173,7 +173,7 @@ class Ask:
 
     def _answered(self, role):
         names = self.answers.mixers
-        return standing_in(self.layer, names, role.mixer) if names else NOTHING
+        return standing_in(self.layer, names, role.mixer) if names else nullcontext()
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -191,17 +191,19 @@ class Ask:
             self.arguments.wanted()
         )  # an argument's gradient may read any value, and goes to the tile's stand-in for it
         dead = dead and not wanted
-        with self._without(self.answers.dead_pre if dead else (), x_BtD):
-            if self.answers.block and not wanted:
-                return self._block().pre(x_BtD, a, b)
-            note = Noting(self.n_calls)
-            try:
-                with asking(note), self._answered(note):
-                    self._forward(x_BtD, a, b)
-            except Stopped:
-                pass
-            else:
-                raise NotStopped(note)
+        nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type)
+        run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
+        return _within([without_values(nobody_reads)] if nobody_reads else [], run)
+
+    def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
+        note = Noting(self.n_calls)
+        try:
+            with asking(note), self._answered(note):
+                self._forward(x_BtD, a, b)
+        except Stopped:
+            pass
+        else:
+            raise NotStopped(note)
         self.asked = [c.call() for c in note.calls]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
@@ -211,12 +213,11 @@ class Ask:
             parts += [x for _, x in mixed]
         return parts
 
-    def _without(self, names: tuple[str, ...], x: Tensor):
-        """A context in which the named modules compute no values, as far as they can go without."""
+    def _idle(self, names: tuple[str, ...], device: str) -> list:
+        """Looked up once a call: a layer has many tiles."""
         if names not in self.found_idle:
-            self.found_idle[names] = idle(self.layer, names, x.device.type)
-        found = self.found_idle[names]
-        return without_values(found) if found else NOTHING
+            self.found_idle[names] = idle(self.layer, names, device) if names else []
+        return self.found_idle[names]
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
@@ -242,20 +243,22 @@ class Ask:
         if known:
             sources = _sources(self.layer, self.answers)
             names = (*names, *(module for name in known for module in sources[name]))
-        collects = collecting(found) if self.collected else NOTHING
-        keeps = keeping(noted or {}, known or {}) if noted or known else NOTHING
-        with self._without(names, x_BtD), collects, keeps:
-            if self.answers.block:
-                y = self._block().post(x_BtD, outs_BtHE[0])
-            else:
-                n = len(self.answers.attention)
-                role = Answering(outs_BtHE[:n], dict(zip(self.answers.mixers, outs_BtHE[n:])))
-                with asking(role), self._answered(role):
-                    y = self._forward(x_BtD, a, b)
+        nobody_reads = self._idle(names, x_BtD.device.type)
+        around = [without_values(nobody_reads)] if nobody_reads else []
+        around += [collecting(found)] if self.collected else []
+        around += [keeping(noted or {}, known or {})] if noted or known else []
+        run = partial(self._block().post, x_BtD, *outs_BtHE) if self.answers.block else None
+        y = _within(around, run or partial(self._post, x_BtD, outs_BtHE, a, b))
         self.beside = y[1:] if isinstance(y, tuple) else None
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
         extras = [self._by_rows(x, x_BtD) for xs in found.values() for x in xs]
         return [y if self.beside is None else y[0], *extras]
+
+    def _post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
+        n = len(self.answers.attention)
+        role = Answering(outs_BtHE[:n], dict(zip(self.answers.mixers, outs_BtHE[n:])))
+        with asking(role), self._answered(role):
+            return self._forward(x_BtD, a, b)
 
     @staticmethod
     def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
@@ -275,6 +278,14 @@ class Ask:
             self.parts = Block(self.layer, self.arguments.kwargs)
             self.asked = [self.parts.asked]
         return self.parts
+
+
+def _within(contexts: list, run):
+    """run() within all of them. Most often there is none: what a tile does not need costs it nothing."""
+    if not contexts:
+        return run()
+    with contexts[0]:
+        return _within(contexts[1:], run)
 
 
 def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Plain `torch.library.Library` calls, since the `custom_op` wrapper costs more a 
 devices: it takes the Triton kernel for CUDA tensors (and, under TRITON_INTERPRET=1, for CPU tensors), else plain torch.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfpatch.compat import below_autograd
+from hfpatch.compat import applying, below_autograd
 
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,10 +25,13 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     """True where the Triton kernel serves these tensors, False where plain torch does (float64, CPU, no triton)."""
     if not HAS_TRITON:
         return False
-    devices = ("cuda", "cpu") if INTERPRET else ("cuda",)
-    return all(t is None or (t.device.type in devices and t.dtype in KERNEL_DTYPES) for t in tensors)
+    for t in tensors:
+        if t is not None and not ((t.is_cuda or (INTERPRET and t.is_cpu)) and t.dtype in KERNEL_DTYPES):
+            return False
+    return True
 
 
+@functools.lru_cache
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype the plain versions compute in: float32, or float64 where an input is."""
     wide = torch.float32
@@ -81,13 +85,13 @@ def _autograd_impl(op, impl, backward, setup_context):
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None))}
-    function = type(op.name().replace("::", "_"), (torch.autograd.Function,), members)
+    apply = applying(type(op.name().replace("::", "_"), (torch.autograd.Function,), members))
 
     def autograd_impl(keyset, *args):
         if torch.is_grad_enabled():
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
-                    return function.apply(*args, keyset)
+                    return apply(*args, keyset)
         return run(keyset, args)
 
     return autograd_impl

@@ -46,7 +46,9 @@ def _rotate_into(out, x, cos, sins, transpose):
 
 
 def _dtypes(q, k, cos, dtype):
-    return tuple(dtype or torch.promote_types(x.dtype, cos.dtype) for x in (q, k))
+    if dtype is None and q.dtype == k.dtype == cos.dtype:
+        dtype = cos.dtype
+    return (dtype, dtype) if dtype else tuple(torch.promote_types(x.dtype, cos.dtype) for x in (q, k))
 
 
 def _kernel_serves(q, k, cos, sin):
@@ -70,7 +72,8 @@ def _rope(q, k, cos, sin, transpose, dtype):
 
 
 def _rope_fake(q, k, cos, sin, transpose, dtype):
-    return tuple(torch.empty_like(x, dtype=d) for x, d in zip((q, k), _dtypes(q, k, cos, dtype)))
+    q_dtype, k_dtype = _dtypes(q, k, cos, dtype)
+    return torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
 
 
 def _rope_inplace(q, k, cos, sin):

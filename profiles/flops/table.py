@@ -1,11 +1,10 @@
 """Matmul FLOPs of a step over the least there are, counted under a dispatch mode while the real code runs on fake tensors.
 
-python profiles/flops/table.py            every row, on a CPU in about ten minutes; writes results.csv
-python profiles/flops/table.py llama-3.1-8b 8192 auto
+python profiles/flops/table.py            what the policies allow, every row in about a minute of a CPU; writes results.csv
+python profiles/flops/table.py llama-3.1-8b 8192 auto            counts one row too, and writes that into results.csv
 """
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from hfpatch.memory.hardware import GPUS, GiB
 from hfpatch.memory.policy import Checkpointing, decide, describe
 from hfpatch.memory.presets import preset_config
 
-MODELS = {
-    "llama-3.1-8b": (8192, 16384, 32768, 131072), "Qwen/Qwen3-8B": (8192, 32768), "google/gemma-3-12b": (8192, 32768),
-    "Qwen/Qwen3-30B-A3B": (8192, 32768),
-}  # fmt: skip
+MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B-A3B")
+LENGTHS = (8192, 16384, 32768, 131072)
+TABLE = Path(__file__).with_name("results.csv")
 DEVICE = 79 * GiB
 FIELDS = ("model", "tokens", "aim", "matmul", "allowed", "attention_forwards", "device_gib", "host_gib", "policy")
 
@@ -33,39 +31,49 @@ def settled(name: str, tokens: int, aim: str):
     return config, shape, decide(Checkpointing.of(aim), shape, **sizes)
 
 
-def row(name: str, tokens: int, aim: str) -> dict:
-    """matmul: counted, over 6 a weight and token; allowed: what the closed form says of this policy, which knows whose values
-    nobody reads."""
+def planned(name: str, tokens: int, aim: str) -> dict:
+    """allowed: matmul FLOPs over 6 a weight and token as the closed form has them of the policy that a run would choose, which
+    knows whose values nobody reads; matmul and attention_forwards are still to be counted."""
+    _, shape, option = settled(name, tokens, aim)
+    sizes = {"batch": 1, "tokens": tokens}
+    least, allowed = (step_flops(shape, policy, **sizes) for policy in ("off", option.policy))
+    return {
+        "model": name, "tokens": tokens, "aim": aim, "matmul": "", "allowed": f"{allowed.matmul / least.matmul:.3f}",
+        "attention_forwards": f"{allowed.attention_forward / least.attention_forward:.2f}",
+        "device_gib": f"{option.device / GiB:.1f}", "host_gib": f"{option.host / GiB:.1f}",
+        "policy": describe(option.policy, shape.num_layers),
+    }  # fmt: skip
+
+
+def counted(name: str, tokens: int, aim: str) -> dict:
+    """The row with its matmuls, attention forwards and memory counted."""
     from hfpatch.simulate.rivals import build, prepare
     from hfpatch.simulate.simulator import simulate
 
     config, shape, option = settled(name, tokens, aim)
     found = simulate(prepare(build(config), "hfpatch"), 1, tokens, policy=option.policy)
-    least = step_flops(shape, "off", batch=1, tokens=tokens).matmul
-    allowed = step_flops(shape, option.policy, batch=1, tokens=tokens).matmul
-    forwards = found.flops["attention"]["forward"] / step_flops(shape, "off", batch=1, tokens=tokens).attention_forward
-    return {
-        "model": name, "tokens": tokens, "aim": aim, "matmul": f"{sum(found.flops['matmul'].values()) / least:.3f}",
-        "allowed": f"{allowed / least:.3f}", "attention_forwards": f"{forwards:.2f}",
+    least = step_flops(shape, "off", batch=1, tokens=tokens)
+    return planned(name, tokens, aim) | {
+        "matmul": f"{sum(found.flops['matmul'].values()) / least.matmul:.3f}",
+        "attention_forwards": f"{found.flops['attention']['forward'] / least.attention_forward:.2f}",
         "device_gib": f"{found.most_beyond_bytes / GiB:.1f}", "host_gib": f"{found.host_peak_bytes / GiB:.1f}",
-        "policy": describe(option.policy, shape.num_layers),
     }  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
+    key = lambda row: (row["model"], str(row["tokens"]), row["aim"])  # noqa: E731
     if arguments:
         name, tokens, aim = arguments
-        csv.DictWriter(sys.stdout, FIELDS).writerow(row(name, int(tokens), aim))
-        return
-    table = Path(__file__).with_name("results.csv")
-    table.write_text(",".join(FIELDS) + "\n")
-    for aim in ("auto", "least"):
-        for name, lengths in MODELS.items():
-            for tokens in lengths:
-                command = [sys.executable, "-W", "ignore", __file__, name, str(tokens), aim]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                with table.open("a") as file:
-                    file.write(done.stdout.splitlines()[-1] + "\n")
+        made = [counted(name, int(tokens), aim)]
+        with TABLE.open() as file:
+            rows = {key(row): row for row in csv.DictReader(file)} | {key(row): row for row in made}
+    else:
+        made = [planned(name, tokens, aim) for aim in ("auto", "least") for name in MODELS for tokens in LENGTHS]
+        rows = {key(row): row for row in made}
+    with TABLE.open("w") as file:
+        table = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows.values())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from hfpatch.memory.formula import attended, step_flops
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, decide
 from hfpatch.memory.presets import preset_config
+from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
 
@@ -120,3 +121,16 @@ def counted_traffic(policy, tokens: int) -> dict:
         for n in (1, 2)
     )  # fmt: skip
     return {phase: two[phase] - one[phase] for phase in ("forward", "backward")}
+
+
+# One tile and four; what is kept. 2.5 of the forward's 24 units of one tile are attention's groups of heads, joined.
+@pytest.mark.parametrize("tile, keep", [(8192, ()), (2048, ()), (2048, ("qkv", "mid", "gate_up"))])
+def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
+    policy, tokens = Policy("gpu", tile=tile, keep=keep), 8192
+    shape = shape_of("llama-3.1-8b", num_hidden_layers=1)
+    counted = counted_traffic(policy, tokens)
+    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, tile < tokens))
+    several = tokens // tile
+    sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
+    assert forward == pytest.approx(counted["forward"], rel=0.05)
+    assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
