@@ -47,7 +47,8 @@ _TOO_LATE = {
     "OptimizedModule": "torch.compile()",
 }
 _MARKS = (
-    "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_report",
+    "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_activations",
+    "_hfpatch_report",
     "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
     "_hfpatch_trl", "_hfpatch_beside",
@@ -240,6 +241,7 @@ def _fuse_mlps(decoder: Decoder, report: Report) -> None:
             continue
         swap(module, found[0])
         module._hfpatch_activation = found[1]
+        module._hfpatch_activations = parts.kinds_of_activations(module)
         done.append(module)
     _count(report, "mlp", done, left)
 

@@ -7,6 +7,7 @@ import tiny
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
 from hfpatch import ops
@@ -262,6 +263,48 @@ def test_hooks_inside_a_layer_get_what_stock_gives_them(way, name):
         module = model.model.layers[0].get_submodule(name)
         module.register_forward_hook(lambda m, a, out: torch.tanh(out) + a[0].mean(-1, keepdim=True))
     tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+def _squashed(function):
+    return lambda *args, **kwargs: (lambda y: (torch.tanh(y[0]), *y[1:]) if isinstance(y, tuple) else torch.tanh(y))(
+        function(*args, **kwargs)
+    )
+
+
+def _replace(model, what: str, patch):
+    layer = model.model.layers[0]
+    if what == "activation":
+        layer.mlp.act_fn = nn.Tanh()
+    elif what == "mlp module":
+        layer.mlp = nn.Sequential(layer.mlp, nn.Tanh())
+    elif what == "rotation":
+        rotate = hf.apply_rotary_pos_emb
+        patch.setattr(hf, "apply_rotary_pos_emb", lambda q, *args, **kwargs: rotate(1.3 * q, *args, **kwargs))
+    elif what == "class":
+        patch.setattr(hf.LlamaAttention, "forward", _squashed(hf.LlamaAttention.forward))
+    else:
+        module = layer.get_submodule(what)
+        module.forward = _squashed(module.forward)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("what", ["self_attn", "mlp", "activation", "mlp module", "rotation", "class"])
+def test_what_is_replaced_before_or_after_apply_runs(monkeypatch, what, before):
+    """A block's parts are called without what lies around them, an activation not at all: another one is another function."""
+    stock, ours = (tiny.llama(dtype=torch.float64) for _ in range(2))
+    hfpatch.apply(ours, checkpointing=tiny.TILED)  # a verdict of the classes as they are
+    with monkeypatch.context() as patch:
+        if before:
+            hfpatch.undo(ours)
+            _replace(ours, what, patch)
+            hfpatch.apply(ours, checkpointing=tiny.TILED)
+        elif what not in ("rotation", "class"):
+            _replace(ours, what, patch)
+        if not (before and what in ("rotation", "class")):  # of the whole process: once
+            _replace(stock, what, patch)
+        got, wanted = tiny.step(ours, tiny.labelled()), tiny.step(stock, tiny.labelled())
+    for name, value in got.items():
+        assert torch.allclose(value, wanted[name], rtol=0, atol=3e-6 * wanted[name].abs().max().item()), name
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)

@@ -101,10 +101,12 @@ def test_two_threads_at_one_model(place):
     ours.get_submodule(place).register_forward_pre_hook(wait_there)
     thread = threading.Thread(target=beside)
     thread.start()
-    assert there.wait(60)
-    found = ask(ours, other)
-    go_on.set()
-    thread.join()
+    try:
+        assert there.wait(60)
+        found = ask(ours, other)
+    finally:
+        go_on.set()
+        thread.join()
     for mine, theirs in zip((*found, got["loss"]), (*ask(stock, other), ask(stock, ids)[0])):
         assert torch.allclose(mine.double(), theirs.double(), rtol=0, atol=1e-5 * theirs.abs().max().item())
     assert not any("forward" in vars(m) for m in ours.modules()) and ours.config._attn_implementation == "eager"

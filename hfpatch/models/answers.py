@@ -36,8 +36,27 @@ class Answers:
 
 def rope_of(attn: nn.Module):
     """The rotation that this attention's file of transformers uses, or None."""
-    base = getattr(attn, "_hfpatch_base", type(attn))
-    return getattr(sys.modules.get(base.__module__), "apply_rotary_pos_emb", None)
+    return _code(getattr(attn, "_hfpatch_base", type(attn)))[1]
+
+
+def _code(kind: type) -> tuple:
+    """What a class of modules runs: its forward, and the rotation of its file, which some replace for the whole process."""
+    return kind.forward, getattr(sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None)
+
+
+_asked: dict[type, tuple] = {}
+
+
+def code_asked(layers) -> frozenset:
+    """What the classes in these layers, transformers' own yet, run: noted for `as_asked`, and part of what a verdict is about."""
+    found = {kind: _code(kind) for kind in {type(m) for layer in layers for m in layer.modules()}}
+    _asked.update(found)
+    return frozenset(found.items())
+
+
+def as_asked(kind: type) -> bool:
+    """Whether a class runs what it ran when a model with it was asked."""
+    return _asked.get(kind) in (None, _code(kind))
 
 
 def looks_like_a_block(layer: nn.Module) -> bool:

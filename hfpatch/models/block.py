@@ -26,7 +26,7 @@ class Block:
         behind = self.norm_behind
         self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind) and not user_hooks(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self.rotate = rotation(attn._hfpatch_base) if isinstance(attn, FusedAttention) else rope_of(attn)
+        self.rotate = rotation(attn._hfpatch_base.forward) if isinstance(attn, FusedAttention) else rope_of(attn)
         self.cos, self.sin = kwargs["position_embeddings"]
         self.asked = Call(attn.scaling, Pattern() if mask is None else mask.pattern(), None)
 

@@ -25,7 +25,7 @@ from hfpatch.compat import (
 )
 from hfpatch.memory.formula import tile_bounds
 from hfpatch.memory.shape import KEEPABLE
-from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
 from hfpatch.models.asking import (
     Answering,
     Asked,
@@ -39,12 +39,13 @@ from hfpatch.models.asking import (
     our_attention,
 )
 from hfpatch.models.block import Block
+from hfpatch.models.classes import other_forward, package_of, replaced_forward
 from hfpatch.models.dead import can_go_without, idle, unwatched, without_values
 from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
-from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_hooks
+from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.ops.attention import Pattern, supported
 
@@ -303,7 +304,7 @@ def _sources(layer: nn.Module, answers: Answers) -> dict[str, tuple[str, ...]]:
     """The modules whose values nobody reads where a kept value is known."""
     sources = {"mid": ("self_attn.o_proj",)} if answers.block else {}
     mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp) and not activation_hooks(mlp):
+    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp) and activation_as_found(mlp):
         sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
     return sources
 
@@ -340,25 +341,33 @@ class TiledLayer:
         answers = self._hfpatch_answers
         if answers.reason:
             return answers.reason
-        attentions = [self.get_submodule(name) for name in answers.attention]
-        for attn in map(self.get_submodule, answers.mixing):
+        try:
+            mixing = [self.get_submodule(name) for name in answers.mixing]
+        except AttributeError:
+            return "other modules in it than at apply()"
+        for attn in mixing:
             kind = getattr(attn, "_hfpatch_base", type(attn))
-            if kind.__module__.partition(".")[0] != self._hfpatch_base.__module__.partition(".")[0]:
+            if package_of(attn) != package_of(self):
                 return f"a {kind.__module__}.{kind.__name__} in it"
+            if not as_asked(kind):
+                return f"another {kind.__name__}.forward than at apply()"
             if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
                 return "attention dropout"
         for name in {n for path in answers.mixing for n in _ancestors(path)}:
-            if _has_hooks(self.get_submodule(name)):
+            module = self.get_submodule(name)
+            if _has_hooks(module):
                 return f"hooks on {name}"
+            if other_forward(module):
+                return f"{name}: {replaced_forward(module)}"
         if mask is not None:
-            for attn in attentions:
+            for attn in mixing[: len(answers.attention)]:
                 reason = Asked(attn, x[:, :, None], x[:, :, None], x[:, :, None], mask, 1.0).why_not_tiled()
                 if reason:
                     return reason
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
-        heads = [getattr(attn, "head_dim", 0) or 0 for attn in attentions]
+        heads = [getattr(attn, "head_dim", 0) or 0 for attn in mixing[: len(answers.attention)]]
         return supported(max(heads, default=0), dtype, x.device, pattern)
 
     def __call__(self, hidden_states, *args, **kwargs):

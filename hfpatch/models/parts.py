@@ -21,6 +21,7 @@ from hfpatch.compat import (
     parameters_of,
     twin_of,
 )
+from hfpatch.models.answers import as_asked
 from hfpatch.models.classes import replaced_forward
 from hfpatch.models.dead import DeadRotation, is_dead
 from hfpatch.models.keeping import kept
@@ -121,13 +122,14 @@ def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
 
 
 class FusedMLP:
-    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_gates`: whose values need not be
-    computed where gate and up are known."""
+    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_activations`: in what modules;
+    `_hfpatch_gates`: whose values need not be computed where gate and up are known."""
 
     _hfpatch_gates = ("gate_proj", "up_proj")
+    _hfpatch_activations = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if activation_hooks(self):
+        if not activation_as_found(self):
             return super().forward(x)
         gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
@@ -137,18 +139,30 @@ class FusedJointMLP:
     """The same for families with gate and up in one projection."""
 
     _hfpatch_gates = ("gate_up_proj",)
+    _hfpatch_activations = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if activation_hooks(self):
+        if not activation_as_found(self):
             return super().forward(hidden_states)
         gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
-def activation_hooks(mlp: nn.Module) -> bool:
-    """Whether somebody watches the activation, whose module the fused forms do not call."""
-    others = (m for n, m in modules_of(mlp).items() if n not in (*mlp._hfpatch_gates, "down_proj"))
-    return any(hooks for m in others if (hooks := forward_hooks(m) or other_hooks(m)))
+def _activations(mlp: nn.Module) -> list[nn.Module]:
+    return [m for n, m in modules_of(mlp).items() if n not in (*mlp._hfpatch_gates, "down_proj")]
+
+
+def kinds_of_activations(mlp: nn.Module) -> tuple:
+    """What the fused forms take an MLP's activation for."""
+    return tuple((type(m), _plain_items(m)) for m in _activations(mlp))
+
+
+def activation_as_found(mlp: nn.Module) -> bool:
+    """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
+    nobody watches it."""
+    if any(forward_hooks(m) or other_hooks(m) or "forward" in vars(m) for m in _activations(mlp)):
+        return False
+    return mlp._hfpatch_activations in (None, kinds_of_activations(mlp))
 
 
 _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))
@@ -196,9 +210,9 @@ class FusedAttention:
     """q and k rotated in one launch: the attention's own forward, in which the rotation is the fused op."""
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
             return super().forward(*args, **kwargs)
-        return rotating(self._hfpatch_base)(self, *args, **kwargs)
+        return rotating(self._hfpatch_base.forward)(self, *args, **kwargs)
 
 
 class _Names(dict):
@@ -213,9 +227,9 @@ class _Names(dict):
 
 
 @cache
-def rotation(base: type):
-    """What stands for `apply_rotary_pos_emb` in an attention class: the fused op where all of a head is rotated."""
-    theirs = base.forward.__globals__["apply_rotary_pos_emb"]
+def rotation(forward):
+    """What stands for `apply_rotary_pos_emb` in an attention's forward: the fused op where all of a head is rotated."""
+    theirs = forward.__globals__["apply_rotary_pos_emb"]
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
@@ -227,9 +241,9 @@ def rotation(base: type):
 
 
 @cache
-def rotating(base: type):
-    """The forward of an attention class with `apply_rotary_pos_emb` replaced in it alone."""
-    forward, rotate = base.forward, rotation(base)
+def rotating(forward):
+    """An attention's forward with `apply_rotary_pos_emb` replaced in it alone."""
+    rotate = rotation(forward)
     names = _Names(
         forward.__globals__, {"apply_rotary_pos_emb": rotate, "__builtins__": forward.__globals__["__builtins__"]}
     )
@@ -238,11 +252,14 @@ def rotating(base: type):
     return made
 
 
-@cache
 def rope_reason(base: type) -> str | None:
     """None where this attention class rotates as the fused op does, else the reason why it stays as it is."""
-    code = getattr(base.forward, "__code__", None)
-    theirs = getattr(base.forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    return _rope_reason(base.forward, getattr(base.forward, "__globals__", {}).get("apply_rotary_pos_emb"))
+
+
+@cache
+def _rope_reason(forward, theirs) -> str | None:
+    code = getattr(forward, "__code__", None)
     if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
         return "no plain apply_rotary_pos_emb in its forward"
     generator = torch.Generator().manual_seed(0)

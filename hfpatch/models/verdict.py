@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
-from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.models.answers import OTHER_MIXER, Answers, code_asked
 from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
@@ -53,11 +53,12 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     if not hasattr(decoder.stack, "config"):
         return Verdict((), False, "its layers are in a module without a config")
     shared = SHARED_KEYS if _shares_keys(decoder.stack.config) else None
+    code = code_asked(decoder.layers)
     if not verdict:
         return Verdict((None,) * n, alone=shared)
     kinds = [kind_of(layer) for layer in decoder.layers]
     try:
-        found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds))
+        found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
     except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict((Answers(reason=f"no small instance of it could be tried ({reason})"),) * n, False, shared)
@@ -95,7 +96,7 @@ class _Config:
 
 
 @cache
-def _verdict(stack_class: type, config: _Config, kinds: tuple) -> _Found:
+def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> _Found:
     with quiet_process(), sharded(False):
         began = time.thread_time()
         stack = small_stack(stack_class, config.config, list(kinds))
