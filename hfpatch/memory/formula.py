@@ -10,7 +10,7 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 
 from dataclasses import dataclass, replace
 
-from hfpatch.memory.adapters import mlp_linears
+from hfpatch.memory.adapters import attention_linears, mlp_linears
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
@@ -250,6 +250,18 @@ def _mlp_weight(z: _Sizes, layer: int) -> int:
     return (2 if shape.joined else 1) * shape.hidden_size * shape.intermediate_size * z.s
 
 
+def _widened(z: _Sizes, layer: int, t: int, single: bool) -> int:
+    """Bytes of what adapters wider than the model make beside it in the backward of t rows: a copy of each one's input, the last
+    one's output and the same scaled."""
+    shape = z.shape
+    if z.g <= z.s or not shape.adapters:
+        return 0
+    after = list(mlp_linears(shape, layer))
+    names = ["o_proj", *after, *after[-1:], *[n for n in attention_linears(shape) if single and n != "o_proj"]]
+    adapted = [n for n in names if not shape.adapters.targets or n in shape.adapters.targets]
+    return len(adapted) * t * shape.hidden_size * z.g
+
+
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
     inner, shape = _inner(z, layer, z.rows), z.shape
@@ -311,7 +323,9 @@ def _tiled(z: _Sizes, policy: Policy):
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
         inner, sparse = _inner(z, index, t), shape.is_sparse(index)
-        beside = 0 if shape.fused_mlp else inner
+        # An MLP without a gate has two columns fewer; frozen, it has no gradient that would stand in their place.
+        beside = 0 if shape.fused_mlp else inner if shape.gated or not shape.adapters else -inner
+        beside += _widened(z, index, t, single)
         mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         fetched, lse, stream = (0, 0, False) if save and not saved else whole_outs
@@ -407,7 +421,9 @@ def _forward_moment(
     if shape.is_sparse(layer):  # gathered, given by the experts, weighted
         beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
-    acts = 3 if not shape.adapters else (2 if shape.joined else 1) * 3 + (shape.gated and not shape.joined)
+    wide = z.g // z.s
+    acts = 3 if not shape.adapters else (2 if shape.joined else 1) * (1 + 2 * wide) + (shape.gated and not shape.joined)
+    beside += wide * tile_D * (wide > 1)  # the copy that the adapter reads
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
     working, out = max(z.q + z.kv, z.u + mlp), z.out
     if by_groups:

@@ -54,16 +54,20 @@ def test_bytes_of_a_parameter():
     assert some.trained_parameters == 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 
-def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0.05):
+def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0.05, itemsize=None):
     from hfpatch.simulate.rivals import build, prepare
     from hfpatch.simulate.simulator import simulate
 
-    config, adapters, sizes = preset_config(preset) | {"num_hidden_layers": LAYERS}, Adapters(16, base), {"batch": 1}
+    config, adapters, sizes = (
+        preset_config(preset) | {"num_hidden_layers": LAYERS},
+        Adapters(16, base, (), itemsize),
+        {"batch": 1},
+    )
     shape = shape_of(config, adapters)
     found = simulate(prepare(build(config, adapters=adapters), "hfpatch"), 1, tokens, policy=policy)
     planned, stays = step_memory(shape, policy, tokens=tokens, **sizes), resident("gpu8bit", shape, 1, policy)
     assert stays.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
-    assert planned.gradients == pytest.approx(shape.trained_parameters * 2)
+    assert planned.gradients == pytest.approx(shape.trained_parameters * (itemsize or 2))
     assert max(m.beyond for m in planned.moments) == pytest.approx(found.most_beyond_bytes, rel=rel)
     assert planned.host + stays.host == pytest.approx(found.host_peak_bytes, rel=0.01)
     assert step_flops(shape, policy, tokens=tokens, **sizes).total == pytest.approx(found.flops["total"], rel=1e-3)
@@ -79,6 +83,13 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
 ])  # fmt: skip
 def test_agrees_with_the_simulator(base, tokens, policy):
     compare(base, tokens, policy, "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b")
+
+
+@pytest.mark.parametrize("preset, base, tokens, itemsize", [
+    ("llama-3.2-1b", "bf16", 16384, 4), ("llama-3.2-1b", "bf16", 4096, 4), ("bigcode/starcoder2-7b", "4bit", 16384, None),
+])  # fmt: skip
+def test_adapters_of_float32_and_mlps_without_a_gate(preset, base, tokens, itemsize):
+    compare(base, tokens, Policy("host", tile=4096), preset, itemsize=itemsize)
 
 
 def test_experts_are_adapted_by_name():
