@@ -174,7 +174,7 @@ class Ask:
 
     def _answered(self, role):
         names = self.answers.mixers
-        return standing_in(self.layer, names, role.mixer) if names else nullcontext()
+        return standing_in(self.layer, names, role.mixer, self.answers.paired) if names else nullcontext()
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
@@ -431,7 +431,9 @@ class TiledLayer:
             session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if bounds is not None:
-                apart = documents_apart(self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds)
+                apart = documents_apart(
+                    self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds, answers.paired
+                )
             with session.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 

@@ -17,10 +17,12 @@ from hfpatch.models.classes import forwards_for_now
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # said by our documents
 
 
-def standing_in(layer: nn.Module, names, answer):
-    """Within, the named modules of the layer answer with answer(name, args, kwargs)."""
+def standing_in(layer: nn.Module, names, answer, paired=()):
+    """Within, the named modules of the layer answer with answer(name, args, kwargs), those in `paired` with None behind it."""
 
     def answering(name):
+        if name in paired:
+            return lambda *args, **kwargs: (answer(name, args, kwargs), None)
         return lambda *args, **kwargs: answer(name, args, kwargs)
 
     return forwards_for_now([(layer.get_submodule(name), answering(name)) for name in names])
@@ -61,7 +63,8 @@ class Mixer:
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if self.bounds is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
-        return self.module(*args, **kwargs)
+        out = self.module(*args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
 
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
         """[B, T, D]. keep: backward comes soon and walks the graph that is made here."""
@@ -94,7 +97,7 @@ class Mixer:
 
 
 @contextmanager
-def documents_apart(layer: nn.Module, names, arguments, bounds):
+def documents_apart(layer: nn.Module, names, arguments, bounds, paired=()):
     """Within, the mixers of a layer that runs whole take the documents one by one."""
 
     def apart(name, args, kwargs):
@@ -103,7 +106,7 @@ def documents_apart(layer: nn.Module, names, arguments, bounds):
         with forwards_for_now([(module, vars(module)["forward"].own)]):
             return mixer.forward(x)
 
-    with standing_in(layer, names, apart):
+    with standing_in(layer, names, apart, paired):
         yield
 
 
@@ -142,15 +145,16 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
-def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[str, ...] | None:
-    """Names of the smallest modules without which run(x), the layer with its attention answered, mixes no tokens.
+def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Names of the smallest modules without which run(x), the layer with its attention answered, mixes no tokens, and of those
+    among them that return a pair (Lightning attention, its state) whose second is not read.
 
     None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD: one row; known: ids of the
     layer's other arguments.
     """
     tokens, calls = x_BTD.shape[1], {}
     if not _mixes(run, (x_BTD,), {}, tokens, known):
-        return ()
+        return (), ()
     names = {id(m): n for n, m in layer.named_modules() if n}
 
     def note(module, args, kwargs, out):
@@ -180,12 +184,15 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[str, 
                 found += inner if enough else [name]
         return found
 
-    found = within("")
-    with standing_in(layer, found, constant):
-        if _mixes(run, (x_BTD,), {}, tokens, known):
-            return None
+    found, paired = within(""), []
     for name in found:
         out = calls[name][0][2]
+        if isinstance(out, tuple) and len(out) == 2:
+            paired.append(name)
+            calls[name][0] = (*calls[name][0][:2], out := out[0])
         if len(calls[name]) > 1 or not isinstance(out, Tensor) or out.shape != x_BTD.shape:
             return None
-    return tuple(found)
+    with standing_in(layer, found, constant, paired):
+        if _mixes(run, (x_BTD,), {}, tokens, known):
+            return None
+    return tuple(found), tuple(paired)

@@ -1,6 +1,5 @@
 """Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -79,7 +78,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
         except NotStopped as error:
             return Answers(reason=str(error))
         except Exception as error:  # a family's own code
-            return Answers(reason=f"asked, it raised {type(error).__name__}")
+            return Answers(reason=f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})")
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
@@ -96,20 +95,21 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
         return Answers(reason=count.reasons[0])
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
     with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
-        mixers = find_mixers(layer, run, x_BTD, known)
-    if mixers is None:
+        found = find_mixers(layer, run, x_BTD, known)
+    if found is None:
         return Answers(reason=OTHER_MIXER)
+    mixers, paired = found
     names = {id(m): n for n, m in layer.named_modules()}
     attention = tuple(names[id(m)] for m in count.modules)
     if any(name == mixer or name.startswith(f"{mixer}.") for name in attention for mixer in mixers):
         return Answers(reason=OTHER_MIXER)
     count = _Counting()
-    with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer):
+    with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
         run(x_BTD)
     if not count.independent:
-        return Answers(mixers=mixers, reason="what mixes its tokens takes one from the other")
-    found = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers).answers()
-    return replace(found, softcap=count.softcap)
+        return Answers(mixers=mixers, paired=paired, reason="what mixes its tokens takes one from the other")
+    known = {"mixers": mixers, "paired": paired, "softcap": count.softcap}
+    return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known).answers()
 
 
 def _first_row(x, B: int):
@@ -123,10 +123,10 @@ def _far(x):
 class _Probe:
     """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
 
-    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention, mixers):
+    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention, known):
         self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
         self.arguments = Arguments(args, kwargs, *x_BTD.shape[:2])
-        self.attention, self.mixers = attention, mixers
+        self.attention, self.known, self.mixers = attention, known, known["mixers"]
         self.T = x_BTD.shape[1]
         with torch.no_grad():
             parts = self._ask().pre(self.x, 0, self.T)
@@ -137,7 +137,7 @@ class _Probe:
         self.dy = torch.randn_like(x_BTD)
 
     def _ask(self, arguments=None, **known) -> Ask:
-        answers = Answers(attention=self.attention, mixers=self.mixers, **known)
+        answers = Answers(attention=self.attention, **self.known, **known)
         return Ask(self.layer, arguments or self.arguments, answers, self.configs, self.batch, forward=self.forward)
 
     def _gradients(self, run) -> list[Tensor | None]:
@@ -174,7 +174,7 @@ class _Probe:
             together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
-        return Answers(attention=self.attention, mixers=self.mixers, block=block, **together)
+        return Answers(attention=self.attention, **self.known, block=block, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
         """Those of these modules that run() calls: to leave out the others costs time a tile, and saves nothing."""

@@ -1,7 +1,7 @@
 """A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -33,17 +33,13 @@ IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def scaled_config(config, n_layers: int):
     """A copy of a text config with the sizes above and its first n_layers layers."""
     small = copy.deepcopy(config)
-    real = {
-        name: getattr(small, name, None) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")
-    }
+    real = {name: _value(small, name) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")}
     for name, size in SIZES.items():
-        try:
-            value = getattr(small, name, None)
-        except RuntimeError:  # a size that differs from layer to layer
-            value = vars(small).get(name)
+        value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            setattr(small, name, size)
-    if isinstance(getattr(small, "qk_rope_head_dim", None), int) and isinstance(getattr(small, "head_dim", None), int):
+            with suppress(AttributeError):  # a property that follows from others
+                setattr(small, name, size)
+    if all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim")):
         small.head_dim = SIZES["qk_rope_head_dim"]  # what is rotated is all that this name says there
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
@@ -57,6 +53,8 @@ def scaled_config(config, n_layers: int):
         if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
             setattr(small, name, type(value)(value[:n_layers]))
     small.num_hidden_layers = n_layers
+    if isinstance(vars(small).get("num_layers"), int):
+        small.num_layers = n_layers  # where a layer with two attentions counts as two above (LongCat)
     if getattr(small, "num_kv_shared_layers", None):
         small.num_kv_shared_layers = 0
     for name in IDS:
@@ -73,6 +71,13 @@ def scaled_config(config, n_layers: int):
     name_attention(small, "eager")
     run_experts_plainly(small)
     return small
+
+
+def _value(config, name: str):
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # a size that differs from layer to layer
+        return vars(config).get(name)
 
 
 def _rope_tables(config) -> list[dict]:

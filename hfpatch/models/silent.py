@@ -37,7 +37,7 @@ def by_tiles(layer: nn.Module, mixing: tuple[str, ...], bounds: list[tuple[int, 
             return forward(module, *args, **kwargs)
         tiles = []
         for a, b in bounds:
-            leaves[given[0]] = x[:, a:b]
+            leaves[given[0]] = x[:, a:b].contiguous()  # experts take a view of it
             cut_args, cut_kwargs = pytree().tree_unflatten(leaves, spec)
             recorded = {key: [] for key in records}
             with collecting(recorded):

@@ -108,7 +108,12 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         for kind, i in named.items():
             if late():
                 return _Found({kind: Answers(reason=LATE) for kind in named}, ours=False)
-            answers[kind] = probe.ask(stack, layers[i])
+            try:
+                answers[kind] = probe.ask(stack, layers[i])
+            except Exception as error:  # of the stack, before it comes to the layer
+                answers[kind] = Answers(
+                    reason=f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
+                )
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
         packed = not any(answer.reason == OTHER_MIXER for answer in answers.values())
         expected = _Expected(stack, packed)

@@ -16,13 +16,24 @@ CHANGES = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
 }
 TILED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
     "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
     "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
-    "gemma4_text", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open",
+    "gemma4_text", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open", "afmoe", "aria_text", "axk1",
+    "cohere2_moe", "exaone_moe", "flex_olmo", "glm", "glm4_moe_lite", "granite_swa", "granitemoe_swa", "granitemoeshared", "helium",
+    "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text",
+    "olmo", "phi", "phimoe", "vaultgemma",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "nemotron_h": ("mixer", None),  # a layer is a mixer, an attention, an MLP or experts, and no two of them
     "jamba": ("mamba", "feed_forward.gate_proj"),
     "bamba": ("mamba", "feed_forward.gate_proj"),
+    "minimax": ("self_attn", "mlp"),  # gives a pair, output and state
 }
 
 
