@@ -11,7 +11,8 @@ FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2",
     "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere",
     "cohere2", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
-    "qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid", "minimax",
+    "gemma4_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h", "minimax",
+    "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "gemma3", "llama4",
 )  # fmt: skip
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
 # What a default config lacks to show what the family does.
@@ -63,13 +64,16 @@ def support_of(name: str, config: dict) -> Support:
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
-    except ValueError:  # no closed form, which is what knows that
+    except (
+        ValueError,
+        RuntimeError,
+    ):  # no closed form, which is what knows that, or sizes that differ from layer to layer
         on_gpu = ""
     return Support(name, len(layers), len(layers) - sum(whole.values()), dict(whole), fused, packed, notes, on_gpu)
 
 
 def family_config(kind: str) -> dict:
-    """The values of a family's default config, text models alone."""
+    """The values of a family's default config."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(kind, **_SHOWN.get(kind, {})).to_dict()

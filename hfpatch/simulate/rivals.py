@@ -13,9 +13,9 @@ IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-off
 
 
 def build(config: dict, dtype=torch.bfloat16, adapters=None):
-    """A causal language model of a config.json's values on the meta device: shapes without memory. adapters: a
-    memory.adapters.Adapters, LoRA over it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A causal language model, or one of images and text, of a config.json's values on the meta device: shapes without memory.
+    adapters: a memory.adapters.Adapters, LoRA over it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = dict(config)
@@ -27,11 +27,12 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
         )
     try:
         made = AutoConfig.for_model(kind, **values)
+        auto = AutoModelForCausalLM if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
         with torch.device("meta"):
             try:
-                model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+                model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
             except ValueError:  # families whose attention sdpa cannot do (sinks): their own
-                model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager")
+                model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
     except Exception as error:  # what a family's classes make of junk has a class of its own each
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error

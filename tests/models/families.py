@@ -30,7 +30,10 @@ TILED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
     "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
     "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
-    "gemma4_text", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open", "afmoe", "aria_text", "axk1",
+    "gemma4_text", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open",
+)  # fmt: skip
+MORE = (
+    "afmoe", "aria_text", "axk1",
     "cohere2_moe", "exaone_moe", "flex_olmo", "glm", "glm4_moe_lite", "granite_swa", "granitemoe_swa", "granitemoeshared", "helium",
     "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text",
     "olmo", "phi", "phimoe", "vaultgemma",

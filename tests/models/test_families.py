@@ -26,7 +26,7 @@ CLOSE = 3e-4
 
 
 def names():
-    return [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in families.TILED]
+    return [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in families.TILED + families.MORE]
 
 
 def step(model, batch, pieces=None):

@@ -7,11 +7,12 @@ import pytest
 import tiny
 import torch
 from test_families import assert_close, batch, step
+from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
-from hfpatch.models import asking, verdict
+from hfpatch.models import asking, silent, verdict
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 
@@ -135,3 +136,24 @@ def test_a_layer_that_goes_another_way_later_runs_whole_from_then_on(monkeypatch
     assert_close(got, wanted)
     assert_close(step(ours, tiny.labelled())[2], wanted)
     verdict._verdict.cache_clear()
+
+
+class Experts(nn.Linear):
+    """Flattens its tokens by a view, and gives a score a token behind its output."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        self.most = max(getattr(self, "most", 0), len(flat))
+        return super().forward(flat).view(x.shape), flat[:, :2]
+
+
+def test_what_takes_a_view_of_its_tokens_runs_by_tiles():
+    layer, x = nn.Module(), torch.randn(2, 10, 4)
+    layer.attention, layer.experts = nn.Linear(4, 4), Experts(4, 4)
+    wanted = layer.experts(x)
+    layer.experts.most = 0
+    with torch.no_grad(), silent.by_tiles(layer, ("attention",), [(0, 4), (4, 8), (8, 10)]):
+        got = layer.experts(x)
+        assert layer.attention(x).shape == x.shape
+    assert layer.experts.most == 8 and [a.shape for a in got] == [b.shape for b in wanted]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted))
