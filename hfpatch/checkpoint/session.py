@@ -249,6 +249,7 @@ class Session:
         if alone and settings.weights == "auto" and self.shape.adapters and self.owner() is not None:
             if not Budget(*free).admits_device(option):
                 self.weights.on = True
+                self.policies.clear()  # of other lengths: some may have let layers keep everything
                 self.weights_to_host(self.owner(), x.device)
                 return self._resolve(B, T, x, whole, able, sharded, group)
         self.planned[option.policy, B, T] = option.device

@@ -1,44 +1,46 @@
-"""LoRA over a bf16 base that waits on the host, planned and simulated.
+"""LoRA over a bf16 base that waits on the host, planned; with --simulate each plan's step also runs on fake tensors.
 
-python profiles/lora/streamed.py > profiles/lora/streamed.csv
+python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 """
 
 import csv
 import sys
-from dataclasses import replace
 
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.policy import Checkpointing
-from hfpatch.memory.shape import ModelShape, Policy
 from hfpatch.planner.models import config_of
-from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.simulated import simulated_bytes
 
 GiB = 1 << 30
-LEAST = Checkpointing(aim="least", weights="host")
-RUNS = [
-    ("llama-3.1-70b", "rtx4090", LEAST), ("llama-3.1-70b", "rtx4090", Checkpointing()),
-    ("Qwen/Qwen3-32B", "rtx4090", LEAST), ("Qwen/Qwen3-32B", "rtx4090", Checkpointing()),
-]  # fmt: skip
-FIELDS = ("model", "gpu", "asked", "tokens", "gpu_gib", "simulated_gpu_gib", "base_on_host_gib", "simulated_rest_on_host_gib",
-          "step_seconds", "copy_wait", "save_attention", "stream_attention", "park", "tile")  # fmt: skip
+# The machine's memory: for inputs and attention outputs, for inputs, for every few layers' inputs.
+RUNS = [("llama-3.1-70b", n, "least") for n in (512, 336, 240)] + [
+    ("Qwen/Qwen3-32B", n, "least") for n in (336, 192, 128)
+]
+RUNS += [("llama-3.1-70b", 512, "fastest"), ("Qwen/Qwen3-32B", 336, "fastest")]
+FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "beyond_gib", "simulated_gib", "host_gib",
+          "step_seconds", "copy_wait", "every", "save_attention", "stream_attention", "park", "by_group", "tile")  # fmt: skip
 
 
-def main(host="512GiB", tokens=131072) -> None:
-    """A row a run; GiB on the device with parameters, gradients, 8-bit Adam's states and slack, without the CUDA context."""
+def simulated(name: str, found) -> str:
+    """GiB beyond parameters and gradients of the plan's step, run on fake tensors."""
+    from hfpatch.planner.simulated import simulated_bytes
+
+    return f"{simulated_bytes(config_of(name)[1], found, at_peak=True)[0] / GiB:.1f}"
+
+
+def main(gpu="rtx4090", tokens=131072) -> None:
+    """A row a run: GiB of the device with slots, embeddings, head, adapters, 8-bit Adam and slack, without the CUDA context."""
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(FIELDS)
-    for name, gpu, settings in RUNS:
-        found = plan(name, seq_len=tokens, gpu=gpu, host_ram=host, adapters=Adapters(16), checkpointing=settings)
-        beyond, on_host = simulated_bytes(config_of(name)[1], found, at_peak=True)
-        more = beyond - found.gpu_bytes["activations"]
-        shape = replace(ModelShape.from_config(config_of(name)[1]), adapters=Adapters(16))
-        base = resident(found.placement, shape, 1, Policy(**found.policy)).host
-        sizes = (found.gpu_peak_bytes, found.gpu_peak_bytes + more, base, on_host)
-        policy = [found.policy[n] for n in FIELDS[10:]]
+    for name, host, aim in RUNS:
+        settings = Checkpointing(aim=aim, weights="host")
+        found = plan(name, seq_len=tokens, gpu=gpu, host_ram=host * GiB, adapters=Adapters(16), checkpointing=settings)
+        sizes = [f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.gpu_bytes["activations"])]
+        sizes += [simulated(name, found) if "--simulate" in sys.argv else "", f"{found.host_peak_bytes / GiB:.1f}"]
         seconds = f"{found.step_seconds:.0f}", f"{found.seconds['copy_wait']:.1f}"
-        out.writerow([name, gpu, settings.aim, tokens, *(f"{n / GiB:.1f}" for n in sizes), *seconds, *policy])
+        out.writerow(
+            [name, gpu, host, aim, tokens, found.fits, *sizes, *seconds, *(found.policy[n] for n in FIELDS[12:])]
+        )
 
 
 if __name__ == "__main__":

@@ -248,9 +248,13 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
 
 
 class Full(Gauge):
-    """A device on which a step of the test's length has no room beside the base."""
+    """A device that has `left` bytes."""
 
-    free, allocated, peak, ooms = (lambda self, n=n: n for n in (1 << 20, 0, 0, 0))
+    left = 1 << 40
+    allocated = peak = ooms = lambda self: 0
+
+    def free(self):
+        return self.left
 
     def gpu(self):
         return GPUS["rtx4090"]
@@ -261,10 +265,15 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
     monkeypatch.setattr(session, "Gauge", Full)
     model = adapted(tiny.llama())
     resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model, weights="auto")
+    tiny.step(ours, tiny.labelled(tokens=8))  # of a length at which layers keep everything, weights too
+    assert not streams(ours).on
+    monkeypatch.setattr(Full, "left", 1 << 20)
     found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
     assert streams(ours).on and at_rest(ours) and not streams(resident).on
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
     assert "frozen weights" in capfd.readouterr().err
+    tiny.step(ours, tiny.labelled(tokens=8))
+    assert at_rest(ours)
 
 
 def test_auto_keeps_a_base_that_the_device_cannot_hold(monkeypatch):
