@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.models.lora import prepare_for_lora as prepare_for_lora
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
-    from hfpatch.planner.plan import Plan as Plan
+    from hfpatch.planner.answer import Plan as Plan
     from hfpatch.planner.plan import plan as plan
     from hfpatch.profiling.run import profile as profile
     from hfpatch.report import Report as Report
@@ -29,7 +29,7 @@ _PUBLIC = {
     "prepare_for_lora": "hfpatch.models.lora",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
-    "Plan": "hfpatch.planner.plan",
+    "Plan": "hfpatch.planner.answer",
     "profile": "hfpatch.profiling.run",
     "Callback": "hfpatch.training.callback",
     "Checkpointing": "hfpatch.memory.policy",

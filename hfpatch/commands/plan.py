@@ -9,9 +9,10 @@ from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import WEIGHTS, Checkpointing
 from hfpatch.memory.presets import MODELS, PRESETS
-from hfpatch.memory.shape import Policy, UnknownFamily
+from hfpatch.memory.shape import Policy
+from hfpatch.planner.answer import WHOLE, judged
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.plan import WHOLE, judged, plan
+from hfpatch.planner.plan import plan
 from hfpatch.planner.show import picture, sweep_table
 
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit, or the simulator contradicts the plan.
@@ -42,7 +43,11 @@ def add_arguments(parser) -> None:
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add("--sweep", metavar="LENGTHS", help="a table over lengths, as 8192,32768,131072, and all placements asked for")
     add("--png", metavar="FILE", help="draw the sweep")
-    add("--simulate", action="store_true", help="also run the step on fake tensors (needs torch, under a minute)")
+    add(
+        "--simulate",
+        action="store_true",
+        help="also run the step on fake tensors, as is done unasked without a closed form",
+    )
     add("--json", action="store_true", help="one JSON object (a list of them for a sweep)")
 
 
@@ -80,18 +85,10 @@ def _simulated(args, found):
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 
-def _found(args, seq_len: int, common: dict):
-    """The plan, simulated too where that was asked for; of a model type without closed forms, simulated alone."""
-    try:
-        found = plan(args.model, seq_len=seq_len, placement=args.placement, max_seq_len=args.max_seq_len, **common)
-    except UnknownFamily:
-        if not args.simulate or args.lora_r:
-            raise
-        from hfpatch.planner.simulated import simulated_plan
-
-        del common["adapters"]
-        return simulated_plan(args.model, seq_len=seq_len, placement=args.placement, **common)
-    return _simulated(args, found) if args.simulate else found
+def _found(args, seq_len: int, placement: str, common: dict):
+    """The plan, simulated too where that was asked for and plan() has not done it for want of a closed form."""
+    found = plan(args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common)
+    return _simulated(args, found) if args.simulate and found.closed_form else found
 
 
 def main(args) -> int:
@@ -100,20 +97,24 @@ def main(args) -> int:
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
         "checkpointing": _checkpointing(args), "adapters": _adapters(args), "sp_size": args.sp_size,
     }  # fmt: skip
+    if args.sweep is not None and args.max_seq_len:
+        raise ValueError(
+            "hfpatch: --sweep takes the lengths that it is given, --max-seq-len came with it; drop one of them."
+        )
     if args.png and args.sweep is None:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
         names = candidates(args.placement, args.gpus, bool(args.lora_r))
-        plans = [plan(args.model, seq_len=n, placement=p, **common) for p in names for n in lengths]
+        plans = [_found(args, n, p, common) for p in names for n in lengths]
         print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
         if args.png:
             picture(plans, args.png)
             print(f"wrote {args.png}", file=sys.stderr)
-        return 0 if any(p.fits for p in plans) else 3
+        return 0 if any(p.fits for p in plans) and not any(p.contradicted for p in plans) else 3
     seq_len = parse_lengths(args.seq_len)
     if len(seq_len) != 1:
         raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
-    found = _found(args, seq_len[0], common)
+    found = _found(args, seq_len[0], args.placement, common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits and not found.contradicted else 3

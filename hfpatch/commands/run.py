@@ -12,7 +12,7 @@ import runpy
 import sys
 from pathlib import Path
 
-USAGE = "usage: python -m hfpatch run [-m module | script.py] [arguments of the script ...]"
+USAGE = "usage: hfpatch run [-m module | script.py] [arguments of the script ...]"
 
 
 def patch_trainer():

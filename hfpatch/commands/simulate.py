@@ -17,7 +17,7 @@ _TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or
 
 
 def main(argv=None) -> int:
-    parser = Parser(prog="python -m hfpatch.commands.simulate", description=__doc__)
+    parser = Parser(prog="hfpatch simulate", description=__doc__)
     parser.add_argument("--preset", default="llama-3.1-8b", help=f"{', '.join((*PRESETS, *MODELS))}")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
     parser.add_argument("--seq-len", type=flag(parse_length), default=131072)

@@ -273,11 +273,6 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
     return lines
 
 
-def read_table(path: Path = TABLE) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")

@@ -1,4 +1,4 @@
-"""Closed forms: the bytes and FLOPs of a training step. Standard library only, so a plan needs no torch.
+"""Closed forms: the bytes of a training step; flops.py has its FLOPs. Standard library only, so a plan needs no torch.
 
 A step's memory is the largest of a few moments, each a sum of named buffers that the code of that moment holds
 (checkpoint/layer.py, ops/_linear_ce_loop.py, ops/embedding.py; for stock models transformers' own). The simulator runs
@@ -14,7 +14,7 @@ from hfpatch.memory.adapters import attention_linears, mlp_linears
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape, Policy
 
-__all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "Flops", "step_memory", "step_flops"]
+__all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "step_memory"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
@@ -70,21 +70,6 @@ class StepMemory:
     def beyond(self) -> int:
         """Beyond parameters and gradients at the moment of the highest total."""
         return self.peak_moment.beyond
-
-
-@dataclass(frozen=True)
-class Flops:
-    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as the field counts."""
-
-    matmul: float
-    attention_forward: float
-    attention_backward: float
-    model: float
-    model_attention: float  # of model, attention's part
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention_forward + self.attention_backward
 
 
 def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
@@ -469,60 +454,3 @@ def _untiled(z: _Sizes):
     """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
     plain = z.shape.over(lambda i: plain_bytes(z, i))
     return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *z.embedding_moments(fused=True)]
-
-
-def attended(tokens: int, window: int) -> float:
-    """Pairs of tokens in one causal row of attention, half the square or, of a window, a band of it."""
-    return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
-
-
-def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -> int:
-    """Weights that one token meets once more in a layer's backward; products that nobody reads are left out there."""
-    after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
-    before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
-    if shape.adapters:
-        after += shape.trained_after(layer)
-        before += (1 if single or "qkv" in policy.keep else 2) * shape.trained_before(layer)
-    if "qkv" in policy.keep:
-        before -= shape.qkv_weights if not single else shape.dead_before
-    if "mid" in policy.keep:
-        after -= shape.o_weights
-    if "gate_up" in policy.keep:
-        after -= (2 if shape.gated else 1) * shape.hidden_size * shape.intermediate_size
-    return before + after
-
-
-def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a trained weight and
-    token, 4 a frozen one, attention three times its forward, nothing that runs again."""
-    rows, n = batch * tokens, shape.num_layers
-    layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
-    # Two products over the causal half (or a window): q with k, and with v.
-    once = (
-        2
-        * batch
-        * (shape.q_size + shape.out_size)
-        * sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts.items())
-        / shape.ranks
-    )
-    least = 6 * rows * (layers + shape.embedding_parameters)
-    if shape.adapters:
-        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and v lead nowhere.
-        least = rows * (
-            4 * (layers + shape.embedding_parameters) + 6 * shape.trained_parameters - 2 * shape.qkv_weights
-        )
-    again, forwards = 0.0, 1.0
-    if isinstance(policy, Policy):
-        tiled = n - min(policy.plain, n)
-        single = tiles(batch, tokens, policy.tile)[0] == 1
-        again = shape.over(lambda i: recomputed_weights(shape, policy, i, single=single), 0, tiled)
-        if policy.every > 1:
-            skipped = tiled - -(-tiled // policy.every)
-            again += skipped * (layers / n)
-        saves = policy.save_attention and policy.every == 1
-        forwards += (min(policy.again, tiled) if saves else tiled) / n
-    elif policy == STOCK_CHECKPOINTING:
-        # Recomputation stops before the last projection, whose output nothing needs.
-        dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
-        again, forwards = layers - n * dead, 2
-    return Flops(least + 2 * rows * again, once * forwards, once * 2.5, least + 3 * once, 3 * once)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
 
-from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_flops, step_memory
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.memory.seconds import step_time
 from hfpatch.memory.shape import KEEPABLE

@@ -61,7 +61,7 @@ _MODELS = {
 
 MODELS = tuple(_MODELS)
 # Endings of a name that change the weights and no size.
-_SAME_SIZES = ("-instruct", "-it", "-pt", "-base")
+_SAME_SIZES = ("-2507", "-0324", "-bnb-4bit", "-unsloth", "-instruct", "-thinking", "-it", "-pt", "-base")
 
 
 def _plain(name: str) -> str:
@@ -74,8 +74,9 @@ def _plain(name: str) -> str:
 
 _PLAIN = {_plain(name): name for name in (*_ROWS, *_MODELS)}
 _PLAIN |= {"llama-3.3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b"}
+_PLAIN |= {"deepseek-r1": "deepseek-ai/DeepSeek-V3", "deepseek-v3.1": "deepseek-ai/DeepSeek-V3"}
 # Whose a name on the hub must be: another owner's model of the same name may have other sizes.
-_OWNERS = ("meta-llama", "unsloth", "CohereForAI", *(name.split("/")[0] for name in _MODELS))
+_OWNERS = ("meta-llama", "unsloth", "CohereForAI", "THUDM", *(name.split("/")[0] for name in _MODELS))
 
 
 def find_preset(name: str) -> str | None:

@@ -6,10 +6,10 @@ Rates and their sources stand in hardware.py; the counts of bytes here are read 
 
 from dataclasses import dataclass
 
+from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import (
     STOCK,
     STOCK_CHECKPOINTING,
-    Flops,
     ModelShape,
     Policy,
     StepMemory,

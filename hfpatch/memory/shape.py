@@ -16,7 +16,13 @@ KEEPABLE = ("qkv", "mid", "gate_up")
 
 class UnknownFamily(ValueError):
     """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that
-    run whole."""
+    run whole. what: the same in a few words."""
+
+    def __init__(self, what: str):
+        self.what = what
+        super().__init__(
+            f"hfpatch: expected a model that closed forms describe, {what} came; hfpatch.plan() runs its step on fake tensors."
+        )
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,7 @@ class ModelShape:
     def from_config(cls, config) -> "ModelShape":
         """From a transformers config, an object with its fields, or the dict of a config.json.
 
-        Raises ValueError for a model type without a row in families.py, for a config of several towers, and for values that are
-        none of their field's.
+        Raises UnknownFamily for a model type without a row in families.py, ValueError for values that are none of their field's.
         """
         try:
             return cls._from_config(config)
@@ -117,16 +122,11 @@ class ModelShape:
 
     @classmethod
     def _from_config(cls, config) -> "ModelShape":
-        check_sizes(Values(config).get)
         kind = Values(config).number("model_type", "llama")
         family = FAMILIES.get(kind)
         if family is None:
-            several = Values(config).get("text_config") is not None
-            raise UnknownFamily(
-                f"hfpatch: expected one of the model types {', '.join(FAMILIES)}, {kind!r} came; "
-                + ("pass its text_config for the language model alone." if several else
-                   "run it with --simulate, which executes the model itself.")
-            )  # fmt: skip
+            raise UnknownFamily(f"the model type {kind!r}")
+        check_sizes(Values(config).get)
         values = Values(config, family)
         missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                                "vocab_size") if values.get(n) is None]  # fmt: skip

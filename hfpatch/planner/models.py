@@ -4,8 +4,17 @@ import json
 import os
 from pathlib import Path
 
+from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.presets import MODELS, PRESETS, find_preset, preset_config
 from hfpatch.memory.shape import ModelShape
+
+# Language towers that transformers has no causal model of: the family whose layers they are.
+_TOWERS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 
 
 def resolve(model) -> tuple[str, ModelShape, dict]:
@@ -17,11 +26,43 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
 
 
 def config_of(model, download: bool = True) -> tuple[str, dict]:
-    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache; download: whether the
-    hub may be asked for what the cache has not.
+    """(name, config.json as a dict), those of the language tower of a model of several. A folder or file wins over a preset, a
+    preset over the hub's cache; download: whether the hub may be asked for what the cache has not.
 
     ValueError where there is none.
     """
+    name, values = _config_of(model, download)
+    kind = values.get("model_type")
+    return (name, values) if not isinstance(kind, str) or kind in FAMILIES else _language_tower(name, values)
+
+
+def _language_tower(name: str, values: dict) -> tuple[str, dict]:
+    """The name and config of what writes text in a model of several towers; as they came for any other model. ValueError for values
+    that are none of a config's."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values, kind = dict(values), values["model_type"]
+    if kind not in CONFIG_MAPPING or not CONFIG_MAPPING[kind].sub_configs:
+        return name, values
+    try:
+        made = AutoConfig.for_model(**values)
+        text = made.get_text_config(decoder=True)
+        told = made.to_dict() if text is made else text.to_dict()
+    except Exception as error:  # what a family's config classes make of junk has a class of its own each
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error
+    if text is made:
+        return name, values
+    inner = told["model_type"]
+    for rope in (told.get("rope_parameters"), told.get("rope_scaling")):
+        if inner in _TOWERS and isinstance(rope, dict):
+            rope.pop("mrope_section", None)  # text alone turns all columns by one position
+    return f"{name} (language tower)", told | {"model_type": _TOWERS.get(inner, inner)}
+
+
+def _config_of(model, download: bool) -> tuple[str, dict]:
+    """config_of() as the source has it."""
     if isinstance(model, dict):
         return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):

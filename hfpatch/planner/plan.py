@@ -3,112 +3,28 @@
 Bytes come from memory/formula.py, which the layers' policy asks too; seconds from memory/seconds.py. No torch.
 """
 
-from dataclasses import dataclass, field, replace
+import sys
+from dataclasses import replace
 
 from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.formula import (
-    STOCK,
-    STOCK_CHECKPOINTING,
-    GiB,
-    ModelShape,
-    Policy,
-    step_flops,
-    step_memory,
-)
-from hfpatch.memory.hardware import GPUS, Gpu, gpu_row
-from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier, reserve
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import GiB, ModelShape, Policy, step_memory
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier
 from hfpatch.memory.seconds import first_step, step_time
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
-from hfpatch.planner.models import config_of, resolve
+from hfpatch.planner.answer import PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
-CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
-PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
-WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
 
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
-
-    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every", "seq_len", "host_peak_bytes"}.
-    adapters: what is trained over a frozen base, None for all weights.
-    policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
-    checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its
-    own (memory/seconds.py).
-    """
-
-    model: str
-    gpu: str
-    gpus: int
-    batch: int
-    seq_len: int
-    placement: str
-    fits: bool
-    gpu_peak_bytes: int
-    gpu_usable_bytes: int
-    gpu_bytes: dict
-    host_peak_bytes: int
-    host_usable_bytes: int | None
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float
-    policy: dict | str
-    why: str
-    suggestions: list
-    moment: str
-    split: dict
-    seconds: dict
-    link_bytes: int
-    flops: float
-    rates: str
-    first_step: dict = field(default_factory=dict)
-    frontier: list = field(default_factory=list)
-    max_seq_len: int | None = None
-    longest: list = field(default_factory=list)
-    adapters: dict | None = None
-    simulated_beyond_bytes: int | None = None
-    contradicted: bool = False
-    sp_size: int = 1
-
-    def to_dict(self) -> dict:
-        """All fields, ready for JSON."""
-        return dict(vars(self))
-
-    def __str__(self) -> str:
-        from hfpatch.planner.show import text
-
-        return text(self)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
-
-    name: str
-    shape: ModelShape
-    gpu: Gpu
-    gpus: int
-    host: int | None
-    batch: int
-    seq_len: int
-    checkpointing: Checkpointing | str
-
-    @property
-    def ranks(self) -> int:
-        return getattr(self.shape, "ranks", 1)
-
-
-def _settings(run: _Run, placement: str) -> Checkpointing:
+def _settings(run: Run, placement: str) -> Checkpointing:
     """What was asked for; parameters sharded layer by layer do not allow segments of several layers."""
     sharded = PLACEMENTS[placement].sharded and run.checkpointing.every == "auto"
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
-def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
+def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
     """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is taken off
     here, that of the step where it is admitted; gradients and optimizer states that the first step makes are there already."""
     own = (
@@ -121,7 +37,7 @@ def _free(run: _Run, stays, itemsize: int) -> tuple[int, int | None]:
     return max(0, int(gpu)), None if host is None else max(0, int(host))
 
 
-def _policy(run: _Run, placement: str, stays):
+def _policy(run: Run, placement: str, stays):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
@@ -135,7 +51,7 @@ def _policy(run: _Run, placement: str, stays):
         return choose(_frugal(settings), run.shape, host_free=None, **sizes), "the host cannot hold the checkpoints"
 
 
-def _frontier(run: _Run, placement: str) -> list[dict]:
+def _frontier(run: Run, placement: str) -> list[dict]:
     """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds", "policy"}, least memory first.
     Empty where layers run whole."""
     if run.checkpointing in WHOLE:
@@ -157,12 +73,12 @@ def _frugal(settings: Checkpointing) -> Checkpointing:
     return replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
 
 
-def _weights_at(run: _Run, place: str) -> _Run:
+def _weights_at(run: Run, place: str) -> Run:
     """The run with its layers' frozen weights there."""
     return replace(run, checkpointing=replace(run.checkpointing, weights=place))
 
 
-def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
+def _evaluate(run: Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
     host where it fits with them there alone."""
     if policy or run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters:
@@ -174,7 +90,7 @@ def _evaluate(run: _Run, placement: str, policy=None) -> Plan:
     return there if _lack(there) < _lack(here) else here
 
 
-def _evaluated(run: _Run, placement: str, policy=None) -> Plan:
+def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     stays = resident(placement, run.shape, run.gpus, policy or run.checkpointing)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
@@ -185,38 +101,7 @@ def _evaluated(run: _Run, placement: str, policy=None) -> Plan:
     return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes))
 
 
-def assembled(run: _Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
-    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
-    stays = resident(placement, run.shape, run.gpus, policy)
-    # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
-    gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
-    moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
-    parts = {
-        "parameters": stays.parameters, "gradients": gradients(moment), "optimizer": stays.optimizer,
-        "activations": moment.beyond,
-    }  # fmt: skip
-    parts["slack"] = reserve(sum(parts.values()))
-    peak = sum(parts.values())
-    on_host = 0 if isinstance(policy, Policy) and policy.offload == "disk" else memory.host
-    host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
-    host_usable = None if run.host is None else int(HOST_SHARE * run.host)
-    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
-    return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
-        placement=placement,
-        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
-        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
-        tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
-        mfu=flops.model / time.total / run.gpu.peak_flops,
-        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
-        suggestions=[], moment=moment.name,
-        split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
-        seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
-        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
-    )  # fmt: skip
-
-
-def _why(run: _Run, policy, stays) -> str:
+def _why(run: Run, policy, stays) -> str:
     """One sentence on the policy."""
     if not isinstance(policy, Policy):
         return "layers run whole, as asked"
@@ -248,23 +133,7 @@ def _why(run: _Run, policy, stays) -> str:
     return ", ".join(reasons)
 
 
-def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
-    """The plan beside a simulation's activations and its bytes on the host: where those are larger they count.
-
-    stays: the placement's Resident.
-    """
-    planned = plan.gpu_bytes["activations"]
-    more = max(0, simulated - planned)
-    planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
-    on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
-    more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
-    roomy = plan.host_usable_bytes is None or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
-    fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
-    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(planned_on_host, GiB)
-    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
-
-
-def _best(run: _Run, names) -> Plan:
+def _best(run: Run, names) -> Plan:
     """The first placement that fits, or the one that lacks the least."""
     plans = [_evaluate(run, name) for name in names]
     return next((p for p in plans if p.fits), min(plans, key=_lack))
@@ -275,7 +144,7 @@ def _lack(plan: Plan) -> int:
     return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
 
 
-def longest(run: _Run, names, *, step: int = 1024) -> int:
+def longest(run: Run, names, *, step: int = 1024) -> int:
     """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
 
     def fits(blocks):
@@ -292,7 +161,7 @@ def longest(run: _Run, names, *, step: int = 1024) -> int:
     return low * step * run.ranks
 
 
-def _longest_ways(run: _Run, names) -> list[dict]:
+def _longest_ways(run: Run, names) -> list[dict]:
     """The longest sequence as asked and, where the interval was left open, with every second and fourth layer's input."""
     runs = {"auto": run}
     if run.checkpointing not in WHOLE and run.checkpointing.every == "auto" and not PLACEMENTS[names[0]].sharded:
@@ -305,7 +174,7 @@ def _longest_ways(run: _Run, names) -> list[dict]:
     return found
 
 
-def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
+def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
     found = []
 
@@ -367,52 +236,6 @@ def _suggestions(run: _Run, plan: Plan, asked: str) -> list:
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
-def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
-    if gpus % sp_size:
-        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
-    if not isinstance(shape, ModelShape):
-        raise ValueError("hfpatch: --sp-size wants a model type with closed forms, another came; leave it out.")
-    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
-    if reason:
-        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
-    return replace(shape, ranks=sp_size)
-
-
-def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             sp_size=1, shape=None) -> _Run:  # fmt: skip
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
-    was counted, whose config no closed form describes."""
-    name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
-    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
-    reason = getattr(shape, "whole_because", "")
-    if reason and checkpointing not in WHOLE:
-        raise UnknownFamily(
-            f"hfpatch: expected layers that run tile by tile, {name} came, whose layers run whole ({reason}), which no closed form "
-            "describes; run it with --simulate, which executes the model itself."
-        )
-    if sp_size > 1:
-        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
-    if isinstance(gpu, Gpu):
-        row = gpu
-    elif gpu == "this":
-        from hfpatch.planner.measure import measure_this
-
-        row = measure_this()
-    else:
-        row = gpu_row(gpu)
-    if checkpointing not in WHOLE:
-        checkpointing = Checkpointing.of(checkpointing)
-    if host_ram is None and gpu == "this":
-        from hfpatch.memory.free import host_limit
-
-        host_ram = host_limit()
-    host = None if host_ram is None else parse_bytes(host_ram)
-    return _Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)
-
-
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
@@ -424,10 +247,32 @@ def plan(
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
     alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (memory/adapters.py). Raises ValueError for what is unknown or unsupported.
+    adapters: LoRA over a frozen base (memory/adapters.py). A model that no closed form describes runs its step on fake tensors,
+    said on stderr; it takes neither max_seq_len nor adapters. Raises ValueError for what is unknown or unsupported.
     """
-    run = make_run(model, seq_len=seq_len, batch=batch, gpu=gpu, gpus=gpus, host_ram=host_ram,
-                   checkpointing=checkpointing, sp_size=sp_size)  # fmt: skip
+    asked = {
+        "batch": batch,
+        "gpu": gpu,
+        "gpus": gpus,
+        "host_ram": host_ram,
+        "checkpointing": checkpointing,
+        "sp_size": sp_size,
+    }
+    try:
+        run = make_run(model, seq_len=seq_len, **asked)
+    except UnknownFamily as error:
+        for flag, given in (("--max-seq-len", max_seq_len), ("--lora-r", adapters)):
+            if given:
+                raise ValueError(
+                    f"hfpatch: {flag} wants a model that closed forms describe, {error.what} came; leave it out."
+                ) from None
+        what = error.what.rstrip(",")
+        print(
+            f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.", file=sys.stderr
+        )
+        from hfpatch.planner.simulated import simulated_plan
+
+        return simulated_plan(model, seq_len=seq_len, placement=placement, **asked)
     run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
     if not adapters and getattr(run.checkpointing, "weights", "gpu") == "host":
         raise ValueError(

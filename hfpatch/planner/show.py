@@ -104,7 +104,7 @@ def text(plan) -> str:
                 [f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}", *others]
             )
         )
-    if not plan.fits:
+    if not plan.fits and plan.closed_form:
         lines.append("")
         rows = [(s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"])) for s in plan.suggestions]
         lines.append(

@@ -1,19 +1,23 @@
 """What the simulator says of a plan: the planned step run on fake tensors, and whole plans of models that no closed form
 describes."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Flops, Moment, Policy, StepMemory
+from hfpatch.memory.flops import Flops
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, Policy, StepMemory
 from hfpatch.memory.policy import auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
+from hfpatch.models.finding import find_decoder, list_of_layers
+from hfpatch.models.scaled import kind_of
+from hfpatch.planner.answer import WHOLE, Plan, assembled, make_run
 from hfpatch.planner.models import config_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.plan import WHOLE, Plan, assembled, make_run
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
 
@@ -59,46 +63,141 @@ class Counted:
     adapters: None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Counted":
-        count = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
-        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-        layers = max((m for m in lists if hasattr(m[0], "gradient_checkpointing")), key=len)
-        largest = max(count(layer) for layer in layers)
-        return cls(count(model), largest, count(model.get_input_embeddings()), len(layers))
+    def of(cls, model: nn.Module, layers) -> "Counted":
+        return cls(_count(model), max(map(_count, layers)), _count(model.get_input_embeddings()), len(layers))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _pattern(kinds: list) -> tuple[int, int]:
+    """(first, period): from the first layer on, each is as the one `period` layers before it."""
+    n = len(kinds)
+    ways = (
+        (first, period)
+        for period in range(1, n + 1)
+        for first in range(n)
+        if kinds[first : n - period] == kinds[first + period :]
+    )
+    return min(ways, key=lambda way: way[0] + 2 * way[1])
+
+
+def depths(layers, every: int = 1) -> tuple[int, int, int, int]:
+    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of `more` takes and, `times` over,
+    what it takes beyond one of `fewer`, since layers of a pattern take the same each. bottom: its lowest layers, which hold one of
+    each kind. All layers, and 0 times, where too few repeat. every: layers a checkpoint."""
+    kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
+    first, period = _pattern(kinds)
+    period = math.lcm(period, every)
+    more = first + (len(kinds) - first) % period + period * max(2, -(-4 // period))
+    if more >= len(kinds):
+        return 0, len(kinds), 0, first + period
+    return more - period, more, (len(kinds) - more) // period, first + period
+
+
+def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(gradients, bytes beyond parameters and gradients) when those beyond are the most, and when both are the most after all
+    but `bottom` bytes of the gradients have come: the two ends of a backward, between which layers of a pattern go one way."""
+    alive = [(delta, ledger.blocks[i].category) for i, delta in ledger.events if not ledger.blocks[i].host]
+    alive = [(delta, kind == "gradients") for delta, kind in alive if kind != "parameters"]
+    enough = sum(delta for delta, gradient in alive if gradient) - bottom
+    gradients = beyond = 0
+    early = late = (0, 0)
+    for delta, gradient in alive:
+        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
+        early = max(early, (gradients, beyond), key=lambda m: m[1])
+        late = max(late, (gradients, beyond), key=sum) if gradients >= enough else late
+    return early, late
+
+
+def _run(model: nn.Module, batch: int, seq_len: int, policy):
+    """A simulated step of a stock model under a Policy, or under the word for layers that run whole."""
+    tiled = isinstance(policy, Policy)
+    ready = prepare(model, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
+    try:
+        return simulate(ready, batch, seq_len, policy=policy if tiled else None)
+    except Exception as error:  # whatever a family's forward makes of such tokens
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise ValueError(
+            f"hfpatch: expected a causal language model that runs on [{batch}, {seq_len}] tokens, this does not ({reason}); take a "
+            "shorter length, or another model."
+        ) from error
+
+
+def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> tuple[StepMemory, Flops]:
+    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell."""
+    fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
+
+    def cut(n):
+        model = build(config)
+        del _layers(model)[n:]
+        return model
+
+    model = cut(more)
+    parameters = _count(model)
+    low = 2 * (_count(_layers(model)[:bottom]) + counted.embedding_parameters)
+    found = _run(model, batch, seq_len, policy)
+    less = _run(cut(fewer), batch, seq_len, policy) if times else found
+    onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
+    early, late = _moments(found.ledger, low)
+    moments = (
+        Moment("simulated, of the highest total", late[0] + 2 * (counted.parameters - parameters), layer=late[1]),
+        Moment("simulated, of the most activations", early[0], layer=onward(lambda s: s.most_beyond_bytes)),
+    )
+    memory = StepMemory(2 * counted.parameters, 2 * counted.parameters, moments, onward(lambda s: s.host_peak_bytes))
+    matmul = onward(lambda s: sum(s.flops["matmul"].values()))
+    forward, backward = (onward(lambda s: s.flops["attention"].get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
+    least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
+    return memory, Flops(matmul, forward, backward, sum(least), least[1])
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers that the stack's forward goes through. ValueError where a model has none."""
+    decoder = find_decoder(model)
+    if decoder is None:
+        raise ValueError(
+            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; pass a causal language model."
+        )
+    return list_of_layers(decoder.stack)
+
+
+def _policy(asked, tokens: int) -> Policy:
+    """What was asked for, with inputs and attention outputs on the host where it leaves that open."""
+    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()):
+        raise ValueError(
+            "hfpatch: plain and keep want a model that closed forms describe, another came; leave them out."
+        )
+    chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
+    said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
+    return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
 def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments) -> Plan:
-    """plan() of a model type that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
+    """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
     attention outputs on the host where layers run tile by tile; seconds are matmuls, attention and the optimizer alone.
 
     Arguments as plan()'s. Raises ValueError for what is unknown.
     """
-    built = build(config_of(model)[1])
-    run = make_run(model, seq_len=seq_len, shape=Counted.of(built), **arguments)
-    policy = run.checkpointing
-    if policy not in WHOLE:
-        policy = Policy("host", tile=auto_tile(run.batch * run.seq_len))
-    tiled = isinstance(policy, Policy)
-    found = simulate(prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[policy]), run.batch, run.seq_len,
-                     policy=policy if tiled else None)  # fmt: skip
-    gradients = 2 * run.shape.parameters
-    moments = (
-        Moment("simulated, of the highest total", found.categories.get("gradients", 0), layer=found.beyond_bytes),
-        Moment("simulated, of the most activations", 0, layer=found.most_beyond_bytes),
-    )
-    memory = StepMemory(2 * run.shape.parameters, gradients, moments, found.host_peak_bytes)
-    matmul, attention = sum(found.flops["matmul"].values()), found.flops["attention"]
-    forward, backward = attention.get("forward", 0), attention.get("backward", 0)
-    least = 3 * found.flops["matmul"].get("forward", 0), 3 * backward / 2.5
-    flops = Flops(matmul, forward, backward, sum(least), least[1])
+    config = config_of(model)[1]
+    built = build(config)
+    counted = Counted.of(built, _layers(built))
+    run = make_run(model, seq_len=seq_len, shape=counted, **arguments)
+    policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
+    memory, flops = _step(config, counted, run.batch, run.seq_len, policy)
 
     def under(name):
-        stays = resident(name, run.shape, run.gpus, policy)
-        attend = forward / run.gpu.attention_forward + backward / run.gpu.attention_backward
-        time = StepTime(
-            matmul / run.gpu.matmul_flops, attend, *(0.0,) * 6, optimizer=optimizer_seconds(run.gpu, memory, stays)
+        stays = resident(name, counted, run.gpus, policy)
+        attend = (
+            flops.attention_forward / run.gpu.attention_forward + flops.attention_backward / run.gpu.attention_backward
         )
-        why = "simulated: no closed form describes this model type; norms, activations and copies take longer still"
+        time = StepTime(
+            flops.matmul / run.gpu.matmul_flops,
+            attend,
+            *(0.0,) * 6,
+            optimizer=optimizer_seconds(run.gpu, memory, stays),
+        )
+        why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
         return assembled(run, name, policy, why, memory, flops, time, stays.link)
 
     plans = [under(name) for name in candidates(placement, run.gpus)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import schema_of
-from hfpatch.memory.formula import attended
+from hfpatch.memory.flops import attended
 
 aten = torch.ops.aten
 

@@ -5,6 +5,7 @@ TRL and Liger change transformers process-wide: one of them a process.
 
 import torch
 
+from hfpatch.memory.limits import check_sizes
 from hfpatch.simulate import trl
 from hfpatch.simulate.adapters import adapted
 
@@ -25,6 +26,7 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
             f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
             "load it and print(hfpatch.apply(model))."
         )
+    check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))  # a list: one a layer
     try:
         made = AutoConfig.for_model(kind, **values)
         auto = AutoModelForCausalLM if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import sys
 import typing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -146,9 +147,8 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     Raises ValueError for an unknown flag or key, a file that cannot be read, or values that contradict each other.
     """
     argv = list(argv)
-    parser = HfArgumentParser(
-        CLASSES, prog="train.py", allow_abbrev=False, description="Train a causal language model."
-    )
+    typed = "train.py" if sys.argv[0].endswith("train.py") else "hfpatch train"
+    parser = HfArgumentParser(CLASSES, prog=typed, allow_abbrev=False, description="Train a causal language model.")
     actions = {action.dest: action for action in reversed(parser._actions)}  # --x rather than --no_x
     namespace, explicit = None, set()
     _take_lengths(parser)

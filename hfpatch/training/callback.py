@@ -14,7 +14,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from hfpatch.checkpoint.device import arrived
 from hfpatch.compat import is_sharded_by_zero3
-from hfpatch.memory.formula import ModelShape, step_flops
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import gpu_named
 
 GiB = 1 << 30

@@ -105,8 +105,17 @@ def fitting(config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, 
     fused: False where clipping or accumulation is wanted. ValueError says what each lacks when none fits.
     """
     from hfpatch.memory.hardware import CONTEXT_BYTES, GPUS
+    from hfpatch.memory.shape import UnknownFamily
+    from hfpatch.planner.answer import make_run
     from hfpatch.planner.plan import plan
 
+    try:
+        make_run(config, seq_len=seq_len)
+    except UnknownFamily as error:  # a simulation for each placement would take longer than many a run
+        raise ValueError(
+            f"hfpatch: --placement auto wants a model that closed forms describe, {error.what.rstrip(',')} came; name one of "
+            f"{', '.join(PLACEMENTS)}."
+        ) from None
     # Only the memory matters here: the row's speeds decide nothing. The CUDA context is already taken from gpu_free.
     gpu = replace(GPUS["h100"], name="this GPU", memory_bytes=gpu_free + CONTEXT_BYTES)
     short = []

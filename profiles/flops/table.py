@@ -8,7 +8,8 @@ import csv
 import sys
 from pathlib import Path
 
-from hfpatch.memory.formula import ModelShape, step_flops
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import GPUS, GiB
 from hfpatch.memory.policy import Checkpointing, decide, describe
 from hfpatch.memory.presets import preset_config

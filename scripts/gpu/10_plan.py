@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 
-from hfpatch.memory.formula import ModelShape, Policy, step_flops, step_memory
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import ModelShape, Policy, step_memory
 from hfpatch.memory.hardware import GPUS, gpu_row
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import step_time

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hfpatch.memory.adapters import BASES, Adapters, attention_linears, layer_linears
-from hfpatch.memory.formula import step_flops, step_memory
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfpatch.memory.formula import attended, step_flops
+from hfpatch.memory.flops import attended, step_flops
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, decide
 from hfpatch.memory.presets import preset_config

@@ -7,7 +7,7 @@ import pytest
 
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.presets import MODELS, find_preset, preset_config
-from hfpatch.memory.shape import ModelShape
+from hfpatch.memory.shape import ModelShape, UnknownFamily
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 64, "pad_token_id": None}  # fmt: skip
@@ -92,9 +92,13 @@ def test_real_sizes_of_latent_attention_and_experts():
         check(*built(kind, json.dumps({"num_hidden_layers": layers, "pad_token_id": None})))
 
 
-def test_several_towers_are_refused_with_a_way_out():
-    with pytest.raises(ValueError, match=r"'gemma3' came; pass its text_config[^\n]*\.$"):
-        ModelShape.from_config({"model_type": "gemma3", "text_config": {}})
+def test_models_without_closed_forms_are_refused_with_a_way_out():
+    """Also such whose sizes differ from layer to layer, which raise when they are read."""
+    from transformers import AutoConfig
+
+    for config in ({"model_type": "gemma3", "text_config": {}}, AutoConfig.for_model("gemma4_text")):
+        with pytest.raises(UnknownFamily, match=r"'gemma\w+' came; hfpatch.plan\(\) runs its step on fake tensors\.$"):
+            ModelShape.from_config(config)
 
 
 # In millions, as the model cards count them (Gemma 3: without its vision tower).
@@ -125,6 +129,8 @@ def test_presets_build(name):
     ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("qwen3-8b", "Qwen/Qwen3-8B"), ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
     ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Meta-Llama-3-8B", "llama-3.1-8b"),
     ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"), ("google/gemma-3-12b-it", "google/gemma-3-12b"),
+    ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B"), ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B"),
+    ("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3"), ("THUDM/GLM-4-9B-0414", "zai-org/GLM-4-9B-0414"),
     ("somebody/Qwen3-8B", None), ("Qwen/Qwen4-8B", None), ("a/b/qwen3-8b", None),
 ])  # fmt: skip
 def test_names_that_mean_a_preset(name, preset):

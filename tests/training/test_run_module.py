@@ -113,7 +113,7 @@ def test_script_sees_its_own_name_arguments_and_folder(restored, tmp_path, capsy
 def test_bad_arguments(restored, capsys, argv, code):
     assert run.main(argv) == code
     captured = capsys.readouterr()
-    assert "usage: python -m hfpatch run" in captured.out + captured.err
+    assert "usage: hfpatch run" in captured.out + captured.err
 
 
 def example(name):

@@ -1,0 +1,181 @@
+"""What a plan answers, and what is asked, resolved: for plans by closed forms and for simulated ones."""
+
+from dataclasses import dataclass, field, replace
+
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape, Policy
+from hfpatch.memory.hardware import Gpu, gpu_row
+from hfpatch.memory.limits import parse_bytes
+from hfpatch.memory.policy import HOST_SHARE, Checkpointing, reserve
+from hfpatch.memory.sequence import why_not_shared_out
+from hfpatch.memory.shape import UnknownFamily
+from hfpatch.planner.models import config_of, resolve
+from hfpatch.planner.placements import resident
+
+CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
+PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
+WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
+
+    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every", "seq_len", "host_peak_bytes"}.
+    adapters: what is trained over a frozen base, None for all weights.
+    policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
+    checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
+    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its
+    own (memory/seconds.py). closed_form: False where the step was simulated for want of one.
+    """
+
+    model: str
+    gpu: str
+    gpus: int
+    batch: int
+    seq_len: int
+    placement: str
+    fits: bool
+    gpu_peak_bytes: int
+    gpu_usable_bytes: int
+    gpu_bytes: dict
+    host_peak_bytes: int
+    host_usable_bytes: int | None
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    policy: dict | str
+    why: str
+    suggestions: list
+    moment: str
+    split: dict
+    seconds: dict
+    link_bytes: int
+    flops: float
+    rates: str
+    first_step: dict = field(default_factory=dict)
+    frontier: list = field(default_factory=list)
+    max_seq_len: int | None = None
+    longest: list = field(default_factory=list)
+    adapters: dict | None = None
+    simulated_beyond_bytes: int | None = None
+    contradicted: bool = False
+    sp_size: int = 1
+    closed_form: bool = True
+
+    def to_dict(self) -> dict:
+        """All fields, ready for JSON."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        from hfpatch.planner.show import text
+
+        return text(self)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
+
+    name: str
+    shape: ModelShape
+    gpu: Gpu
+    gpus: int
+    host: int | None
+    batch: int
+    seq_len: int
+    checkpointing: Checkpointing | str
+
+    @property
+    def ranks(self) -> int:
+        return getattr(self.shape, "ranks", 1)
+
+
+def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
+    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
+    stays = resident(placement, run.shape, run.gpus, policy)
+    # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
+    gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
+    moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
+    parts = {
+        "parameters": stays.parameters, "gradients": gradients(moment), "optimizer": stays.optimizer,
+        "activations": moment.beyond,
+    }  # fmt: skip
+    parts["slack"] = reserve(sum(parts.values()))
+    peak = sum(parts.values())
+    on_host = 0 if isinstance(policy, Policy) and policy.offload == "disk" else memory.host
+    host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
+    host_usable = None if run.host is None else int(HOST_SHARE * run.host)
+    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
+    return Plan(
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
+        placement=placement,
+        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
+        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
+        tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
+        mfu=flops.model / time.total / run.gpu.peak_flops,
+        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
+        suggestions=[], moment=moment.name,
+        split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
+        seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+        adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
+        closed_form=isinstance(run.shape, ModelShape),
+    )  # fmt: skip
+
+
+def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
+    """The plan beside a simulation's activations and its bytes on the host: where those are larger they count.
+
+    stays: the placement's Resident.
+    """
+    planned = plan.gpu_bytes["activations"]
+    more = max(0, simulated - planned)
+    planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
+    on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
+    more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
+    roomy = plan.host_usable_bytes is None or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
+    fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
+    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(planned_on_host, GiB)
+    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
+
+
+def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
+    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
+    if gpus % sp_size:
+        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
+    if not isinstance(shape, ModelShape):
+        raise ValueError("hfpatch: --sp-size wants a model that closed forms describe, another came; leave it out.")
+    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
+    if reason:
+        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
+    return replace(shape, ranks=sp_size)
+
+
+def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
+             sp_size=1, shape=None) -> Run:  # fmt: skip
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
+    was counted, whose config no closed form describes."""
+    name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
+    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+    reason = getattr(shape, "whole_because", "")
+    if reason and checkpointing not in WHOLE:
+        raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
+    if sp_size > 1:
+        shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
+    if isinstance(gpu, Gpu):
+        row = gpu
+    elif gpu == "this":
+        from hfpatch.planner.measure import measure_this
+
+        row = measure_this()
+    else:
+        row = gpu_row(gpu)
+    if checkpointing not in WHOLE:
+        checkpointing = Checkpointing.of(checkpointing)
+    if host_ram is None and gpu == "this":
+        from hfpatch.memory.free import host_limit
+
+        host_ram = host_limit()
+    host = None if host_ram is None else parse_bytes(host_ram)
+    return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)
