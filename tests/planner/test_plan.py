@@ -41,7 +41,7 @@ def test_trainers_own_optimizer_can_be_planned(name, dtype):
     # fp32 weights have a bf16 copy under autocast, of which a tiled layer drops its own.
     for whole, copied in ((True, shape.parameters), (False, max(shape.layer_parameters, shape.embedding_parameters))):
         weights = sum(p.nbytes for p in model.parameters()) + (2 * copied if dtype == "float32" else 0)
-        assert resident(name, shape, 1, whole=whole).parameters == weights
+        assert resident(name, shape, 1, "off" if whole else None).parameters == weights
     assert plan("llama-3.2-1b", **RUN | {"seq_len": 8192}, placement=name).fits
     assert name not in candidates("auto", 1) and name in str(plan("llama-3.2-1b", **RUN, placement=name))
 
