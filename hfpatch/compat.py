@@ -28,6 +28,11 @@ def keeps_graph() -> bool:
         return True
 
 
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vjp, vmap) runs; False where unknown."""
+    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+
+
 def graph_task() -> int:
     """Tells one backward pass from another; -1 outside of one, and where unknown."""
     return getattr(torch._C, "_current_graph_task_id", lambda: -1)()

@@ -100,6 +100,9 @@ def test_autograd_names(monkeypatch):
     assert compat.keeps_graph() is True  # held longer, never freed too early
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     assert compat.graph_task() == -1
+    with monkeypatch.context() as patch:  # torch's own functions need it
+        patch.delattr(torch._C, "_are_functorch_transforms_active")
+        assert not compat.transforming()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert compat.holders(x) == (sys.maxsize, sys.maxsize)
     from hfpatch.checkpoint.privacy import holders, is_private

@@ -176,6 +176,23 @@ def test_gradients_accumulate(way):
         assert torch.allclose(p.grad, 2 * once[name], rtol=1e-6, atol=0), name
 
 
+def test_gradients_by_torch_func_are_refused_by_a_sentence():
+    ours = tiny.patched(tiny.llama())
+    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    loss = lambda parameters: torch.func.functional_call(ours, parameters, (), tiny.labelled()).loss  # noqa: E731
+    with pytest.raises(RuntimeError, match="hfpatch: expected torch.autograd's own backward"):
+        torch.func.grad(loss)(parameters)
+
+
+def test_an_empty_batch_is_transformers_error():
+    """Not a division by zero where tiles are counted."""
+    ours = tiny.patched(tiny.llama())
+    for shape in ((0, 8), (2, 0)):
+        ids = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+            ours(ids, labels=ids)
+
+
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_double_backward_is_refused_by_a_sentence(way):
     ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])

@@ -408,7 +408,7 @@ class TiledLayer:
             alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
-        cut = cut and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
+        cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
             # What the layer records while it is asked (router logits) is no part of this forward.
@@ -462,7 +462,7 @@ class TiledLayer:
                 return self.forward(hidden_states, *args, **kwargs)
             ask.hand_on(extras, lists)
             return y if ask.beside is None else (y, *ask.beside)
-        if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions"):
+        if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
             return whole(x)
         if cut and takes and reason != answers.reason:  # which the report has
             session.tell(f"{type(self).__name__}s run whole, their inputs offloaded: {reason}.")

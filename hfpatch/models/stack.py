@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.compat import attention_of, name_attention
+from hfpatch.compat import attention_of, name_attention, transforming
 from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import restarts
@@ -74,6 +74,11 @@ class OurAttention:
             name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
+        if transforming() and torch.is_grad_enabled() and self._differentiated(kwargs.get("inputs_embeds")):
+            raise RuntimeError(
+                "hfpatch: expected torch.autograd's own backward, a gradient by torch.func came; "
+                "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
+            )
         given, session = _given(kwargs), self._hfpatch_session
         if session is not None and session.weights.on and isinstance(given, Tensor):
             session.weights_to_host(self, given.device)
@@ -105,6 +110,9 @@ class OurAttention:
             kwargs["attention_mask"] = torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
+
+    def _differentiated(self, embeds) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad for x in (embeds, *self.parameters()))
 
     def _hfpatch_declined(self, kwargs):
         before, here.declined = here.declined, True
