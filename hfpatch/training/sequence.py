@@ -31,7 +31,10 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
     handler = accelerate.utils.DeepSpeedSequenceParallelConfig(
         sp_seq_length_is_variable=True, sp_attn_implementation=attention
     )
-    return accelerate.ParallelismConfig(sp_backend="deepspeed", sp_size=size, sp_handler=handler)
+    # accelerate counts DeepSpeed's batches by it where several groups have rows of their own.
+    return accelerate.ParallelismConfig(
+        sp_backend="deepspeed", sp_size=size, dp_shard_size=world // size, sp_handler=handler
+    )
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:

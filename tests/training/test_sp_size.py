@@ -22,7 +22,12 @@ def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
 def test_each_engine_gets_its_own_form(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     under = parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
-    assert (under.sp_size, under.sp_backend, under.sp_handler.sp_attn_implementation) == (2, "deepspeed", "sdpa")
+    assert (under.sp_size, under.sp_backend, under.dp_shard_size, under.sp_handler.sp_attn_implementation) == (
+        2,
+        "deepspeed",
+        2,
+        "sdpa",
+    )
     under = parallelism("fsdp", {"version": 2}, size=2, attention="sdpa")
     assert (under.cp_size, under.dp_shard_size, under.sp_size) == (2, 2, 1)
 
