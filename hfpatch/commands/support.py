@@ -64,10 +64,7 @@ def support_of(name: str, config: dict) -> Support:
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
-    except (
-        ValueError,
-        RuntimeError,
-    ):  # no closed form, which is what knows that, or sizes that differ from layer to layer
+    except ValueError:  # no closed form, which is what knows that
         on_gpu = ""
     return Support(name, len(layers), len(layers) - sum(whole.values()), dict(whole), fused, packed, notes, on_gpu)
 

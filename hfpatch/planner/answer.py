@@ -8,7 +8,7 @@ from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import HOST_SHARE, Checkpointing, reserve
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
-from hfpatch.planner.models import config_of, resolve
+from hfpatch.planner.models import resolve, text_config_of
 from hfpatch.planner.placements import resident
 
 CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
@@ -154,7 +154,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
              sp_size=1, shape=None) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
     was counted, whose config no closed form describes."""
-    name, shape = (config_of(model)[0], shape) if shape else resolve(model)[:2]
+    name, shape = (text_config_of(model)[0], shape) if shape else resolve(model)[:2]
     for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")

@@ -21,17 +21,13 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
     """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another kind."""
     if isinstance(model, ModelShape):
         return "model", model, {}
-    name, values = config_of(model)
+    name, values = text_config_of(model)
     return name, ModelShape.from_config(values), values
 
 
-def config_of(model, download: bool = True) -> tuple[str, dict]:
-    """(name, config.json as a dict), those of the language tower of a model of several. A folder or file wins over a preset, a
-    preset over the hub's cache; download: whether the hub may be asked for what the cache has not.
-
-    ValueError where there is none.
-    """
-    name, values = _config_of(model, download)
+def text_config_of(model) -> tuple[str, dict]:
+    """config_of(), of a model of several towers its language tower's. ValueError as there."""
+    name, values = config_of(model)
     kind = values.get("model_type")
     return (name, values) if not isinstance(kind, str) or kind in FAMILIES else _language_tower(name, values)
 
@@ -61,8 +57,12 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
     return f"{name} (language tower)", told | {"model_type": _TOWERS.get(inner, inner)}
 
 
-def _config_of(model, download: bool) -> tuple[str, dict]:
-    """config_of() as the source has it."""
+def config_of(model, download: bool = True) -> tuple[str, dict]:
+    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache; download: whether the
+    hub may be asked for what the cache has not.
+
+    ValueError where there is none.
+    """
     if isinstance(model, dict):
         return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):

@@ -16,7 +16,7 @@ from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
 from hfpatch.planner.answer import WHOLE, Plan, assembled, make_run
-from hfpatch.planner.models import config_of
+from hfpatch.planner.models import text_config_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
@@ -179,7 +179,7 @@ def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments)
 
     Arguments as plan()'s. Raises ValueError for what is unknown.
     """
-    config = config_of(model)[1]
+    config = text_config_of(model)[1]
     built = build(config)
     counted = Counted.of(built, _layers(built))
     run = make_run(model, seq_len=seq_len, shape=counted, **arguments)
