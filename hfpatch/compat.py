@@ -67,6 +67,14 @@ def version(x: Tensor) -> int:
     return 0 if x.is_inference() else getattr(x, "_version", 0)
 
 
+def storage_of(x: Tensor) -> int | None:
+    """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another library's class)."""
+    try:
+        return x.untyped_storage()._cdata
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether both are views of one storage; a simulated tensor has no address."""
     try:

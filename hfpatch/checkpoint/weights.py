@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_flat, is_sharded_by_zero3, is_view_of_flat, parameters_of, version
+from hfpatch.compat import is_flat, is_sharded_by_zero3, is_view_of_flat, parameters_of, storage_of, version
 
 STANDS_FOR = "_hfpatch_stands_for"
 
@@ -21,12 +21,14 @@ STANDS_FOR = "_hfpatch_stands_for"
 class Place:
     """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it)."""
 
-    __slots__ = ("module", "name", "tensor", "version", "trained")
+    __slots__ = ("module", "name", "storage", "tensor", "version", "trained")
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool):
         self.module, self.name, self.trained = module, name, tensor.requires_grad
         self.tensor = None if gathered else tensor
         self.version = version(tensor)
+        # Frozen ones may come and go by `.data` (streamed.py); a trained one that does is somebody's edit.
+        self.storage = storage_of(tensor) if self.trained and not gathered else None
 
     @property
     def _table(self) -> dict:
@@ -43,10 +45,12 @@ class Place:
         """The tensor that forward used. RuntimeError where it was written to since."""
         if self.tensor is None:
             return self.now()
-        if version(self.tensor) != self.version:
+        replaced = self.storage is not None and storage_of(self.tensor) != self.storage
+        if replaced or version(self.tensor) != self.version:
+            how = "given other values by its .data" if replaced else "modified in place"
             raise RuntimeError(
-                f"hfpatch: expected the weights that forward used, {type(self.module).__name__}.{self.name} was modified in "
-                "place before its backward; step the optimizer (or edit weights) after backward."
+                f"hfpatch: expected the weights that forward used, {type(self.module).__name__}.{self.name} was {how} before "
+                "its backward; step the optimizer (or edit weights) after backward."
             )
         return self.tensor
 

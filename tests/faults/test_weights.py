@@ -53,6 +53,22 @@ def test_weights_written_to_before_backward_are_noticed(settings, trained):
         loss.backward()
 
 
+@pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
+def test_weights_replaced_before_backward_are_noticed(settings):
+    """`.data = other` (averaged weights put in for a moment) changes no version; autograd itself keeps the old ones."""
+    _, model = pair()
+    hfpatch.apply(model, checkpointing=settings)
+    ids = tokens()
+    loss = model(ids, labels=ids).loss
+    weights = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.nn.utils.vector_to_parameters(2 * weights, model.parameters())
+    with pytest.raises(RuntimeError, match="was given other values by its .data before its backward"):
+        loss.backward()
+    torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()  # and nothing of it stays
+
+
 def test_an_optimizer_step_between_backwards_of_one_forward_is_noticed():
     _, model = pair()
     hfpatch.apply(model, checkpointing=WAYS[0])
