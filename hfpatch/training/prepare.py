@@ -1,12 +1,15 @@
 """From flags to the tokenizer, the model and the datasets that Trainer takes."""
 
+import errno
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.presets import preset_config
 from hfpatch.training import chat, context, dataset, placement, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
@@ -83,11 +86,35 @@ def load_config(model):
         values = preset_config(model.preset) | _overrides(model.config_overrides)
         config = LlamaConfig(**values)
     else:
-        try:
+        with _loading("no model loads", model.model):
             config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
-        except (OSError, ValueError, json.JSONDecodeError) as error:
-            raise ValueError(f"hfpatch: no model loads from {model.model!r}: {_first(error)}.") from error
+            text = config.get_text_config()
+            sizes = {
+                name: value for name, value in vars(text).items() if not isinstance(value, list)
+            }  # a list: one a layer
+            check_sizes(sizes.get)
+            positions, dtype = getattr(text, "max_position_embeddings", None), getattr(text, "dtype", None)
+            if positions is not None and not (isinstance(positions, int) and positions > 0):
+                raise ValueError(f"max_position_embeddings of 1 or more was expected, {positions!r} came")
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a dtype such as bfloat16 was expected, {dtype!r} came")
     return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
+
+
+@contextmanager
+def _loading(what: str, name: str, hint: str = ""):
+    """ValueError with the cause, whatever its class, where what a folder or the hub holds does not load."""
+    try:
+        yield
+    except Exception as error:  # what transformers' classes make of junk has a class of its own each
+        of_the_machine = (
+            isinstance(error, RuntimeError) and "mismatched" not in str(error) or isinstance(error, MemoryError)
+        )
+        if of_the_machine or getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        why = str(error).strip() and _first(error).removeprefix("hfpatch: ")
+        why = why if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} {why}".strip()
+        raise ValueError(f"hfpatch: {what} from {name!r}: {why or type(error).__name__}{hint}.") from error
 
 
 def _overrides(text: str | None) -> dict:
@@ -111,13 +138,9 @@ def load_tokenizer(model, data, train: Source):
     if model.train_tokenizer:
         made = tokenizer.train(_texts(data, train), model.train_tokenizer)
     else:
-        try:
-            made = AutoTokenizer.from_pretrained(
-                model.tokenizer or model.model, trust_remote_code=model.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            name = model.tokenizer or model.model
-            raise ValueError(f"hfpatch: no tokenizer loads from {name!r}: {_first(error)}; check it.") from error
+        name = model.tokenizer or model.model
+        with _loading("no tokenizer loads", name, "; check it"):
+            made = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     if data.chat_template:
         made.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     return made
@@ -183,7 +206,8 @@ def load_model(model, config, seed: int):
         torch.manual_seed(seed)
         made = AutoModelForCausalLM.from_config(config, **options)
     else:
-        try:
+        hint = "" if model.allow_pickle else " (weights load from safetensors alone unless --allow_pickle)"
+        with _loading("no weights load", model.model, hint):
             made = AutoModelForCausalLM.from_pretrained(
                 model.model,
                 config=config,
@@ -192,9 +216,6 @@ def load_model(model, config, seed: int):
                 **options,
                 **_quantisation(model, config),
             )
-        except (OSError, ValueError) as error:
-            hint = "" if model.allow_pickle else " (weights load from safetensors alone unless --allow_pickle)"
-            raise ValueError(f"hfpatch: no weights load from {model.model!r}: {_first(error)}{hint}.") from error
     made.config.use_cache = False  # a cache would join packed documents, and nothing reads it in training
     return with_lora(made, model) if model.lora_r else made
 

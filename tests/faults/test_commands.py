@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hfpatch.commands.failures import explain, guarded
 from hfpatch.commands.main import main
 from hfpatch.memory.limits import RANGES, check_ranges, parse_length
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import arguments, placement
+from hfpatch.training import arguments, placement, prepare
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
@@ -156,6 +157,32 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
     assert sys.stdout is None and capsys.readouterr().err.startswith("hfpatch: what read the output is gone;") == bool(
         code
     )
+
+
+@pytest.mark.parametrize("file, values, words", [
+    ("config.json", {"attention_bias": "x"}, "no model loads from .*attention_bias"),
+    ("config.json", {"dtype": "x"}, "no model loads from .*: AttributeError .*'x'"),
+    ("config.json", {"dtype": 0}, "a dtype such as bfloat16 was expected, 0 came"),
+    ("config.json", {"num_attention_heads": 0}, "no model loads from"),
+    ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings of 1 or more was expected, 0 came"),
+    ("config.json", {"hidden_act": "x"}, "no weights load from .*: KeyError 'x'"),
+    ("tokenizer_config.json", [], "no tokenizer loads from"),
+])  # fmt: skip
+def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenizer, tmp_path):  # noqa: F811
+    shutil.copytree(saved_tokenizer, tmp_path, dirs_exist_ok=True)
+    config = preset_config("llama-tiny") | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(json.dumps(config | values if isinstance(values, dict) else values))
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = arguments.ModelArguments(model=str(tmp_path))
+
+    def load():
+        loaded = prepare.load_config(model)
+        prepare.load_tokenizer(model, arguments.DataArguments(), None)
+        prepare.load_model(model, loaded, 0)
+
+    with pytest.raises(ValueError, match=f"^hfpatch: {words}" if words.startswith("no") else f"^hfpatch: .*{words}"):
+        load()
 
 
 def caught(function) -> Exception:
