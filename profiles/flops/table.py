@@ -63,14 +63,17 @@ def counted(name: str, tokens: int, aim: str) -> dict:
 
 def main(arguments: list[str]) -> None:
     key = lambda row: (row["model"], str(row["tokens"]), row["aim"])  # noqa: E731
+    with TABLE.open() as file:
+        before = {key(row): row for row in csv.DictReader(file)}
     if arguments:
         name, tokens, aim = arguments
-        made = [counted(name, int(tokens), aim)]
-        with TABLE.open() as file:
-            rows = {key(row): row for row in csv.DictReader(file)} | {key(row): row for row in made}
+        made = counted(name, int(tokens), aim)
+        rows = before | {key(made): made}
     else:
         made = [planned(name, tokens, aim) for aim in ("auto", "least") for name in MODELS for tokens in LENGTHS]
-        rows = {key(row): row for row in made}
+        # What was counted stands as long as a run would still choose that policy.
+        same = lambda row: before.get(key(row), {}).get("policy") == row["policy"]  # noqa: E731
+        rows = {key(row): before[key(row)] if same(row) else row for row in made}
     with TABLE.open("w") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")
         table.writeheader()
