@@ -175,6 +175,7 @@ class ToHost:
     `arrived(inputs)` was called when they came, else for what their stream has been given so far.
     """
 
+    @torch.compiler.disable  # called between graphs, it would be traced as one of its own
     def __init__(self, compute, *inputs: Tensor):
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)

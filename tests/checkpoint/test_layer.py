@@ -649,3 +649,14 @@ def test_several_groups(tile, save_attention, monkeypatch):
     monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 2)
     settings = hfpatch.Checkpointing(offload="host", tile=tile, save_attention=save_attention)
     check(settings, {"num_attention_heads": 8, "num_key_value_heads": 4})
+
+
+def test_values_for_the_host_between_compiled_graphs():
+    """TRL's trainers under torch.compile: what runs between two graphs is not traced as one of its own (an error inside dynamo)."""
+    from hfpatch.checkpoint.device import ToHost
+
+    def labelled(x):
+        torch._dynamo.graph_break()
+        return ToHost(lambda t: (t != -100).sum(), x).get()
+
+    assert torch.compile(labelled, backend="eager")(torch.tensor([1, -100, 2])) == 2
