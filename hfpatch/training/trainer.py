@@ -62,7 +62,24 @@ class Trainer(PositionTrainer):
         samples, count = super().get_batch_samples(*args, **kwargs)
         for batch in samples:
             arrived(batch)
+        if samples and self._sequence() is not None:
+            labelled = sum((batch["shift_labels"] != IGNORE).sum() for batch in samples)
+            count = self.accelerator.gather(labelled.to(self.args.device)).sum()
         return samples, count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
+        """The mean over a step's tokens under Ulysses too, where stock takes the mean over rows of each row's own."""
+        if num_items_in_batch is None or not self.model.training or self._sequence() is None:
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+            )
+        labels = inputs["shift_labels"]
+        mine = (labels != IGNORE).sum()
+        outputs = model(**inputs, labels=labels, num_items_in_batch=mine.clamp_min(1))
+        # ZeRO takes the mean of the ranks' gradients, Trainer that of their losses, which it divides by the micro-batches.
+        times = self.args.world_size * self.current_gradient_accumulation_steps
+        loss = outputs.loss * (mine * times / num_items_in_batch.clamp_min(1))
+        return (loss, outputs) if return_outputs else loss
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()

@@ -60,9 +60,8 @@ def main(engine: str, folder: str) -> None:
         model = common.make_model()
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
         model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
-        return common.train(
-            model, out / where, batch=1, rows=rows, kinds=kinds, **(engine_settings or settings()), **shim, **extra
-        )
+        extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}
+        return common.train(model, out / where, batch=1, kinds=kinds, **extra)
 
     whole = run("whole")
     train_calls, tokens = len(exchanged), sorted(seen)
@@ -78,6 +77,12 @@ def main(engine: str, folder: str) -> None:
     evaluation = resumed.evaluate(rows[:4])["eval_loss"]
     eval_calls = len(exchanged) - before
 
+    # With another number of labels in each row, which hfpatch train weighs by token.
+    uneven = run(
+        "uneven", kinds=(TrainArguments, ours.Trainer), eval_positions=0, rows=common.make_rows(positions=True),
+        max_steps=2, save_strategy="no",
+    )  # fmt: skip
+
     refused = []
     if engine == "ulysses":
         for more in ({"stage": 2}, {"reduce_scatter": False}):
@@ -88,7 +93,7 @@ def main(engine: str, folder: str) -> None:
     norms = [row["grad_norm"] for row in whole.state.log_history if "grad_norm" in row]
     common.report(
         folder, losses=common.losses(whole), resumed=common.losses(resumed), tokens=tokens, refused=refused, norms=norms,
-        calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls,
+        calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls, uneven=common.losses(uneven),
     )  # fmt: skip
 
 
