@@ -1,4 +1,4 @@
-"""Private names of torch, transformers, accelerate and DeepSpeed: all in compat.py, each with what happens without it."""
+"""Private names of torch, transformers, accelerate and DeepSpeed: all in compat/, each with what happens without it."""
 
 import ast
 import builtins
@@ -13,7 +13,7 @@ from torch import nn
 
 from hfpatch import compat
 
-PACKAGE = Path(compat.__file__).parent
+PACKAGE = Path(compat.__file__).parents[1]
 # Names of the standard library, of JSON, of datasets and TRL, and what a Trainer's subclass overrides.
 NOT_THEIRS = {
     "_exit",
@@ -68,7 +68,8 @@ def test_private_names_stand_in_compat_alone():
                 own.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 own |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
-    inside = foreign_names(trees.pop(PACKAGE / "compat.py"), own)
+    ours = [trees.pop(path) for path in list(trees) if path.parent.name == "compat"]
+    inside = set().union(*(foreign_names(tree, own) for tree in ours))
     assert len(inside) > 15  # the scan sees them
     outside = {
         f"{path.relative_to(PACKAGE)}: {n}" for path, t in trees.items() for n in foreign_names(t, own) - NOT_THEIRS

@@ -1,4 +1,4 @@
-"""A decoder layer as one autograd function: tile by tile everywhere but in attention, whose forward is never run twice.
+"""A decoder layer as one autograd function (tiled.py): tile by tile everywhere but in attention, whose forward never runs twice.
 
 Forward keeps the layer's input x, the attention outputs and their log-sum-exp (and what else the policy says: kept.py), and hands
 them to `offload.py`. Backward:
@@ -23,20 +23,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.groups import Grouped
 from hfpatch.checkpoint.heads import Attention, groups_of
 from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
-from hfpatch.checkpoint.privacy import holders, is_private
-from hfpatch.checkpoint.weights import AsInForward, WeightGradients, noted
-from hfpatch.compat import backward_from, keeps_graph
-from hfpatch.memory.formula import Policy, tile_bounds
-
-DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
-
-
-# --- what one call of a layer remembers ---------------------------------------------------------------------------------
+from hfpatch.checkpoint.weights import AsInForward, WeightGradients
+from hfpatch.compat import backward_from
+from hfpatch.memory.formula import tile_bounds
 
 
 @dataclass(eq=False, kw_only=True)
@@ -419,65 +412,3 @@ def _walk(outputs, grads) -> None:
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
     if pairs:
         backward_from(*zip(*pairs))
-
-
-class _TiledLayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call, x, *tensors):
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(call.forward(x))
-
-    @staticmethod
-    def backward(ctx, dy, *dextras):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "hfpatch: expected a first-order backward, create_graph=True came; "
-                "use apply(model, checkpointing='off') for second derivatives."
-            )
-        call = ctx.call
-        if dy is None:
-            if all(d is None for d in dextras):
-                return (None,) * len(ctx.needs_input_grad)
-            dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
-        call.dextras = dextras
-        held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
-        private = is_private(dy, held, call.private)
-        dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
-        call.dextras = ()  # the graph, and the call with it, may live as long as the loss
-        return None, dx, *grads
-
-
-def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
-    """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
-
-    session: checkpoint.session.Session, which gave the policy; ask: models.layer.Ask of this call. Without a gradient to come
-    nothing is kept.
-    """
-    layer = ask.layer
-    policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
-    modules = list(layer.modules())
-    places = noted(layer, modules)
-    tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
-    call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places,
-        random=any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in modules),
-        shards=session.shards if policy.every == 1 else None,
-        mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
-    )  # fmt: skip
-    if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
-        call.queue = session.queues.get((x.device, policy.offload))  # there where this length was trained before
-        with torch.no_grad():
-            return call.forward(x, where=None)
-    call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
-    if call.keep != policy.keep and session.checkpointing.keep != "auto":
-        raise ValueError(
-            f"hfpatch: expected layers that can keep {', '.join(policy.keep)}, a {type(layer).__name__} came that spares itself "
-            'nothing by some of it (adapters, autocast, or another block); leave keep "auto".'
-        )
-    call.shape, call.dtype = x.shape, x.dtype
-    call.private = session.private(x)
-    session.link(call, x)
-    outputs = _TiledLayer.apply(call, x, *tensors)
-    session.linked(call, outputs[0])
-    return list(outputs)

@@ -14,6 +14,7 @@ from tiny import gradients, largest_difference, stock_loss
 import hfpatch
 from hfpatch.checkpoint import heads as heads_module
 from hfpatch.checkpoint import layer as layer_module
+from hfpatch.checkpoint import tiled as tiled_module
 from tests.checkpoint.deep import pair, tiny_llama, tokens
 from tests.numerics import assert_close
 
@@ -272,8 +273,8 @@ def test_parameter_hooks_fire_once_on_the_final_gradient(tile):
 def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
     """A skip connection around a layer, retain_grad, a hook that keeps the gradient, and a gradient owned by the caller."""
     seen = []
-    is_private = layer_module.is_private
-    monkeypatch.setattr(layer_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
+    is_private = tiled_module.is_private
+    monkeypatch.setattr(tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
     stock, model = pair()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
 
@@ -303,8 +304,8 @@ def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
 
 def test_plain_chain_needs_no_copies(monkeypatch):
     seen = []
-    is_private = layer_module.is_private
-    monkeypatch.setattr(layer_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
+    is_private = tiled_module.is_private
+    monkeypatch.setattr(tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     ids = tokens()

@@ -1,0 +1,77 @@
+"""Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the package needs: a function each, with
+what happens where the name is gone (tests/test_compat.py takes each away, and finds private names elsewhere).
+
+Names are looked up when they are used: one that is gone costs what needs it, never `import hfpatch`.
+"""
+
+from hfpatch.compat.engines import (
+    context_parallel,
+    deepspeed_config,
+    drop_wrapped_forward,
+    engine_hook,
+    forward_before_wrapping,
+    gather_as_one,
+    hooked_forward,
+    is_flat,
+    is_sharded_by_zero3,
+    is_view_of_flat,
+    local_part,
+    not_for_ddp,
+    plain_construction,
+    skips_by_itself,
+    ulysses,
+    under_zero3,
+)
+from hfpatch.compat.models import (
+    asks_for_input_gradients,
+    asks_inputs_for_gradients,
+    attention_of,
+    caller_reads_logits,
+    collected_now,
+    collecting,
+    name_attention,
+    names_attention,
+    own_loss,
+    record_outputs_like,
+    run_experts_plainly,
+    set_own_loss,
+    trl_fused_head,
+)
+from hfpatch.compat.modules import (
+    buffers_of,
+    forward_hooks,
+    modules_of,
+    other_hooks,
+    parameters_of,
+    pytree,
+    twin_of,
+    user_hooks,
+)
+from hfpatch.compat.tensors import (
+    applying,
+    assert_async,
+    aten,
+    autograd_node,
+    backward_from,
+    below_autograd,
+    compiled_for,
+    dump_allocations,
+    flash3,
+    flex_operators,
+    graph_task,
+    has_kernel,
+    holders,
+    int8_product,
+    is_fake,
+    keeps_graph,
+    real_tensors,
+    record_allocations,
+    same_storage,
+    schema_of,
+    sequence_number,
+    shapes_of_out_dtype,
+    simulation_parts,
+    storage_of,
+    transforming,
+    version,
+)

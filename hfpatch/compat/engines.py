@@ -1,0 +1,140 @@
+"""Private names of accelerate, DeepSpeed and FSDP, and of transformers' Trainer."""
+
+import sys
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+
+def engine_hook(module: nn.Module):
+    """accelerate's hook on a module, or None."""
+    return vars(module).get("_hf_hook")
+
+
+def hooked_forward(module: nn.Module) -> str:
+    """The attribute that holds the forward which a call of the module runs in the end: accelerate's hooks set it aside."""
+    own = vars(module)
+    return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+
+
+def forward_before_wrapping(module: nn.Module):
+    """The forward that accelerate's mixed precision wrapped on this instance, or None."""
+    return vars(module).get("_original_forward")
+
+
+def drop_wrapped_forward(module: nn.Module) -> None:
+    """Takes such a wrapper away."""
+    del module.forward, module._original_forward
+
+
+def under_zero3(module: nn.Module) -> bool:
+    """Whether DeepSpeed holds shards of this module's parameters."""
+    return any(map(is_sharded_by_zero3, module.parameters()))
+
+
+def is_sharded_by_zero3(parameter: Tensor) -> bool:
+    """Whether DeepSpeed holds shards of this parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def gather_as_one(layer: nn.Module, wanted: bool) -> None:
+    """ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same); or no more."""
+    if wanted:
+        layer._z3_leaf = True
+    else:
+        vars(layer).pop("_z3_leaf", None)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The rank's own part: FSDP2's local tensor, DeepSpeed's partition, or the tensor itself."""
+    parameter = getattr(parameter, "ds_tensor", parameter)
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def not_for_ddp(model: nn.Module, names=None) -> None:
+    """DistributedDataParallel asks the model for names of tensors that it neither broadcasts nor wants on its device; a set of
+    somebody else's stays. names: an iterable, which is asked anew each time; None takes back what was set here."""
+    own, name = vars(model), "_ddp_params_and_buffers_to_ignore"
+    if names is not None:
+        own.setdefault(name, names)
+    elif hasattr(own.get(name), "_hfpatch"):
+        del own[name]
+
+
+def is_flat(parameter: Tensor) -> bool:
+    """Whether FSDP1 holds this parameter as one of many in a row."""
+    return hasattr(parameter, "_is_flat_param")
+
+
+def is_view_of_flat(tensor: Tensor) -> bool:
+    """Whether a tensor is FSDP1's view into such a row."""
+    return hasattr(tensor, "_fsdp_flattened")
+
+
+@contextmanager
+def plain_construction():
+    """Within, modules are made as torch makes them, also under DeepSpeed's zero.Init."""
+    partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    active = partition is not None and getattr(partition, "zero_init_context", None)
+    if not active:
+        yield
+        return
+    partition.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition.restore_init_context()
+
+
+def _variable(function, name: str):
+    """What a closure holds under a name, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def ulysses(attention):
+    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's Ulysses put in place; None for
+    any other."""
+    found = _variable(attention, "uattn")
+    if found is None or not hasattr(found, "process_group"):
+        return None
+    return found.process_group, bool(getattr(found, "disable_in_eval", False))
+
+
+def context_parallel():
+    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
+    for name in ("_context_parallel._attention", "_attention"):
+        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
+        if hasattr(module, "_replaced_functions"):
+            sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
+            if sdpa not in module._replaced_functions:
+                return None
+            mesh = _variable(sdpa, "device_mesh")
+            return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
+    return None
+
+
+def deepspeed_config() -> dict:
+    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not at all."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if state is None or not getattr(state, "_shared_state", None):
+        return {}
+    plugin = getattr(state(), "deepspeed_plugin", None)
+    return getattr(plugin, "deepspeed_config", None) or {}
+
+
+def skips_by_itself(kind: type) -> None:
+    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`, others as ever."""
+    from transformers import trainer
+
+    before = getattr(trainer, "skip_first_batches", None)
+    if before is None or hasattr(before, "_hfpatch"):
+        return
+
+    def skip_first_batches(loader, num_batches=0):
+        return loader.skipping(num_batches) if isinstance(loader, kind) else before(loader, num_batches)
+
+    skip_first_batches._hfpatch = True
+    trainer.skip_first_batches = skip_first_batches

@@ -1,0 +1,132 @@
+"""Private names of transformers, TRL and PEFT."""
+
+import sys
+from contextlib import contextmanager
+
+from torch import nn
+
+# --- transformers --------------------------------------------------------------------------------------------------------------
+
+
+def record_outputs_like(made: type, base: type) -> None:
+    """What output_hidden_states and its like record is looked up by the class's full name: `made` records what `base` does.
+
+    Without the registry, recording is by attribute, which a subclass inherits.
+    """
+    try:
+        from transformers.modeling_utils import _CAN_RECORD_REGISTRY
+    except ImportError:
+        return
+    found = getattr(base, "_can_record_outputs", None)
+    if found is not None:
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), found)
+
+
+def _collector():
+    """transformers' variable that holds what output_hidden_states, output_router_logits and their like collect, or None."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
+
+
+def collected_now() -> dict:
+    """The lists that recorded outputs are added to in the forward under way; empty where nothing is recorded."""
+    collector = _collector()
+    return (None if collector is None else collector.get()) or {}
+
+
+@contextmanager
+def collecting(lists: dict):
+    """Within, recorded outputs are added to these lists."""
+    collector = _collector()
+    if collector is None:
+        yield
+        return
+    token = collector.set(lists)
+    try:
+        yield
+    finally:
+        collector.reset(token)
+
+
+def attention_of(config) -> str | None:
+    """Which attention a config names; None where it names none."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def names_attention(config) -> bool:
+    """Whether models read from this config which attention to run."""
+    return hasattr(config, "_attn_implementation")
+
+
+def name_attention(config, name: str | None) -> str | None:
+    """Lets this config alone name another attention (the property's setter writes into its sub-configs); the one before."""
+    field = "_attn_implementation_internal"
+    if not hasattr(config, field):
+        field = "_attn_implementation"
+    before = getattr(config, field, None)
+    setattr(config, field, name)
+    return before
+
+
+def run_experts_plainly(config) -> None:
+    """Experts one by one: grouped matmuls know no float64."""
+    if hasattr(config, "_experts_implementation_internal"):
+        config._experts_implementation_internal = "eager"
+
+
+def asks_inputs_for_gradients(module: nn.Module) -> bool:
+    """Whether enable_input_require_grads() was called on this model and not taken back."""
+    known = vars(module)
+    return bool(known.get("_require_grads_hooks")) or "_require_grads_hook" in known
+
+
+def own_loss(model: nn.Module):
+    """The loss function that somebody set on this model, None where none was."""
+    return vars(model).get("_loss_function")
+
+
+def set_own_loss(model: nn.Module, function) -> None:
+    """The same, as transformers' own setter has it."""
+    vars(model)["_loss_function"] = function
+
+
+# --- TRL and PEFT ---------------------------------------------------------------------------------------------------------------
+
+
+def trl_fused_head(forward) -> tuple | None:
+    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made; None for any other.
+
+    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in float32, the backbone's attribute,
+    the text config. They stand in its closure alone; where a later TRL calls them otherwise, its own head runs.
+    """
+    function = getattr(forward, "__func__", None)
+    if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    names = ("outputs", "temperature", "logit_scale", "final_logit_softcapping", "cast_lm_head_to_fp32", "backbone_attr",
+             "text_config")  # fmt: skip
+    if "FusedCausalLMOutput" not in function.__globals__ or not set(names) <= set(cells):
+        return None
+    return function.__globals__["FusedCausalLMOutput"], *(cells[n].cell_contents for n in names)
+
+
+def asks_for_input_gradients(hook) -> bool:
+    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another name it stays in force."""
+    of = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    return of in ("transformers", "peft", "trl") and hook.__name__ in (
+        "make_inputs_require_grads",
+        "make_inputs_require_grad",
+    )
+
+
+def caller_reads_logits() -> bool:
+    """Whether the forward under way was called by PEFT's CPT, which computes its loss from outputs.logits itself."""
+    frame = sys._getframe(1) if "peft" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,257 @@
+"""Private names of torch: autograd, storages, the dispatcher, fake tensors, the allocator."""
+
+import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+def gone(name: str, instead: str) -> RuntimeError:
+    """The error of a torch that lacks a name."""
+    return RuntimeError(f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}.")
+
+
+# --- autograd and storages ----------------------------------------------------------------------------------------
+
+
+def keeps_graph() -> bool:
+    """Whether the backward under way was called with retain_graph; True, which only holds memory longer, where unknown."""
+    try:
+        return torch._C._autograd._get_current_graph_task_keep_graph()
+    except AttributeError:
+        return True
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vjp, vmap) runs; False where unknown."""
+    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+
+
+def graph_task() -> int:
+    """Tells one backward pass from another; -1 outside of one, and where unknown."""
+    return getattr(torch._C, "_current_graph_task_id", lambda: -1)()
+
+
+def autograd_node():
+    """The node of the backward graph that runs now, None outside of a backward. Of simulations. RuntimeError where gone."""
+    try:
+        return torch._C._current_autograd_node()
+    except AttributeError:
+        raise gone("_current_autograd_node", "simulate with another version") from None
+
+
+def sequence_number(node=None) -> int:
+    """That of a node, or of the next node that a forward makes. Of simulations. RuntimeError where gone."""
+    try:
+        return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+    except AttributeError:
+        raise gone("_sequence_nr", "simulate with another version") from None
+
+
+def holders(x: Tensor) -> tuple[int, int]:
+    """How many hold this tensor and its storage in C++; numbers that nothing is below where unknown."""
+    try:
+        return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    except AttributeError:
+        return sys.maxsize, sys.maxsize
+
+
+def version(x: Tensor) -> int:
+    """How often x was written to in place; inference tensors do not count, 0 where unknown."""
+    return 0 if x.is_inference() else getattr(x, "_version", 0)
+
+
+def storage_of(x: Tensor) -> int | None:
+    """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another library's class)."""
+    try:
+        return x.untyped_storage()._cdata
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether both are views of one storage; a simulated tensor has no address."""
+    try:
+        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except AttributeError:
+        return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
+# --- the dispatcher -------------------------------------------------------------------------------------------------
+
+
+def below_autograd():
+    """(context, keys, backends) with which an op's autograd registration calls its implementation, directly where a backend's
+    key is the first that is left (no mode, no subclass looks on); None where torch has no such thing."""
+    try:
+        key = torch._C.DispatchKey
+        return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, (key.CPU, key.CUDA)
+    except AttributeError:
+        return None
+
+
+def applying(function):
+    """An autograd function's `apply`, without its look at each argument for what torch.func has left behind: that of the class
+    above torch.autograd.Function, or the function's own where a transform is active or torch has other names."""
+    active, plain = (
+        getattr(torch._C, "_are_functorch_transforms_active", None),
+        super(torch.autograd.Function, function),
+    )
+    if active is None or not hasattr(plain, "apply"):
+        return function.apply
+    plain = plain.apply
+    return lambda *args: function.apply(*args) if active() else plain(*args)
+
+
+def backward_from(outputs: tuple, grads: tuple) -> None:
+    """torch.autograd.backward with a gradient for each output, without its checks, which take longer than a small graph."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        torch.autograd.backward(outputs, grads)
+    else:
+        engine.run_backward(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class _Aten:
+    """torch.ops.aten; an operator that is gone raises RuntimeError, which is how a backend that cannot run says so."""
+
+    def __getattr__(self, name: str):
+        try:
+            return getattr(torch.ops.aten, name)
+        except AttributeError:
+            raise gone(f"aten::{name}", 'use apply(model, checkpointing="off")') from None
+
+
+aten = _Aten()
+
+
+def has_kernel(name: str) -> bool:
+    """Whether torch has the operator aten::name."""
+    return hasattr(torch.ops.aten, name)
+
+
+def flex_operators() -> tuple | None:
+    """(forward, backward, BlockMask) of flex_attention, as operators that can be called apart; None where torch has them not."""
+    try:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        return torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward, BlockMask
+    except (ImportError, AttributeError):
+        return None
+
+
+def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
+    """A function of tensors without a gradient, compiled for tensors shaped like these. RuntimeError where names are gone.
+
+    torch.compile cannot be asked: it takes the backward of flex_attention from its own forward alone.
+    """
+    try:
+        from torch._dynamo import lookup_backend
+        from torch.fx.experimental.proxy_tensor import make_fx
+    except ImportError as error:
+        raise gone(str(error), "use another version") from None
+    return lookup_backend(backend)(make_fx(function, tracing_mode="fake")(*args), args)
+
+
+def flash3():
+    """FlashAttention-3's functions under the names of the operators that they stand for, as torch would register them for the
+    whole process. RuntimeError, which is how a backend that cannot run says so, where its package is not installed."""
+    try:
+        from torch.nn.attention import _fa3
+
+        _fa3._fa3_import_module("flash_attn_interface")
+        forward = _fa3._fa3_scaled_dot_product_flash_attention_forward_impl_default
+        backward = _fa3._fa3_scaled_dot_product_flash_attention_backward_impl
+    except (ImportError, AttributeError) as error:
+        raise gone(f"FlashAttention-3 ({error})", "install flash_attn_interface") from None
+    return SimpleNamespace(
+        _scaled_dot_product_flash_attention=forward, _scaled_dot_product_flash_attention_backward=backward
+    )
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """int8 [m, k] times int8 [k, n]: int32 [m, n]. Of simulations; without torch's own, by way of float64, exact too."""
+    product = getattr(torch, "_int_mm", None)
+    return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
+
+
+def assert_async(holds: Tensor, message: str) -> None:
+    """A check on the device that the host does not wait for; none where torch has no such thing."""
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(holds, message)
+
+
+def is_fake(x) -> bool:
+    """Whether a tensor has no data, as in a simulation."""
+    try:
+        from torch._subclasses.fake_tensor import is_fake as found
+    except ImportError:
+        return type(x).__name__ == "FakeTensor"
+    return found(x)
+
+
+def real_tensors():
+    """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        return nullcontext()
+    return _disable_current_modes()
+
+
+def schema_of(op):
+    """An operator's schema."""
+    return op._schema
+
+
+@contextmanager
+def shapes_of_out_dtype():
+    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
+
+    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
+    """
+    try:
+        from torch._decomp import meta_table
+        from torch._subclasses.fake_impls import op_implementations_dict as fakes
+    except ImportError:
+        yield
+        return
+    op = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if op is None or op in meta_table or op in fakes:
+        yield
+        return
+    # What stands in the first table is not decomposed; the second says what it gives.
+    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
+    try:
+        yield
+    finally:
+        del meta_table[op], fakes[op]
+
+
+def simulation_parts():
+    """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode). RuntimeError where gone."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError as error:
+        raise gone(f"fake tensors ({error})", "simulate with another version") from None
+    return FakeTensorMode, FakeTensor, in_kernel_invocation_manager, TorchDispatchMode
+
+
+def record_allocations(start: bool) -> None:
+    """Starts, or ends, the CUDA allocator's own history; none where torch has no such thing."""
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is not None:
+        record(max_entries=1_000_000, stacks="python") if start else record(enabled=None)
+
+
+def dump_allocations(path: str) -> bool:
+    """Writes that history; False where torch has no such thing."""
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is None:
+        return False
+    dump(path)
+    return True

@@ -1,0 +1,90 @@
+"""The arguments of a layer beside its hidden states, cut along tokens."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import pytree
+from hfpatch.models.mixers import Mixer
+
+
+def _token_axis(x, B: int, T: int) -> int | None:
+    """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [..., T]."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or T not in x.shape:
+        return None
+    if x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == T:
+        return 1
+    for axis in (-2, -1, 0, 1):
+        if x.dim() >= abs(axis) and axis < x.dim() and x.shape[axis] == T:
+            return axis % x.dim()
+    return next(i for i, n in enumerate(x.shape) if n == T)
+
+
+class Arguments:
+    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
+
+    def __init__(self, args, kwargs, B: int, T: int):
+        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
+        self.axes = [_token_axis(x, B, T) for x in self.leaves]
+        self.kwargs, self.B, self.T = kwargs, B, T
+        self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self._gradients = None  # of those that want one, while backward runs
+        self.cut = self.leaves  # of the last tile
+
+    def tile(self, a: int, b: int):
+        """(args, kwargs) of tokens a to b."""
+        self.cut = self.leaves
+        if (a, b) != (0, self.T):
+            self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
+        if self._gradients:
+            self.cut = list(self.cut)
+            for i, whole in zip(self._wanted, self._gradients):
+                axis = self.axes[i]
+                part = whole if axis is None else whole.narrow(axis, a, b - a)
+                self.cut[i] = self.cut[i].detach().requires_grad_()
+                self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
+        return pytree().tree_unflatten(self.cut, self.spec)
+
+    def wanted(self) -> list[Tensor]:
+        """The arguments that want a gradient."""
+        return [self.leaves[i] for i in self._wanted]
+
+    @contextmanager
+    def gradients(self):
+        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that this gives."""
+        wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
+        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over tiles.
+        found = self._gradients = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype)
+            for x, axis in zip(wanted, axes)
+        ]
+        try:
+            yield found
+        finally:
+            self._gradients = None
+        found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
+
+    def mixer(self, module: nn.Module, args, kwargs, bounds) -> tuple[Mixer, Tensor]:
+        """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
+
+        ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
+        """
+        leaves, spec = pytree().tree_flatten((args, kwargs))
+        places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
+        new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
+        wanted = {id(self.cut[i]) for i in self._wanted}
+        if len(new) != 1 or any(id(x) in wanted for x in leaves):
+            raise ValueError(
+                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer."
+            )
+        given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
+        whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
+        axes = [None if i is None else self.axes[i] for i in given]
+        return Mixer(module, whole, spec, new[0], axes, self.B, bounds), leaves[new[0]]
+
+
+def _take(into: Tensor, stand_in: Tensor) -> None:
+    into.add_(stand_in.grad)
+    stand_in.grad = None
