@@ -417,7 +417,7 @@ def describe(policy: Policy, num_layers: int) -> str:
     plain = min(policy.plain, num_layers)
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
     if plain < num_layers:
-        kept = ["their input" if policy.every == 1 else f"every {policy.every}th input"]
+        kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         some = f"attention in all but {policy.again}" if policy.again else "attention"
         kept += [some] if policy.save_attention and policy.every == 1 else []
         kept += [_NAMES[name] for name in policy.keep]

@@ -28,8 +28,6 @@ SUM_BYTES, SUM_BYTES_ONCE = 10, 2
 # Rows of keys that one block of a flash attention backward works through, and the share of its time that a launch waits
 # for its last block: list scheduling wastes at most one block a launch (Graham, 1969), half of one is assumed.
 BLOCK_ROWS, TAIL_SHARE = 128, 0.5
-
-
 # Python's own time for a tile of a layer, forward and backward: 7.6 and 32 ms for 16 tiles, timed on a CPU over operations
 # that compute nothing. The device waits for it where its own work on the tile is shorter.
 HOST_SECONDS_PER_TILE = (7.6e-3 + 32e-3) / 16
@@ -128,16 +126,17 @@ def link_bytes(memory: StepMemory, policy, shape: ModelShape, *, batch: int, tok
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.park else rows * shape.hidden_size
     attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
-    again = 0 if policy.save_attention and not policy.again else attended
+    saved = n - min(policy.again, n) if policy.save_attention and policy.every == 1 else 0
+    again = attended if saved < n else 0
     x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
     # Of one layer, and of a segment that runs again.
-    passing = heads + attended + again + (policy.every - 1) * (x + attended + lse) if policy.by_group else 0
+    passing = heads + attended + again + (min(policy.every, n) - 1) * (x + attended + lse) if policy.by_group else 0
     outputs = memory.host - inputs - kept - one - passing
     # x comes back for each phase that reads it; the sum after attention serves in its place.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + outputs
     if policy.stream_attention and not single:  # once for the tiles, once for the groups of heads; their lse once
-        back += outputs - 4 * n * batch * tokens * shape.num_heads
+        back += outputs - saved * lse
     if policy.every > 1:  # and once for the segment's layers to run again, where it has more than one
         back += (n // policy.every + (n % policy.every > 1)) * rows * shape.hidden_size
     out, home = memory.host - one - passing, back + 2 * n * one
@@ -184,14 +183,18 @@ COMPILE_SECONDS = 12 * 240 / 1518
 TRIALS, TRIAL_TOKENS = 6, 16384
 
 
-def first_step(gpu: Gpu, memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int) -> dict[str, float]:
-    """Seconds that the first step takes beside a step's own: host memory pinned, kernels compiled (kept on disk from then on),
-    attention's backends tried."""
+def first_step(
+    gpu: Gpu, memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2
+) -> dict[str, float]:
+    """Seconds that the first step takes beside a step's own: host memory pinned, for checkpoints and frozen weights, kernels
+    compiled (kept on disk from then on), attention's backends tried."""
     pinned = memory.host if isinstance(policy, Policy) and policy.offload == "host" else 0
+    pinned += weight_bytes(shape, policy, itemsize)[0]
     found = {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": 0.0, "attention_choice": 0.0}
     if policy in (STOCK, STOCK_CHECKPOINTING):
         return found
-    tried, heads = min(tokens * shape.ranks, TRIAL_TOKENS), shape.num_heads // head_groups(batch, tokens, shape)
+    tried, own = min(tokens * shape.ranks, TRIAL_TOKENS), shape.num_heads // shape.ranks
+    heads = own // head_groups(batch, tokens, shape)
     once = heads * tried**2 * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     trial = once / gpu.attention_forward + 2.5 * once / gpu.attention_backward
     return found | {"compiling": COMPILE_SECONDS, "attention_choice": TRIALS * trial}

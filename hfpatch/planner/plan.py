@@ -80,8 +80,9 @@ def _weights_at(run: Run, place: str) -> Run:
 
 def _evaluate(run: Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
-    host where it fits with them there alone."""
-    if policy or run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters:
+    host where it fits with them there alone; ranks that share rows leave them where they are, as the session does."""
+    stay = run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters or run.ranks > 1
+    if policy or stay:
         return _evaluated(run, placement, policy)
     here = _evaluated(_weights_at(run, "gpu"), placement)
     if here.fits:
@@ -98,7 +99,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
     found = assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
-    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes))
+    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes, itemsize=itemsize))
 
 
 def _why(run: Run, policy, stays) -> str:
@@ -116,16 +117,21 @@ def _why(run: Run, policy, stays) -> str:
         reasons = ["checkpoints stay on the GPU: it has room for them, or the host has none"]
     else:
         reasons = ["checkpoints wait in pinned host memory"]
-    if policy.every > 1:
+    if policy.every > 1 and run.checkpointing.every != "auto":
+        reasons.append(f"one layer's input in {policy.every}, as asked")
+    elif policy.every > 1:
         reasons.append(f"the host has room for one layer's input in {policy.every}")
     elif policy.save_attention and policy.again:
-        reasons.append(f"attention outputs too as far as they fit, in {policy.again} layers its forward runs again")
+        layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
+        reasons.append(f"attention outputs too as far as they fit, in {layers} its forward runs again")
     elif policy.save_attention:
         reasons.append("attention outputs too, so that its forward runs once")
+    elif run.checkpointing.save_attention is False:
+        reasons.append("attention outputs are not kept, as asked, its forward runs again")
     else:
         reasons.append("attention outputs do not fit beside them, its forward runs again")
     if policy.weights == "host":
-        reasons.append("frozen weights too, which come a layer ahead of their use")
+        reasons.append("frozen weights wait on the host and come a layer ahead of their use")
     if policy.by_group:
         reasons.append("what has heads waits beside them and comes back per KV group, the GPU being short")
     elif policy.stream_attention:
@@ -169,7 +175,7 @@ def _longest_ways(run: Run, names) -> list[dict]:
     found = []
     for every, way in runs.items():
         length = longest(way, names)
-        host = _best(replace(way, seq_len=length), names).host_peak_bytes if length else 0
+        host = _best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
         found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
     return found
 
@@ -236,6 +242,20 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     return sorted(found, key=lambda s: s["step_seconds"])
 
 
+def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
+    """ValueError where no session has them there."""
+    if not adapters:
+        raise ValueError(
+            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; pass adapters (--lora-r 16), or "
+            "--placement zero3-offload."
+        )
+    if sp_size > 1:
+        raise ValueError(
+            f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose engines shard them; leave "
+            "--weights out."
+        )
+
+
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
@@ -248,7 +268,7 @@ def plan(
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
     alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (memory/adapters.py). A model that no closed form describes runs its step on fake tensors,
-    said on stderr; it takes neither max_seq_len nor adapters. Raises ValueError for what is unknown or unsupported.
+    said on stderr; it takes no max_seq_len, adapters or sp_size. Raises ValueError for what is unknown or unsupported.
     """
     asked = {
         "batch": batch,
@@ -258,10 +278,12 @@ def plan(
         "checkpointing": checkpointing,
         "sp_size": sp_size,
     }
+    if getattr(checkpointing, "weights", "auto") == "host":
+        _refuse_weights_on_host(adapters, sp_size)
     try:
         run = make_run(model, seq_len=seq_len, **asked)
     except UnknownFamily as error:
-        for flag, given in (("--max-seq-len", max_seq_len), ("--lora-r", adapters)):
+        for flag, given in (("--max-seq-len", max_seq_len), ("--lora-r", adapters), ("--sp-size", sp_size > 1)):
             if given:
                 raise ValueError(
                     f"hfpatch: {flag} wants a model that closed forms describe, {error.what} came; leave it out."
@@ -274,11 +296,6 @@ def plan(
 
         return simulated_plan(model, seq_len=seq_len, placement=placement, **asked)
     run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
-    if not adapters and getattr(run.checkpointing, "weights", "gpu") == "host":
-        raise ValueError(
-            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; pass adapters (--lora-r 16), or "
-            "--placement zero3-offload."
-        )
     names = candidates(placement, gpus, bool(adapters))
     found = _best(run, names)
     if not found.fits:

@@ -23,20 +23,26 @@ def table(rows, header) -> str:
 KEPT = {"qkv": "q, k, v", "mid": "the sum after attention", "gate_up": "gate and up"}
 
 
+def layers(count: int) -> str:
+    """As in 1 layer, 3 layers."""
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
 def policy_text(policy) -> str:
     """The policy in a few words."""
     if not isinstance(policy, dict):
         return str(policy)
-    some = f" of all but {policy['again']} layers" if policy["again"] else ""
+    some = f" of all but {layers(policy['again'])}" if policy["again"] else ""
     outputs = [f"attention outputs{some}"] if policy["save_attention"] and policy["every"] == 1 else []
-    *names, last = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
-    kept = f"{', '.join(names)} and {last}" if names else last
-    every = "every layer's" if policy["every"] == 1 else f"every {policy['every']}. layer's"
+    *names, end = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
+    kept = f"{', '.join(names)} and {end}" if names else end
+    every = "every layer's" if policy["every"] == 1 else f"of every {policy['every']} layers one's"
     streamed = ", attention streamed per KV group" if policy["stream_attention"] and not policy["by_group"] else ""
     streamed += ", all heads streamed per KV group" if policy["by_group"] else ""
     streamed += ", dx parked during attention" if policy["park"] else ""
     streamed += ", frozen weights from the host a layer ahead" if policy["weights"] == "host" else ""
-    plain = f"the last {policy['plain']} layers keep everything, of the others " if policy["plain"] else ""
+    last = "the last layer keeps" if policy["plain"] == 1 else f"the last {policy['plain']} layers keep"
+    plain = f"{last} everything, of the others " if policy["plain"] else ""
     return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
 
 
@@ -50,7 +56,8 @@ def _points(plan) -> list[str]:
                 shown.append(point)
     said = [f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in (*shown, last)]
     chosen = f"{plan.step_seconds:.1f} s in {gib(plan.gpu_peak_bytes)}"
-    return [f"{point} (chosen)" if point == chosen else point for point in said]
+    marked = [f"{point} (chosen)" if point == chosen else point for point in said]
+    return marked if chosen in said else [*marked, f"{chosen} (chosen)"]
 
 
 def text(plan) -> str:

@@ -11,8 +11,9 @@ row() {  # model, layers, implementation, tokens, policy fields
     python -W ignore -m hfpatch.commands.simulate --preset "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
         ${1:+--policy "$@"} --json 2>/dev/null | python -c '
 import json, sys
-from hfpatch.memory.formula import ModelShape, step_flops
+from hfpatch.memory.flops import step_flops
 from hfpatch.memory.presets import preset_config
+from hfpatch.memory.shape import ModelShape
 text = sys.stdin.read()
 found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]
 least = step_flops(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))

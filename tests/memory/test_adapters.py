@@ -10,10 +10,11 @@ import torch
 from hfpatch.memory.adapters import BASES, Adapters, attention_linears, layer_linears
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import step_memory
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.shape import ModelShape, Policy
+from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
 from tests.memory.test_shape import MORE, TINY, built
@@ -173,6 +174,8 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     large = plan("llama-3.1-70b", **run)
     assert large.fits and large.policy["weights"] == "host" and large.policy["plain"] == 0
     assert large.gpu_peak_bytes <= 23 << 30 and large.host_peak_bytes > 128 << 30
+    pinned = large.host_peak_bytes - PROCESS_BYTES  # checkpoints and weights
+    assert large.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
     assert large.seconds["copy_wait"] == 0  # hidden, each layer's 1.6 GiB behind its work on 131,072 tokens
     short = plan("llama-3.1-70b", **run | {"seq_len": 2048})
     assert short.seconds["copy_wait"] > 0.3 * short.step_seconds and short.step_seconds > 2 * 128 / 32
@@ -184,3 +187,8 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     assert asked.host_peak_bytes > 16 << 30 and asked.link_bytes > 24 << 30
     with pytest.raises(ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"):
         plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(weights="host"))
+    # The session leaves them on GPUs that share rows.
+    shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8}
+    assert plan("llama-3.1-70b", **shared).policy["weights"] == "gpu"
+    with pytest.raises(ValueError, match="^hfpatch: weights on the host [^\n]*--sp-size 8[^\n]*$"):
+        plan("llama-3.1-70b", **shared, checkpointing=Checkpointing(weights="host"))

@@ -22,6 +22,7 @@ from hfpatch.memory.policy import (
     reserve,
 )
 from hfpatch.memory.presets import preset_config
+from hfpatch.memory.seconds import link_bytes
 from hfpatch.memory.shape import KEEPABLE
 
 GiB = 2**30
@@ -94,6 +95,12 @@ def test_ranks_of_a_machine_share_its_memory():
 def test_too_little_host_memory_says_what_would_do(settings):
     with pytest.raises(ValueError, match=r"^hfpatch: checkpoints need [\d.]+ GiB .* saves [\d.]+ GiB[^\n]*$"):
         chosen(settings=settings, host_free=8 * GiB)
+
+
+def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
+    sizes, shape = {"batch": 1, "tokens": 32768}, LLAMA_8B
+    ways = (dataclasses.replace(Policy("host", 2, by_group=True), save_attention=save) for save in (True, False))
+    assert len({link_bytes(step_memory(shape, way, **sizes), way, shape, **sizes) for way in ways}) == 1
 
 
 def test_what_was_set_is_kept():

@@ -17,6 +17,7 @@ from hfpatch.memory.presets import preset_config
 from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
+from hfpatch.planner.show import policy_text
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
@@ -109,6 +110,13 @@ def test_longest_sequence_is_the_longest():
     same = RUN | {"placement": "gpu8bit"}
     assert plan("llama-3.1-8b", **same | {"seq_len": found.max_seq_len}).fits
     assert not plan("llama-3.1-8b", **same | {"seq_len": found.max_seq_len + 1024}).fits
+
+
+def test_the_longest_sequence_of_gpus_that_share_it_fits_their_host():
+    settings = Checkpointing(offload="host", every=1, tile=8192, plain=0, keep=())
+    found = plan("llama-3.1-8b", **RUN | {"gpus": 2}, sp_size=2, checkpointing=settings, max_seq_len=True)
+    (way,) = found.longest
+    assert 0.8 * found.host_usable_bytes < way["host_peak_bytes"] <= found.host_usable_bytes
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -324,6 +332,19 @@ def test_frontier_and_least():
     (line,) = (line for line in str(found).splitlines() if line.startswith("frontier"))
     assert line.endswith(f"{found.step_seconds:.1f} s in {found.gpu_peak_bytes / GiB:.1f} GiB (chosen)")
     assert f"{points[0]['step_seconds']:.1f} s" in line and line.count(" s in ") < len(points)
+
+
+def test_a_policy_is_said_in_words():
+    said = policy_text(vars(Policy(plain=1, again=1)))
+    assert said.startswith(
+        "the last layer keeps everything, of the others every layer's inputs and attention outputs of all but"
+    )
+    assert "all but 1 layer to host" in said and "2 layers keep" in policy_text(vars(Policy(plain=2)))
+    found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(every=4))
+    assert "of every 4 layers one's inputs" in policy_text(found.policy) and "in 4, as asked" in found.why
+    assert (
+        "are not kept, as asked" in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
+    )
 
 
 @pytest.mark.parametrize("tokens", [8192, 32768, 131072])
