@@ -225,6 +225,9 @@ class LayerCall(Kept):
                     x = call.forward(x, where="again")[0]
         self.x = self._for_now(x)
         self.transfers.settle()
+        if not self.x.resident:
+            # Ring slots, last used before x went to the tier, would be filled while it is on its way there.
+            self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
 
     def _for_now(self, x: Tensor) -> Saved:
         """x of a segment that runs again: on the device where that has room."""

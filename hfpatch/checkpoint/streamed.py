@@ -227,12 +227,11 @@ class StreamedWeights:
         return [piece.tensor for packed in self.packed.values() for piece in packed.pieces]
 
     def refuse_a_graph(self, layer: nn.Module) -> None:
-        """ValueError where autograd would save views of a slot, for a layer that runs whole."""
-        if self.on and torch.is_grad_enabled():
-            raise ValueError(
-                f'hfpatch: expected layers that run tile by tile for Checkpointing(weights="host"), a {type(layer).__name__} came '
-                "that runs whole, whose backward would find other weights; leave weights out, or call it under torch.no_grad()."
-            )
+        """ValueError: of a layer that runs whole autograd would save views of a slot."""
+        raise ValueError(
+            f'hfpatch: expected layers that run tile by tile for Checkpointing(weights="host"), a {type(layer).__name__} came '
+            "that runs whole, whose backward would find other weights; leave weights out, or call it under torch.no_grad()."
+        )
 
     def _refuse_no_base(self, kind: str) -> None:
         if torch.is_grad_enabled() and not self.host_bytes:

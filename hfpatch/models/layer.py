@@ -345,7 +345,8 @@ class TiledLayer:
             )
 
         def whole(h):
-            session.weights.refuse_a_graph(self)
+            if session.weights.on and not nobody_differentiates(self, h, args, kwargs):
+                session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if bounds is not None:
                 apart = documents_apart(
@@ -362,7 +363,7 @@ class TiledLayer:
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)
             records = tuple(key for key in collected_now() if key in _RECORDED_INSIDE)
-            if answers.mixing and not answers.block and nobody_differentiates(self, x):
+            if answers.mixing and not answers.block and nobody_differentiates(self, x, args, kwargs):
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
                     return whole(x)
             arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])

@@ -11,9 +11,12 @@ from hfpatch.compat import collected_now, collecting, pytree
 from hfpatch.models.mixers import standing_in
 
 
-def nobody_differentiates(layer: nn.Module, x: Tensor) -> bool:
-    """Whether no gradient comes back to this call of the layer."""
-    return not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in layer.parameters()))
+def nobody_differentiates(layer: nn.Module, *given) -> bool:
+    """Whether no gradient comes back to this call of the layer with what is given to it."""
+    if not torch.is_grad_enabled():
+        return True
+    tensors = (x for x in (*pytree().tree_leaves(given), *layer.parameters()) if isinstance(x, Tensor))
+    return not any(x.requires_grad for x in tensors)
 
 
 @contextmanager

@@ -140,6 +140,19 @@ def test_experts():
     assert_same_steps(model, steps=1)
 
 
+def test_layers_below_the_first_trained_one_keep_no_graph():
+    """Nobody differentiates them: of a family whose layers are asked they run whole, and no slot is saved."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    same = {n: v for n, v in tiny.config().to_dict().items() if n in ("vocab_size", "hidden_size", "intermediate_size")}
+    torch.manual_seed(0)
+    config = Gemma2Config(**same, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    model = Gemma2ForCausalLM(config).train().requires_grad_(False)
+    for name in ("gate_proj", "up_proj"):
+        model.model.layers[1].mlp.get_submodule(name).weight.requires_grad_(True)
+    assert_same_steps(model)
+
+
 def test_what_runs_twice_or_out_of_order():
     model = adapted(tiny.llama(num_hidden_layers=LAYERS))
     resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model)

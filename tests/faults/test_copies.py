@@ -28,7 +28,7 @@ SHORT = [
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
     ("host", "one again alone", "step"),
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"), ("gpu", "weights one", "side stream"),
-    ("disk", "by group 2", "step"),
+    ("host", "by group 2", "step"),
 ]  # fmt: skip
 ALL = [
     row
@@ -60,6 +60,11 @@ REMOVALS = {
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
     "Kept._requests.<locals>.request: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
+    "LayerCall._materialise: self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": (
+        "host",
+        "by group 2",
+        "step",
+    ),
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
