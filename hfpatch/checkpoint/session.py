@@ -146,8 +146,9 @@ class Session:
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
         """The frozen weights of all layers in `owner` into host memory, where they are not there yet."""
         began, before = time.monotonic(), self.weights.host_bytes
-        self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
-        self.weights.make_slots()  # before anybody asks what is free
+        with self.weights.lock:
+            self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
+            self.weights.make_slots()  # before anybody asks what is free
         if self.weights.host_bytes != before and metered(device):
             self.pinning += time.monotonic() - began
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30

@@ -10,6 +10,7 @@ Adapters and trained parameters stay on the device, as do embeddings and head.
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +166,7 @@ class StreamedWeights:
         self.slots, self.stream = Shelf(), None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
         self.promised: int | None = None  # what comes next, where nothing is done in between
+        self.lock = RLock()  # slots, and where parameters lie, are one thread's for the time of a layer
 
     # -- putting them on the host --------------------------------------------------------------------------------------
     @torch.inference_mode(False)
@@ -243,13 +245,17 @@ class StreamedWeights:
     # -- bringing them to the device -----------------------------------------------------------------------------------
     def forward(self, layer: nn.Module, device: torch.device):
         """Context in which a layer's weights are on the device, for a forward; the next layer's are under way."""
-        if not self.on:
-            return nullcontext()
-        self.pack([layer], device)
+        return self._forward(layer, device) if self.on else nullcontext()
+
+    @contextmanager
+    def _forward(self, layer: nn.Module, device: torch.device):
         index = layer._hfpatch_index
-        if self.promised != index:
-            self.drop()  # at rest they may have been written to: loaded, merged
-        return self._on_device(index, index + 1, index + 1)
+        with self.lock:
+            self.pack([layer], device)
+            if self.promised != index:
+                self.drop()  # at rest they may have been written to: loaded, merged
+            with self._on_device(index, index + 1, index + 1):
+                yield
 
     def again(self, layer: nn.Module, then: nn.Module | None):
         """The same in backward. then: whose turn it is next."""
@@ -259,27 +265,28 @@ class StreamedWeights:
 
     @contextmanager
     def _on_device(self, index: int, then: int | None, promised: int | None = None):
-        packed = self.packed.get(index)  # None after undo()
-        if packed is None or not packed.nbytes:
-            if packed is not None:
-                self._refuse_no_base(packed.kind)
-            yield
-            return
-        if self.stream != self.transfers.device.current():
-            self.drop()
-        try:
-            with torch.inference_mode(False):  # what is made in it could not be written to outside
-                packed.move_to(self._fetch(index).wait()[0][0])
-                if then in self.packed and self.packed[then].nbytes:
-                    self._fetch(then)
-            self.promised = promised
-            yield
-        except BaseException:
-            self.drop()
-            raise
-        finally:
-            with torch.inference_mode(False):
-                packed.rest()
+        with self.lock:
+            packed = self.packed.get(index)  # None after undo()
+            if packed is None or not packed.nbytes:
+                if packed is not None:
+                    self._refuse_no_base(packed.kind)
+                yield
+                return
+            if self.stream != self.transfers.device.current():
+                self.drop()
+            try:
+                with torch.inference_mode(False):  # what is made in it could not be written to outside
+                    packed.move_to(self._fetch(index).wait()[0][0])
+                    if then in self.packed and self.packed[then].nbytes:
+                        self._fetch(then)
+                self.promised = promised
+                yield
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                with torch.inference_mode(False):
+                    packed.rest()
 
     def _fetch(self, index: int) -> Ticket:
         """A layer's weights on their way into a slot: the one that was asked for longest ago."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -168,6 +169,32 @@ def test_what_runs_twice_or_out_of_order():
         text = m.eval().generate(tiny.ids(tokens=5), max_new_tokens=3, do_sample=False)
         found.append([evaluated, text, *(p.grad for p in m.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and at_rest(ours)
+
+
+def test_a_layers_weights_stay_on_the_device_while_another_thread_calls_the_model():
+    ours = patched(adapted(tiny.llama(num_hidden_layers=LAYERS)))
+    with torch.no_grad():
+        wanted, found, other = ours(tiny.ids()).logits, [], []
+        layer = ours.base_model.model.model.layers[1]
+        weight = layer.mlp.up_proj.base_layer.weight
+
+        def call():
+            with torch.no_grad():
+                other.append(ours(tiny.ids()).logits)
+
+        second = threading.Thread(target=call)
+
+        def meanwhile(*_):
+            if threading.current_thread() is not second and not found:
+                second.start()
+                second.join(0.5)  # all it can do while this layer runs
+                found.append(any(weight.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
+                                 for slot, _ in streams(ours).slots.rows))  # fmt: skip
+
+        layer.mlp.down_proj.register_forward_pre_hook(meanwhile)
+        assert torch.equal(ours(tiny.ids()).logits, wanted)
+        second.join()
+    assert found == [True] and torch.equal(other[0], wanted)
 
 
 def test_weights_written_to_at_rest_are_those_of_the_next_forward():
