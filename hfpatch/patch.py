@@ -19,8 +19,9 @@ from hfpatch.compat import (
     names_attention,
     not_for_ddp,
 )
+from hfpatch.memory.choice import choose
 from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import parts
 from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER

@@ -21,8 +21,9 @@ import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
+from hfpatch.memory.policy import Policy  # noqa: E402
 from hfpatch.memory.presets import preset_config  # noqa: E402
-from hfpatch.memory.shape import ModelShape, Policy  # noqa: E402
+from hfpatch.memory.shape import ModelShape  # noqa: E402
 
 # torchao and deepspeed warn on import of versions that are not ours to change.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -12,7 +12,8 @@ from torch import Tensor
 from hfpatch.checkpoint.groups import InTier
 from hfpatch.checkpoint.offload import FetchQueue, Saved, Transfers
 from hfpatch.compat import version
-from hfpatch.memory.formula import RING_SLOTS, Policy
+from hfpatch.memory.formula import RING_SLOTS
+from hfpatch.memory.policy import Policy
 
 
 @dataclass(eq=False, kw_only=True)

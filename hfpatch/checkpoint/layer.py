@@ -29,7 +29,7 @@ from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients
 from hfpatch.compat import backward_from
-from hfpatch.memory.formula import tile_bounds
+from hfpatch.memory.cuts import tile_bounds
 
 
 @dataclass(eq=False, kw_only=True)

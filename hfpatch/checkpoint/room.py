@@ -9,9 +9,9 @@ import weakref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hfpatch.memory.choice import reserve
 from hfpatch.memory.free import gpu_free, to_come
 from hfpatch.memory.hardware import Gpu, gpu_named
-from hfpatch.memory.policy import reserve
 
 SHRINK = 0.85  # of what a step took that ran out of memory
 

@@ -20,11 +20,12 @@ from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, t
 from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.memory import free as memory
-from hfpatch.memory.formula import ModelShape, Policy, head_groups, tile_bounds
+from hfpatch.memory.choice import Budget, decide
+from hfpatch.memory.cuts import head_groups, tile_bounds
+from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.memory.limits import environment_number
-from hfpatch.memory.policy import Budget, Checkpointing, auto_tile, decide, describe
-from hfpatch.memory.shape import KEEPABLE
+from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.ops.attention import deterministic_scratch
 
 

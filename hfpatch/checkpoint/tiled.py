@@ -8,7 +8,7 @@ from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import noted
 from hfpatch.compat import keeps_graph
-from hfpatch.memory.formula import Policy
+from hfpatch.memory.policy import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from hfpatch.memory.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
-from hfpatch.memory.policy import WEIGHTS, Checkpointing
+from hfpatch.memory.policy import WEIGHTS, Checkpointing, Policy
 from hfpatch.memory.presets import MODELS, PRESETS
-from hfpatch.memory.shape import Policy
 from hfpatch.planner.answer import WHOLE, judged
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan

@@ -6,9 +6,10 @@ import time
 import torch
 
 from hfpatch.commands.failures import Parser
-from hfpatch.memory.formula import ModelShape, Policy
+from hfpatch.memory.choice import choose
+from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.limits import check_ranges, flag, parse_length, parse_word
-from hfpatch.memory.policy import Checkpointing, auto_tile, choose
+from hfpatch.memory.policy import Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
 from hfpatch.simulate.simulator import simulate

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from hfpatch.memory.formula import STOCK_CHECKPOINTING, tiles
-from hfpatch.memory.shape import ModelShape, Policy
+from hfpatch.memory.cuts import tiles
+from hfpatch.memory.formula import STOCK_CHECKPOINTING
+from hfpatch.memory.policy import Policy
+from hfpatch.memory.shape import ModelShape
 
 
 @dataclass(frozen=True)

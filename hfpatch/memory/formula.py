@@ -11,17 +11,16 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 from dataclasses import dataclass, replace
 
 from hfpatch.memory.adapters import attention_linears, mlp_linears
+from hfpatch.memory.cuts import head_groups, heads_per_group, loss_chunk_rows, tiles
+from hfpatch.memory.policy import Policy
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
-from hfpatch.memory.shape import GiB, ModelShape, Policy
+from hfpatch.memory.shape import GiB, ModelShape
 
 __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "step_memory"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
-LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
-LOSS_BYTES_PER_TOKEN = 48
 EMBEDDING_SLICE = 128 << 20  # ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
-ALIGNED = 128  # rows that matmuls of a tile come in
 
 
 @dataclass(frozen=True)
@@ -72,37 +71,6 @@ class StepMemory:
         return self.peak_moment.beyond
 
 
-def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
-    """(count, tokens of each but the last) of tiles of at most `tile` tokens over all rows of the batch: as few as do, of one
-    length."""
-    most = max(1, tile // batch)
-    count = -(-tokens // most)
-    step = -(-tokens // count)
-    if count > 1 and most > ALIGNED:
-        step = min(most, -(-step // ALIGNED) * ALIGNED)
-    return -(-tokens // step), step
-
-
-def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
-    """Where those tiles start and end."""
-    step = tiles(batch, tokens, tile)[1]
-    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
-def head_groups(batch: int, tokens: int, shape: ModelShape) -> int:
-    """In how many parts a layer's heads go through attention: groups of KV heads, or rounds of ranks that share the rows."""
-    if shape.ranks > 1:
-        return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
-    return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
-
-
-def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
-    """KV heads that go through attention together, as ops/attention.py decides it."""
-    blocks = batch * (shape.num_heads // shape.num_kv_heads) * -(-tokens // 128)
-    wanted, K = -(-512 // max(blocks, 1)), shape.num_kv_heads
-    return next(n for n in range(1, K + 1) if K % n == 0 and (n >= wanted or n == K))
-
-
 def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int, s: int) -> int:
     """Scratch of a flash attention backward over kv_heads: fp32 dq, softmax_d, and dk, dv of every query head."""
     repeat = shape.num_heads // shape.num_kv_heads
@@ -118,16 +86,6 @@ def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int,
 def _embedding_partials(rows: int, vocabulary: int, columns: int) -> int:
     """Scratch of CUDA's embedding backward: fp32 sums a segment of ids, and the sort's arrays."""
     return (rows // 10 + min(rows, vocabulary)) * columns * 4 + 32 * rows if rows > 3072 else 0
-
-
-def loss_chunk_rows(shape: ModelShape, rows: int, s: int) -> tuple[int, int]:
-    """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
-    row_bytes = -(-shape.vocab_size // 8) * 8 * s
-    most = max(1, (LOSS_WORKSPACE - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
-    size = most // 128 * 128 or most
-    count = max(1, -(-(rows - (most - size)) // size))
-    last = rows - (count - 1) * size
-    return (max(size, last) if count > 1 else rows), count
 
 
 class _Sizes:
@@ -260,7 +218,7 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
-    """Columns of what one of shape.KEEPABLE keeps of a layer."""
+    """Columns of what one of KEEPABLE keeps of a layer."""
     qkv, inner = shape.q_size + shape.kv_size + shape.v_size, (2 if shape.gated else 1) * shape.intermediate_size
     return {"qkv": qkv, "mid": shape.hidden_size, "gate_up": inner}[name]
 

@@ -1,34 +1,15 @@
-"""Which checkpoints are kept, and where: the user's `Checkpointing`, resolved from free memory into a `Policy`.
+"""What layers keep, and where: the user's `Checkpointing`, and the `Policy` that it is resolved into (choice.py). Standard
+library only."""
 
-The choice is a small optimisation over the closed forms: the fewest predicted seconds (seconds.py) among what fits the
-device, the host and the link (formula.py). Memory that is free buys layers that keep everything, from the last one down,
-and tensors that the others need not compute again; where it is short, what costs the step least goes first.
-"""
-
-import math
 import os
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain, combinations
 
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import GiB, ModelShape, Policy, StepMemory, step_memory
-from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
-from hfpatch.memory.seconds import step_time
-from hfpatch.memory.shape import KEEPABLE
-
+# What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
+KEEPABLE = ("qkv", "mid", "gate_up")
 PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
-TILES = (1024, 2048, 4096, 8192, 16384)
 TILE_MOST = 8192
-# Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
-RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
-# Of pinned memory that is kept for speed alone: what a minute of the first step pins.
-PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
-HOST_SHARE = 0.9  # of the free host memory: the rest is for the process itself, the data loader, the page tables
-SAME = 1 + 1e-9  # predicted seconds this close are equal: less memory decides
-NOMINAL = "a100-80gb"  # whose rates decide where the device's are unknown
 
 
 @dataclass(frozen=True)
@@ -122,15 +103,6 @@ class Checkpointing:
         return None if self.offload in PLACES else os.fspath(self.offload)
 
 
-def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: float) -> int:
-    """Layers per checkpoint that keep the fewest bytes.
-
-    a checkpoints of u bytes stand beside the n / a layers of one segment being run again, v bytes each:
-    a * u + (n / a) * v is least at a = sqrt(n * v / u), so the interval is n / a = sqrt(n * u / v).
-    """
-    return max(1, min(num_layers, round(math.sqrt(num_layers * checkpoint_bytes / recompute_bytes))))
-
-
 def auto_tile(tokens: int) -> int:
     """Tokens a tile where free memory is unknown: all of them up to 8192, 4096 up to 32,768, 8192 beyond.
 
@@ -141,271 +113,39 @@ def auto_tile(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A policy and what it costs: bytes on the device beyond parameters and gradients at any moment, on the host, seconds
-    of a step without its optimizer."""
+class Policy:
+    """What the tiled layer keeps, and where: `hfpatch.Checkpointing` with every "auto" resolved for one shape.
 
-    policy: Policy
-    device: int
-    host: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes that a step may take on the device and on the host, None where unknown; pinned: on the host, where something is
-    kept for speed alone."""
-
-    device: int | None
-    host: int | None
-    pinned: int | None = PINNED_MOST
-
-    def admits(self, option: Option) -> bool:
-        return self.admits_device(option) and self.admits_host(option)
-
-    def admits_device(self, option: Option) -> bool:
-        return self.device is None or option.device + reserve(option.device) <= self.device
-
-    def admits_host(self, option: Option) -> bool:
-        # What is kept to save time must not take longer to pin than it may save.
-        most = [n for n in (self.host, self.pinned if option.policy.keep else None) if n is not None]
-        return option.host <= min(most, default=option.host)
-
-    def lack(self, option: Option) -> int:
-        """Bytes that are missing for it on the device and on the host."""
-        device = 0 if self.device is None else max(0, option.device + reserve(option.device) - self.device)
-        return device + (0 if self.host is None else max(0, option.host - self.host))
-
-
-def reserve(nbytes: int) -> int:
-    """Bytes left free beside a step that takes nbytes."""
-    return max(RESERVE_LEAST, int(RESERVE_SHARE * nbytes))
-
-
-class Search:
-    """The policies that settings allow for one batch shape, each priced once."""
-
-    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, able: tuple = KEEPABLE):
-        self.settings, self.shape, self.gpu, self.able = settings, shape, gpu or GPUS[NOMINAL], able
-        self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-        self.price, self.memory = cache(self.price), cache(self.memory)
-
-    def memory(self, policy: Policy) -> tuple[StepMemory, Option]:
-        """The step's memory, also as an option without its seconds."""
-        memory = step_memory(self.shape, policy, **self.sizes)
-        host = memory.host if policy.offload == "host" else 0
-        return memory, Option(policy, max(m.beyond for m in memory.moments), host, math.nan)
-
-    def price(self, policy: Policy) -> Option:
-        """What the closed forms say of a policy."""
-        memory, option = self.memory(policy)
-        flops = step_flops(self.shape, policy, batch=self.sizes["batch"], tokens=self.sizes["tokens"])
-        time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
-        return replace(option, seconds=time.total - time.optimizer)
-
-    # -- what settings allow -----------------------------------------------------------------------------------------
-    def places(self) -> tuple:
-        if self.settings.directory:
-            return ("disk",)
-        return ("gpu", "host") if self.settings.offload == "auto" else (self.settings.offload,)
-
-    def spans(self, several: bool) -> list:
-        """(every, save_attention): every layer's input first, then those of fewer layers where several is set."""
-        every, save = self.settings.every, self.settings.save_attention
-        if every != "auto":
-            spans = (every,)
-        else:
-            spans = _intervals(self.shape.num_layers) if several and save is not True else () if several else (1,)
-        saves = (True, False) if save == "auto" else (save,)
-        return [(k, s) for k in spans for s in saves if not (s and k > 1 and save == "auto")]
-
-    def tiles(self) -> tuple:
-        """All tokens at once where they are few, and the sizes below that."""
-        if self.settings.tile != "auto":
-            return (self.settings.tile,)
-        rows = self.sizes["batch"] * self.sizes["tokens"]
-        return tuple(t for t in TILES if t < rows) + ((TILES[-1],) if rows <= TILES[-1] else ())
-
-    def keeps(self) -> list:
-        if self.settings.keep != "auto":
-            return [tuple(self.settings.keep)]
-        names = [name for name in self.shape.keepable if name in self.able]
-        return list(chain.from_iterable(combinations(names, k) for k in range(len(names) + 1)))
-
-    def plains(self) -> range:
-        """How many layers may keep everything: none whose weights have gone by then."""
-        if self.settings.weights == "host":
-            return range(1)
-        if self.settings.plain != "auto":
-            return range(self.settings.plain, self.settings.plain + 1)
-        return range(self.shape.num_layers + 1)
-
-    def bases(self, several: bool):
-        """Every policy but for `plain`, `park`, `stream_attention` and `by_group`."""
-        weights = "host" if self.settings.weights == "host" else "gpu"
-        for place in self.places():
-            for every, save in self.spans(several):
-                for tile in self.tiles():
-                    for keep in self.keeps() if every == 1 else [()]:
-                        yield Policy(place, every, save, False, tile, keep=keep, weights=weights)
-
-    def streamed(self, base: Policy) -> list[Policy]:
-        """The same with dx parked during attention's backward, with attention outputs fetched per group, with both, and with
-        all that has heads in the tier, where they wait elsewhere."""
-        several = max(1, base.tile // self.sizes["batch"]) < self.sizes["tokens"]
-        parks = (False, True) if base.offload != "gpu" and several else (False,)
-        streams = (False, True) if base.offload != "gpu" and base.save_attention and base.every == 1 else (False,)
-        ways = [replace(base, stream_attention=stream, park=park) for stream in streams for park in parks]
-        if len(parks) > 1 and not base.keep and self.shape.ranks == 1:
-            ways.append(replace(base, stream_attention=len(streams) > 1, by_group=True))
-        return [way for way in ways if way != base]
-
-    # -- the choice --------------------------------------------------------------------------------------------------
-    def best(self, budget: Budget) -> Option | None:
-        """The fastest that fits, None where nothing does."""
-        found = self._fitting(budget, several=False) or self._fitting(budget, several=True)
-        if not found:
-            return None
-        least = min(o.seconds for o in found)
-
-        def taste(option: Option):
-            policy = option.policy
-            # On the device nothing is copied, unless that fills it.
-            keeps = policy.offload == "gpu" and policy.plain < self.shape.num_layers
-            crowded = keeps and budget.device is not None and 2 * option.device > budget.device
-            return (
-                crowded,
-                option.host,
-                policy.offload,
-                policy.by_group,
-                policy.stream_attention,
-                policy.park,
-                option.device,
-                -policy.tile,
-            )
-
-        return min((o for o in found if o.seconds <= SAME * least), key=taste)
-
-    def _fitting(self, budget: Budget, several: bool) -> list[Option]:
-        """One option a base, attention streamed where it does not fit otherwise."""
-        ways = ([base, *self.streamed(base)] for base in self.bases(several))
-        found = (next((o for way in tries if (o := self._most_plain(way, budget))), None) for tries in ways)
-        return [option for option in found if option]
-
-    def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
-        """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
-        after which no tiled layer needs its working set."""
-        low, high = self.plains()[0], self.plains()[-1]
-        option = lambda plain: self.memory(self._within_host(replace(base, plain=plain), budget))[1]  # noqa: E731
-        admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
-        if admitted(high):
-            most = high
-        elif admitted(low):
-            most = _first(lambda i: not admitted(i + 1), low, high - 1)
-        else:
-            return None
-        return self.price(option(most).policy) if budget.admits_host(option(most)) else None
-
-    def _within_host(self, policy: Policy, budget: Budget) -> Policy:
-        """The policy with attention outputs of as many layers as the host has room for, where settings leave that open."""
-        admits = lambda again: budget.admits_host(self.memory(replace(policy, again=again))[1])  # noqa: E731
-        tiled = self.shape.num_layers - policy.plain
-        saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
-        if (
-            self.settings.save_attention != "auto"
-            or not saves
-            or policy.keep
-            or policy.by_group
-            or tiled < 2
-            or admits(0)
-        ):
-            return policy
-        again = _first(admits, 1, tiled)
-        return replace(policy, again=again) if again < tiled else policy
-
-    def least(self, budget: Budget) -> Option:
-        """The fewest bytes on the device that the host admits, nothing kept for speed; seconds decide between equal ones."""
-
-        def priced(several):
-            asked = self.settings.keep != "auto"
-            bases = (base for base in self.bases(several) if asked or not base.keep)
-            ways = [way for base in bases for way in (base, *self.streamed(base))]
-            return [self.price(self._within_host(replace(way, plain=self.plains()[0]), budget)) for way in ways]
-
-        every, several = priced(several=False), ()
-        found = [o for o in every if budget.admits(o)]
-        if not found:
-            several = priced(several=True)
-            found = [o for o in several if budget.admits(o)]
-        if not found:  # the one that lacks the fewest bytes, of whichever memory
-            return min([*every, *several], key=lambda o: (budget.lack(o), o.seconds))
-        # Attention twice is dear, and saves nothing that counts.
-        found = [o for o in found if o.policy.save_attention] or found
-        fewest = min(o.device for o in found)
-        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
-
-
-def _intervals(num_layers: int) -> list[int]:
-    """Layers a checkpoint to try: all up to 8, then a quarter more each time; between those the sums hardly differ."""
-    found = [k for k in range(2, num_layers + 1) if k <= 8]
-    while found and found[-1] < num_layers:
-        found.append(min(num_layers, found[-1] * 5 // 4))
-    return found
-
-
-def _first(holds, low: int, high: int) -> int:
-    """The first i from low to high for which holds(i), which stays true from there on; high where there is none."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def choose(checkpointing: Checkpointing, shape: ModelShape, **sizes) -> Policy:
-    """The policy that `decide` finds."""
-    return decide(checkpointing, shape, **sizes).policy
-
-
-def decide(
-    checkpointing: Checkpointing,
-    shape: ModelShape,
-    *,
-    batch: int,
-    tokens: int,
-    itemsize: int = 2,
-    gpu_free: int | None = None,
-    host_free: int | None = None,
-    n_ranks: int = 1,
-    gpu: Gpu | None = None,
-    able: tuple = KEEPABLE,
-) -> Option:
-    """Resolves every "auto" for one batch shape.
-
-    gpu_free: bytes left for the step on the device, gradients, optimizer states and what the step itself needs taken off
-    (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. gpu: whose rates
-    decide; able: what the layers can keep as they are now (adapters, autocast, parts that are not fused). Raises ValueError
-    when the host cannot hold what was asked for, naming what would, and for tensors to keep that this model's layers cannot.
+    offload: where layer inputs (and attention outputs) wait for backward: "gpu", "host" or "disk".
+    every: a checkpoint at every k-th layer; the layers between are run again from it.
+    save_attention: keep out and lse, so that the attention forward runs once.
+    stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
+    tile: tokens a tile.
+    park: a layer's input gradient waits with its checkpoints while attention runs backward.
+    plain: how many of the last layers keep all that autograd saves, and run nothing again.
+    keep: what the other layers keep beside x, out and lse, of KEEPABLE.
+    by_group: q, k, v, the attention outputs and the gradients of all these wait in the tier while their layer runs, and are on
+        the device a group of KV heads, or a tile, at a time.
+    again: how many of the last tiled layers run the attention forward again where the others keep its output.
+    weights: where the layers' frozen weights wait, "gpu", or "host": each layer's then come a layer ahead of their use.
     """
-    asked = () if checkpointing.keep == "auto" else checkpointing.keep
-    unknown = [n for n in asked if n not in shape.keepable]
-    if unknown:
-        raise ValueError(
-            f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's keep "
-            '"auto".'
-        )
-    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu, "able": able}
-    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
-    budget = Budget(gpu_free, host, PINNED_MOST if checkpointing.keep == "auto" else None)
-    search = Search(checkpointing, shape, **sizes)
-    if checkpointing.aim == "fastest":
-        tries = [search] if gpu_free is not None else _cautious(checkpointing, shape, sizes)
-        found = next((option for one in tries if (option := one.best(budget))), None)
-        if found is not None:
-            return found
-    found = search.least(budget)
-    if not budget.admits_host(found):
-        raise ValueError(_host_too_small(search, found, budget))
-    return found
+
+    offload: str = "host"
+    every: int = 1
+    save_attention: bool = True
+    stream_attention: bool = False
+    tile: int = 8192
+    plain: int = 0
+    keep: tuple = ()
+    park: bool = False
+    by_group: bool = False
+    again: int = 0
+    weights: str = "gpu"
+
+    def of_layer(self, index: int, num_layers: int) -> "Policy":
+        """What it says of one tiled layer."""
+        runs_again = index >= num_layers - self.plain - self.again
+        return replace(self, save_attention=self.save_attention and not runs_again, again=0) if self.again else self
 
 
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
@@ -427,43 +167,3 @@ def describe(policy: Policy, num_layers: int) -> str:
         said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
     said += ["frozen weights come from the host"] if policy.weights == "host" else []
     return "; ".join(said)
-
-
-def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:
-    """Where nobody knows what the device has free: what a layer needs and no more, on the host while that has room."""
-    auto = lambda value, other: other if isinstance(value, str) and value == "auto" else value  # noqa: E731
-    settings = replace(
-        settings, tile=auto(settings.tile, auto_tile(sizes["batch"] * sizes["tokens"])), plain=auto(settings.plain, 0),
-        keep=auto(settings.keep, ()),
-    )  # fmt: skip
-    places = ("host", "gpu") if settings.offload == "auto" else (settings.offload,)
-    return [Search(replace(settings, offload=place), shape, **sizes) for place in places]
-
-
-def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
-    u = search.sizes["batch"] * search.sizes["tokens"] * search.shape.hidden_size * search.sizes["itemsize"]
-    least = best_interval(search.shape.num_layers, u, u)
-    fewer = replace(found.policy, save_attention=False, stream_attention=False, by_group=False, keep=(), every=least)
-    return (
-        f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, {budget.host / GiB:.1f} GiB are free to a "
-        f"rank; Checkpointing(save_attention=False, every={least}) saves {(found.host - search.price(fewer).host) / GiB:.1f} GiB, "
-        "a directory as offload saves all."
-    )
-
-
-def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]:
-    """Options of which none is both faster and smaller than another, from the least device memory to the fastest step.
-
-    budget: what there is; points: how many sizes of device memory between those ends are tried.
-    """
-    ends = [search.least(budget), search.best(budget)]
-    if ends[1] is None:
-        return ends[:1]
-    low, high = (o.device + reserve(o.device) for o in ends)
-    rooms = (low + (high - low) * i // (points - 1) for i in range(1, points - 1))
-    found = [ends[0], *(search.best(Budget(room, budget.host)) for room in rooms), ends[1]]
-    kept: list[Option] = []
-    for option in sorted((o for o in found if o), key=lambda o: (o.device, o.seconds)):
-        if not kept or option.seconds < kept[-1].seconds:
-            kept.append(option)
-    return kept

@@ -6,19 +6,11 @@ Rates and their sources stand in hardware.py; the counts of bytes here are read 
 
 from dataclasses import dataclass
 
+from hfpatch.memory.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import (
-    STOCK,
-    STOCK_CHECKPOINTING,
-    ModelShape,
-    Policy,
-    StepMemory,
-    head_groups,
-    kept_columns,
-    loss_chunk_rows,
-    tiles,
-)
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, ModelShape, StepMemory, kept_columns
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
+from hfpatch.memory.policy import Policy
 from hfpatch.memory.sequence import sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.

@@ -1,17 +1,16 @@
-"""The sizes of a decoder that memory and time depend on, and the resolved policy. Standard library only."""
+"""The sizes of a decoder that memory and time depend on. Standard library only."""
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
 from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
 from hfpatch.memory.limits import check_sizes
+from hfpatch.memory.policy import KEEPABLE
 
 GiB = 1 << 30
-# What a layer may keep beside x, out and lse: q, k and v; the sum after attention (its second norm's input); gate and up.
-KEEPABLE = ("qkv", "mid", "gate_up")
 
 
 class UnknownFamily(ValueError):
@@ -435,39 +434,3 @@ class ModelShape:
         """All parameters, tied ones once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.norm_parameters
         return self.body_parameters + ends
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the tiled layer keeps, and where: `hfpatch.Checkpointing` with every "auto" resolved for one shape.
-
-    offload: where layer inputs (and attention outputs) wait for backward: "gpu", "host" or "disk".
-    every: a checkpoint at every k-th layer; the layers between are run again from it.
-    save_attention: keep out and lse, so that the attention forward runs once.
-    stream_attention: fetch out and dout per KV group in the attention backward rather than hold them whole.
-    tile: tokens a tile.
-    park: a layer's input gradient waits with its checkpoints while attention runs backward.
-    plain: how many of the last layers keep all that autograd saves, and run nothing again.
-    keep: what the other layers keep beside x, out and lse, of KEEPABLE.
-    by_group: q, k, v, the attention outputs and the gradients of all these wait in the tier while their layer runs, and are on
-        the device a group of KV heads, or a tile, at a time.
-    again: how many of the last tiled layers run the attention forward again where the others keep its output.
-    weights: where the layers' frozen weights wait, "gpu", or "host": each layer's then come a layer ahead of their use.
-    """
-
-    offload: str = "host"
-    every: int = 1
-    save_attention: bool = True
-    stream_attention: bool = False
-    tile: int = 8192
-    plain: int = 0
-    keep: tuple = ()
-    park: bool = False
-    by_group: bool = False
-    again: int = 0
-    weights: str = "gpu"
-
-    def of_layer(self, index: int, num_layers: int) -> "Policy":
-        """What it says of one tiled layer."""
-        runs_again = index >= num_layers - self.plain - self.again
-        return replace(self, save_attention=self.save_attention and not runs_again, again=0) if self.again else self

@@ -1,6 +1,6 @@
 """Values inside a layer that may wait for its backward: noted where they are made, given back where they are wanted.
 
-Fused MLPs and the common block meet them by name (memory/shape.py: KEEPABLE). A value that is known stands for what would be
+Fused MLPs and the common block meet them by name (memory/policy.py: KEEPABLE). A value that is known stands for what would be
 computed again: its gradient goes to what it was made of, whose own values nobody reads then.
 """
 

@@ -22,8 +22,8 @@ from hfpatch.compat import (
     other_hooks,
     under_zero3,
 )
-from hfpatch.memory.formula import tile_bounds
-from hfpatch.memory.shape import KEEPABLE
+from hfpatch.memory.cuts import tile_bounds
+from hfpatch.memory.policy import KEEPABLE
 from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import (
@@ -138,7 +138,7 @@ class Ask:
         return self.found_idle[names]
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
-        """Those of memory.shape.KEEPABLE that spare this layer something: without them it would compute more."""
+        """Those of memory.policy.KEEPABLE that spare this layer something: without them it would compute more."""
         return _able(self.layer, self.answers, names, device)
 
     def store(self, parts: list[Tensor]) -> None:

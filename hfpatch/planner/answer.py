@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 
-from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape, Policy
+from hfpatch.memory.choice import HOST_SHARE, reserve
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
 from hfpatch.memory.hardware import Gpu, gpu_row
 from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import HOST_SHARE, Checkpointing, reserve
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.models import resolve, text_config_of

@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 
 from hfpatch.memory.adapters import Adapters
+from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, choose, frontier
 from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import GiB, ModelShape, Policy, step_memory
+from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import HOST_SHARE, RESERVE_SHARE, Budget, Checkpointing, Search, choose, frontier
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.seconds import first_step, step_time
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily

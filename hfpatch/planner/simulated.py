@@ -9,8 +9,8 @@ from torch import nn
 
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, Policy, StepMemory
-from hfpatch.memory.policy import auto_tile
+from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
+from hfpatch.memory.policy import Policy, auto_tile
 from hfpatch.memory.seconds import StepTime, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers

@@ -5,7 +5,8 @@ import dataclasses
 
 import torch
 
-from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.choice import choose
+from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.shape import ModelShape
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from hfpatch.memory.adapters import Adapters
+from hfpatch.memory.choice import choose
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.free import host_free, host_limit
 from hfpatch.memory.limits import check_ranges, environment_number
-from hfpatch.memory.policy import Checkpointing, choose
+from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.training import folders
 from hfpatch.training.arguments import checkpointing_of

@@ -8,10 +8,11 @@ import csv
 import sys
 from pathlib import Path
 
+from hfpatch.memory.choice import decide
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import GPUS, GiB
-from hfpatch.memory.policy import Checkpointing, decide, describe
+from hfpatch.memory.policy import Checkpointing, describe
 from hfpatch.memory.presets import preset_config
 
 MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B-A3B")

@@ -49,7 +49,7 @@ def count(implementation: str, layers: int, policy) -> dict:
 
 
 def row(implementation: str, tile: str, kept: str) -> None:
-    from hfpatch.memory.shape import Policy
+    from hfpatch.memory.policy import Policy
 
     policy = Policy("gpu", tile=int(tile), keep=tuple(kept.split())) if int(tile) else None
     one, two = (count(implementation, layers, policy) for layers in (1, 2))

@@ -17,7 +17,7 @@ from cases import Error
 
 import hfpatch
 from hfpatch import Checkpointing
-from hfpatch.memory.shape import KEEPABLE
+from hfpatch.memory.policy import KEEPABLE
 
 sys.path.insert(0, str(common.ROOT / "tests"))
 

@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape, Policy, step_memory
+from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS, gpu_row
+from hfpatch.memory.policy import Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import step_time
 from hfpatch.planner.placements import Resident, resident

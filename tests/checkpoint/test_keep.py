@@ -9,8 +9,9 @@ from tiny import gradients, largest_difference
 import hfpatch
 from hfpatch.checkpoint.offload import Transfers
 from hfpatch.memory.formula import step_memory
+from hfpatch.memory.policy import KEEPABLE, Policy
 from hfpatch.memory.seconds import link_bytes
-from hfpatch.memory.shape import KEEPABLE, ModelShape, Policy
+from hfpatch.memory.shape import ModelShape
 from hfpatch.models.layer import Ask
 from tests.checkpoint.deep import tiny_llama, tokens
 from tests.checkpoint.test_layer import BUDGET, check

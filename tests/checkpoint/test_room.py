@@ -12,8 +12,8 @@ import hfpatch
 from hfpatch.checkpoint import session as session_module
 from hfpatch.checkpoint.room import SHRINK, Gauge, Room
 from hfpatch.checkpoint.session import _rounded
+from hfpatch.memory.choice import reserve
 from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import reserve
 from hfpatch.memory.presets import preset_config
 from hfpatch.simulate import simulator
 from hfpatch.simulate.rivals import build, prepare

@@ -10,7 +10,7 @@ import hfpatch
 from hfpatch.checkpoint import disk, heads
 from hfpatch.checkpoint.device import ToHost, arrived, standing_in
 from hfpatch.checkpoint.session import Session
-from hfpatch.memory.shape import KEEPABLE
+from hfpatch.memory.policy import KEEPABLE
 from tests.checkpoint.deep import tiny_llama, tokens
 
 

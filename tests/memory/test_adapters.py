@@ -11,9 +11,9 @@ from hfpatch.memory.adapters import BASES, Adapters, attention_linears, layer_li
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
-from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.shape import ModelShape, Policy
+from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan

@@ -2,12 +2,13 @@
 
 import pytest
 
+from hfpatch.memory.choice import decide
 from hfpatch.memory.flops import attended, step_flops
 from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import Checkpointing, decide
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise
-from hfpatch.memory.shape import GiB, ModelShape, Policy
+from hfpatch.memory.shape import GiB, ModelShape
 
 
 def shape_of(name, **change):

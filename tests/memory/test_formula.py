@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from hfpatch.memory.choice import choose
+from hfpatch.memory.cuts import heads_per_group, loss_chunk_rows
 from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape, Policy, heads_per_group, loss_chunk_rows, step_memory
+from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS, gpu_row
 from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import Checkpointing, auto_tile, choose
+from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import PRESETS, preset_config
-from hfpatch.memory.shape import KEEPABLE
 
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 # What is kept beside: one by one where it matters, all together, behind plain layers.

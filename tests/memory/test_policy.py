@@ -6,24 +6,12 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from hfpatch.memory import free as memory
-from hfpatch.memory.formula import ModelShape, Policy, step_memory
+from hfpatch.memory.choice import HOST_SHARE, SAME, TILES, Budget, Search, best_interval, choose, frontier, reserve
+from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import (
-    HOST_SHARE,
-    SAME,
-    TILES,
-    Budget,
-    Checkpointing,
-    Search,
-    auto_tile,
-    best_interval,
-    choose,
-    frontier,
-    reserve,
-)
+from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import link_bytes
-from hfpatch.memory.shape import KEEPABLE
 
 GiB = 2**30
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import GiB, ModelShape, Policy, step_memory
+from hfpatch.memory.formula import GiB, ModelShape, step_memory
+from hfpatch.memory.policy import Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.sequence import rounds_of
 

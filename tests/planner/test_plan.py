@@ -10,9 +10,9 @@ import tiny
 
 import hfpatch
 from hfpatch.commands import main as cli
-from hfpatch.memory.formula import Policy, step_memory
+from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
-from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident

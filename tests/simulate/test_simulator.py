@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.memory.formula import Policy
+from hfpatch.memory.policy import Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.simulate import kernels_cost
 from hfpatch.simulate.follow import Follower

@@ -1,0 +1,49 @@
+"""How a batch is cut up: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
+
+from hfpatch.memory.sequence import rounds_of
+from hfpatch.memory.shape import ModelShape
+
+LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
+LOSS_BYTES_PER_TOKEN = 48
+ALIGNED = 128  # rows that matmuls of a tile come in
+
+
+def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
+    """(count, tokens of each but the last) of tiles of at most `tile` tokens over all rows of the batch: as few as do, of one
+    length."""
+    most = max(1, tile // batch)
+    count = -(-tokens // most)
+    step = -(-tokens // count)
+    if count > 1 and most > ALIGNED:
+        step = min(most, -(-step // ALIGNED) * ALIGNED)
+    return -(-tokens // step), step
+
+
+def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+    """Where those tiles start and end."""
+    step = tiles(batch, tokens, tile)[1]
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+def head_groups(batch: int, tokens: int, shape: ModelShape) -> int:
+    """In how many parts a layer's heads go through attention: groups of KV heads, or rounds of ranks that share the rows."""
+    if shape.ranks > 1:
+        return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
+    return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+
+
+def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
+    """KV heads that go through attention together, as ops/attention.py decides it."""
+    blocks = batch * (shape.num_heads // shape.num_kv_heads) * -(-tokens // 128)
+    wanted, K = -(-512 // max(blocks, 1)), shape.num_kv_heads
+    return next(n for n in range(1, K + 1) if K % n == 0 and (n >= wanted or n == K))
+
+
+def loss_chunk_rows(shape: ModelShape, rows: int, s: int) -> tuple[int, int]:
+    """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
+    row_bytes = -(-shape.vocab_size // 8) * 8 * s
+    most = max(1, (LOSS_WORKSPACE - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
+    size = most // 128 * 128 or most
+    count = max(1, -(-(rows - (most - size)) // size))
+    last = rows - (count - 1) * size
+    return (max(size, last) if count > 1 else rows), count
