@@ -260,7 +260,7 @@ def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
     captured = capsys.readouterr()
     capped = json.loads(captured.out)
     assert "runs on fake tensors" in captured.err.splitlines()[0]
-    tiled = step_memory(ModelShape.from_config(small), Policy("host"), batch=1, tokens=2048)
+    tiled = step_memory(ModelShape.from_config(small), Policy("host", tile=512), batch=1, tokens=2048)
     assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
     assert capped["why"].startswith("simulated")
 
