@@ -252,7 +252,7 @@ def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
     """What caps scores was never run there: nothing promises Gemma 2 the memory of tiles, the simulator runs whole layers."""
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit"]
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit"]
     assert cli.main([*arguments, "--max-seq-len"]) == 2
     said = capsys.readouterr().err
     assert "soft caps need flex_attention" in said and "--max-seq-len" in said
@@ -260,7 +260,7 @@ def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
     captured = capsys.readouterr()
     capped = json.loads(captured.out)
     assert "runs on fake tensors" in captured.err.splitlines()[0]
-    tiled = step_memory(ModelShape.from_config(small), Policy("host", tile=512), batch=1, tokens=2048)
+    tiled = step_memory(ModelShape.from_config(small), Policy("host", tile=1024), batch=1, tokens=8192)
     assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
     assert capped["why"].startswith("simulated")
 
