@@ -243,7 +243,7 @@ def test_names_of_the_engines(monkeypatch):
     assert compat.engine_hook(module) is None and compat.forward_before_wrapping(module) is None
     assert (
         not compat.under_zero3(module)
-        and not compat.is_flat(module.weight)
+        and not compat.is_shard(module.weight)
         and not compat.is_view_of_flat(module.weight)
     )
     assert compat.local_part(module.weight) is module.weight

@@ -7,7 +7,7 @@ from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import noted
-from hfpatch.compat import keeps_graph
+from hfpatch.compat import applying, keeps_graph, modules_in
 from hfpatch.memory.policy import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
@@ -40,6 +40,9 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
+_apply = applying(_TiledLayer)
+
+
 def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
 
@@ -48,12 +51,12 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
-    modules = list(layer.modules())
+    modules = modules_in(layer)
     places = noted(layer, modules)
-    tensors = ask.arguments.wanted() + [place.now() for place in places if place.trained]
+    tensors = ask.arguments.wanted() + [p.now() if p.tensor is None else p.tensor for p in places if p.trained]
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places,
-        random=any(isinstance(m, DROPOUTS) and m.training and m.p > 0 for m in modules),
+        random=any([m.training and m.p > 0 for m in modules if isinstance(m, DROPOUTS)]),
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
@@ -70,6 +73,6 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
-    outputs = _TiledLayer.apply(call, x, *tensors)
+    outputs = _apply(call, x, *tensors)
     session.linked(call, outputs[0])
     return list(outputs)

@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_flat, is_sharded_by_zero3, is_view_of_flat, parameters_of, storage_of, version
+from hfpatch.compat import is_shard, is_view_of_flat, parameters_of, storage_of, version
 
 STANDS_FOR = "_hfpatch_stands_for"
+_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
 
 class Place:
@@ -30,16 +31,13 @@ class Place:
         # Frozen ones may come and go by `.data` (streamed.py); a trained one that does is somebody's edit.
         self.storage = storage_of(tensor) if self.trained and not gathered else None
 
-    @property
-    def _table(self) -> dict:
-        own = parameters_of(self.module)
-        return own if self.name in own else vars(self.module)
-
     def now(self) -> Tensor:
-        return self._table[self.name]
+        own = parameters_of(self.module)
+        return own[self.name] if self.name in own else vars(self.module)[self.name]
 
     def put(self, tensor: Tensor) -> None:
-        self._table[self.name] = tensor
+        own = parameters_of(self.module)
+        (own if self.name in own else vars(self.module))[self.name] = tensor
 
     def in_forward(self) -> Tensor:
         """The tensor that forward used. RuntimeError where it was written to since."""
@@ -61,8 +59,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_sharded(module: nn.Module, tensors) -> bool:
-    names = [c.__name__ for c in type(module).__mro__]
-    return "FSDPModule" in names or any(is_sharded_by_zero3(t) or is_flat(t) for t in tensors)
+    return "FSDPModule" in [c.__name__ for c in type(module).__mro__] or any(map(is_shard, tensors))
 
 
 def noted(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
@@ -71,30 +68,31 @@ def noted(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
     Sharding engines may hold the gathered weight as a plain attribute in place of the parameter (FSDP1 does): those
     count too.
     """
-    found, seen = [], set()
+    found = {}
     for module in modules:
-        own = parameters_of(module)
-        plain = [(n, t) for n, t in vars(module).items() if isinstance(t, Tensor) and not t.is_leaf]
-        for name, tensor in [*own.items(), *plain]:
-            if tensor is not None and id(tensor) not in seen:
-                if hasattr(tensor, STANDS_FOR):  # Ctrl-C in the very moment of putting the parameters back
-                    tensor = getattr(tensor, STANDS_FOR)
-                    Place(module, name, tensor, False).put(tensor)
-                seen.add(id(tensor))
-                found.append((module, name, tensor, name not in own or is_view_of_flat(tensor)))
-    sharded = _is_sharded(layer, [tensor for *_, tensor, _ in found])
-    return [Place(module, name, tensor, sharded or gathered) for module, name, tensor, gathered in found]
+        own, values = parameters_of(module), module.__dict__
+        plain = [n for n in values if n not in _OF_ALL and isinstance(values[n], Tensor) and not values[n].is_leaf]
+        for name in (*own, *plain):
+            tensor = own[name] if name in own else values[name]
+            if tensor is None or id(tensor) in found:
+                continue
+            if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
+                tensor = tensor.__dict__[STANDS_FOR]
+                Place(module, name, tensor, False).put(tensor)
+            found[id(tensor)] = (module, name, tensor, name not in own or is_view_of_flat(tensor))
+    sharded = _is_sharded(layer, [tensor for _, _, tensor, _ in found.values()])
+    return [Place(module, name, tensor, sharded or gathered) for module, name, tensor, gathered in found.values()]
 
 
 class WeightGradients:
     """Context in which the layer's trained tensors are leaves of their own, whose gradients add up here.
 
     several: more than one tile will contribute, so gradients narrower than float32 add up in float32 and `round()` brings
-    them back; with one tile they are kept as they come.
+    them back; with one tile they stay in the leaves until then.
     """
 
     def __init__(self, places: list[Place], several: bool):
-        self.several = several
+        self.several, self.leaves = several, []
         self.trained = [place for place in places if place.trained]
         self.originals = [place.in_forward() for place in self.trained]
         self.frozen = [place for place in places if not place.trained]
@@ -103,28 +101,31 @@ class WeightGradients:
 
     def __enter__(self):
         try:
-            for index, (place, original) in enumerate(zip(self.trained, self.originals)):
-                self._swap(place, self._stand_in(index, original))
+            with torch.no_grad():
+                for place, original in zip(self.trained, self.originals):
+                    self._swap(place, place.now(), self._stand_in(original))
             for place in self.frozen:
-                if place.in_forward() is not place.now():
-                    self._swap(place, place.in_forward())
+                then, now = place.in_forward(), place.now()
+                if then is not now:
+                    self._swap(place, now, then)
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _swap(self, place: Place, tensor: Tensor) -> None:
-        self.before.append((place, place.now()))
+    def _swap(self, place: Place, now: Tensor, tensor: Tensor) -> None:
+        self.before.append((place, now))
         place.put(tensor)
 
-    def _stand_in(self, index: int, original: Tensor) -> Tensor:
-        with torch.no_grad():
-            stand_in = original.detach()
+    def _stand_in(self, original: Tensor) -> Tensor:
+        stand_in = original.detach()
         # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
-        stand_in.__dict__.update(vars(original))
-        setattr(stand_in, STANDS_FOR, original)
-        stand_in.requires_grad_(True)
-        stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
+        stand_in.__dict__ |= original.__dict__
+        stand_in.__dict__[STANDS_FOR] = original
+        stand_in.requires_grad = True
+        if self.several:
+            stand_in.register_post_accumulate_grad_hook(partial(self._take, len(self.leaves)))
+        self.leaves.append(stand_in)
         return stand_in
 
     def _take(self, index: int, stand_in: Tensor) -> None:
@@ -132,18 +133,23 @@ class WeightGradients:
         if self.sums[index] is not None:
             self.sums[index].add_(grad)
         else:
-            self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if self.several else grad
+            self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def round(self) -> None:
         """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by one."""
+        if not self.several:
+            self.sums = [leaf.grad for leaf in self.leaves]
+            return
         for index, original in enumerate(self.originals):
             if self.sums[index] is not None:
                 self.sums[index] = self.sums[index].to(original.dtype)
 
     def handed_over(self) -> list[Tensor | None]:
-        """The gradients, of `trained`. None stays here: what still holds a stand-in (sinks that attention was asked for) holds
-        its hook, and so this; the engine then copies each gradient and the first one lives as long as the loss."""
+        """The gradients, of `trained`. None stays here or in a stand-in, which something may still hold (sinks that attention
+        was asked for): the engine then copies each gradient and the first one lives as long as the loss."""
         sums, self.sums = self.sums, []
+        for leaf in self.leaves:
+            leaf.grad = None
         return sums
 
     def __exit__(self, *exc):

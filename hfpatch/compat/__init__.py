@@ -12,7 +12,7 @@ from hfpatch.compat.engines import (
     forward_before_wrapping,
     gather_as_one,
     hooked_forward,
-    is_flat,
+    is_shard,
     is_sharded_by_zero3,
     is_view_of_flat,
     local_part,
@@ -40,10 +40,12 @@ from hfpatch.compat.models import (
 from hfpatch.compat.modules import (
     buffers_of,
     forward_hooks,
+    modules_in,
     modules_of,
     other_hooks,
     parameters_of,
     pytree,
+    submodule,
     twin_of,
     user_hooks,
 )

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 def engine_hook(module: nn.Module):
     """accelerate's hook on a module, or None."""
-    return vars(module).get("_hf_hook")
+    own = module.__dict__
+    return own["_hf_hook"] if "_hf_hook" in own else None
 
 
 def hooked_forward(module: nn.Module) -> str:
@@ -34,7 +35,7 @@ def under_zero3(module: nn.Module) -> bool:
 
 def is_sharded_by_zero3(parameter: Tensor) -> bool:
     """Whether DeepSpeed holds shards of this parameter."""
-    return hasattr(parameter, "ds_id")
+    return "ds_id" in parameter.__dict__
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
@@ -61,14 +62,14 @@ def not_for_ddp(model: nn.Module, names=None) -> None:
         del own[name]
 
 
-def is_flat(parameter: Tensor) -> bool:
-    """Whether FSDP1 holds this parameter as one of many in a row."""
-    return hasattr(parameter, "_is_flat_param")
+def is_shard(parameter: Tensor) -> bool:
+    """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row (FSDP1)."""
+    return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__
 
 
 def is_view_of_flat(tensor: Tensor) -> bool:
     """Whether a tensor is FSDP1's view into such a row."""
-    return hasattr(tensor, "_fsdp_flattened")
+    return "_fsdp_flattened" in tensor.__dict__
 
 
 @contextmanager

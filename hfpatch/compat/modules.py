@@ -10,7 +10,7 @@ from hfpatch.compat.tensors import gone
 def parameters_of(module: nn.Module) -> dict:
     """The module's own parameters by name, to read and to write. RuntimeError where torch keeps them otherwise."""
     try:
-        return vars(module)["_parameters"]
+        return module.__dict__["_parameters"]
     except KeyError:
         raise gone("Module._parameters", "use another version") from None
 
@@ -22,7 +22,32 @@ def buffers_of(module: nn.Module) -> dict:
 
 def modules_of(module: nn.Module) -> dict:
     """The module's children by name, those that are None too."""
-    return vars(module).get("_modules") or dict(module.named_children())
+    own = module.__dict__
+    return own["_modules"] if "_modules" in own else dict(module.named_children())
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """module.get_submodule(path); AttributeError where there is none."""
+    for name in path.split("."):
+        below = modules_of(module).get(name)
+        module = module.get_submodule(name) if below is None else below
+    return module
+
+
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """module.modules(), whose names take longer than a small layer's matmuls."""
+    found = {module: None}
+
+    def walk(children):
+        for child in children.values():
+            if child is not None and child not in found:
+                found[child] = None
+                below = modules_of(child)
+                if below:
+                    walk(below)
+
+    walk(modules_of(module))
+    return list(found)
 
 
 def twin_of(module: nn.Module, parameters: dict, modules: dict) -> nn.Module:
@@ -33,15 +58,25 @@ def twin_of(module: nn.Module, parameters: dict, modules: dict) -> nn.Module:
     return twin
 
 
+_OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def forward_hooks(module: nn.Module) -> list:
     """Hooks that run behind the module's forward."""
-    return list(vars(module).get("_forward_hooks", {}).values())
+    return _hooks(module, ("_forward_hooks",))
 
 
 def other_hooks(module: nn.Module) -> list:
     """Hooks that run before the module's forward, and around its backward."""
-    names = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for name in names for hook in vars(module).get(name, {}).values()]
+    return _hooks(module, _OTHER_HOOKS)
+
+
+def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
+    own, found = module.__dict__, []
+    for name in names:
+        if name in own and own[name]:
+            found += own[name].values()
+    return found
 
 
 _SERVE_ANY_OUTPUT = ("torch.distributed", "deepspeed", "accelerate", "transformers", "hfpatch")
@@ -57,7 +92,7 @@ def _home(hook) -> str:
 
 def user_hooks(module: nn.Module, hooks=None) -> list:
     """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no values."""
-    hooks = forward_hooks(module) + other_hooks(module) if hooks is None else hooks
+    hooks = _hooks(module, ("_forward_hooks", *_OTHER_HOOKS)) if hooks is None else hooks
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 

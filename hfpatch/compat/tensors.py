@@ -60,7 +60,10 @@ def holders(x: Tensor) -> tuple[int, int]:
 
 def version(x: Tensor) -> int:
     """How often x was written to in place; inference tensors do not count, 0 where unknown."""
-    return 0 if x.is_inference() else getattr(x, "_version", 0)
+    try:
+        return x._version
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def storage_of(x: Tensor) -> int | None:

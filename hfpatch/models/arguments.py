@@ -1,12 +1,13 @@
 """The arguments of a layer beside its hidden states, cut along tokens."""
 
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import pytree
+from hfpatch.models.masks import Mask
 from hfpatch.models.mixers import Mixer
 
 
@@ -22,16 +23,54 @@ def _token_axis(x, B: int, T: int) -> int | None:
     return next(i for i, n in enumerate(x.shape) if n == T)
 
 
+_WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
+
+
+def _may_want(values) -> bool:
+    """Whether one of these arguments, or of those in it, wants a gradient, or is of a kind that may hold one that does."""
+    for x in values:
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                return True
+        elif x.__class__ in (tuple, list):
+            if _may_want(x):
+                return True
+        elif x.__class__ not in _WITHOUT_GRADIENTS:
+            return True
+    return False
+
+
 class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
 
     def __init__(self, args, kwargs, B: int, T: int):
-        self.leaves, self.spec = pytree().tree_flatten((args, kwargs))
-        self.axes = [_token_axis(x, B, T) for x in self.leaves]
-        self.kwargs, self.B, self.T = kwargs, B, T
-        self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self.args, self.kwargs, self.B, self.T = args, kwargs, B, T
+        self._wanted = []
+        if _may_want(args) or _may_want(kwargs.values()):
+            self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
         self._gradients = None  # of those that want one, while backward runs
-        self.cut = self.leaves  # of the last tile
+
+    # Only where something asks: the common block takes what it wants by name.
+    @cached_property
+    def _flat(self) -> tuple:
+        return pytree().tree_flatten((self.args, self.kwargs))
+
+    @property
+    def leaves(self) -> list:
+        return self._flat[0]
+
+    @property
+    def spec(self):
+        return self._flat[1]
+
+    @cached_property
+    def axes(self) -> list[int | None]:
+        return [_token_axis(x, self.B, self.T) for x in self.leaves]
+
+    @cached_property
+    def cut(self) -> list:
+        """Of the last tile."""
+        return self.leaves
 
     def tile(self, a: int, b: int):
         """(args, kwargs) of tokens a to b."""

@@ -85,7 +85,12 @@ def other_forward(module: nn.Module) -> bool:
 
 def package_of(module: nn.Module) -> str:
     """The package that its class is from, under those that torch's FSDP makes."""
-    names = (c.__module__ for c in type(module).__mro__)
+    return _package(type(module))
+
+
+@cache
+def _package(kind: type) -> str:
+    names = (c.__module__ for c in kind.__mro__)
     return next(name for name in names if not name.startswith("torch.distributed")).partition(".")[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import applying, user_hooks
+from hfpatch.compat import applying, submodule, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
@@ -63,6 +63,9 @@ class DeadRotation(torch.autograd.Function):
         return *torch.ops.hfpatch.rope(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
 
 
+rotation_without_values = applying(DeadRotation)
+
+
 def is_dead(x: Tensor) -> bool:
     """Whether this is a constant that stands for a value nobody reads."""
     return not any(x.stride())
@@ -81,14 +84,17 @@ def can_go_without(module: nn.Module | None) -> bool:
 def unwatched(layer: nn.Module, name: str) -> bool:
     """Whether the named module's value goes where it went when the layer was asked: no hook of the user's on it or between it
     and the layer, and no other module or forward between them."""
-    parts = name.split(".")
-    try:
-        around = [layer.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
-    except AttributeError:
-        return False
-    home = package_of(layer)
-    same = (package_of(m) == home and not other_forward(m) for m in around[:-1])
-    return all(same) and not any(user_hooks(m) for m in around)
+    home, module, parts = package_of(layer), layer, name.split(".")
+    for i, part in enumerate(parts, 1):
+        try:
+            module = submodule(module, part)
+        except AttributeError:
+            return False
+        if user_hooks(module):
+            return False
+        if i < len(parts) and (package_of(module) != home or other_forward(module)):
+            return False
+    return True
 
 
 def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
@@ -98,7 +104,7 @@ def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> li
     if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
         return []
     names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
-    modules = (m for name in names if can_go_without(m := base_of(layer.get_submodule(name))) and not user_hooks(m))
+    modules = (m for name in names if can_go_without(m := base_of(submodule(layer, name))) and not user_hooks(m))
     dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
     return [(m, partial(_valueless_forward, m, dense(m), value)) for m in modules]
 

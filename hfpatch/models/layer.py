@@ -20,6 +20,7 @@ from hfpatch.compat import (
     engine_hook,
     forward_hooks,
     other_hooks,
+    submodule,
     under_zero3,
 )
 from hfpatch.memory.cuts import tile_bounds
@@ -213,7 +214,7 @@ def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: st
     if torch.is_autocast_enabled(device):
         return tuple(n for n in names if n == "qkv")
     sources = _sources(layer, answers)
-    spared = lambda name: can_go_without(layer.get_submodule(name)) and unwatched(layer, name)  # noqa: E731
+    spared = lambda name: can_go_without(submodule(layer, name)) and unwatched(layer, name)  # noqa: E731
     return tuple(n for n in names if n == "qkv" or n in sources and all(map(spared, sources[n])))
 
 
@@ -259,7 +260,7 @@ class TiledLayer:
         if answers.reason:
             return answers.reason
         try:
-            mixing = [self.get_submodule(name) for name in answers.mixing]
+            mixing = [submodule(self, name) for name in answers.mixing]
         except AttributeError:
             return "other modules in it than at apply()"
         for attn in mixing:
@@ -271,7 +272,7 @@ class TiledLayer:
             if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
                 return "attention dropout"
         for name in {n for path in answers.mixing for n in _ancestors(path)}:
-            module = self.get_submodule(name)
+            module = submodule(self, name)
             if _has_hooks(module):
                 return f"hooks on {name}"
             if other_forward(module):
@@ -301,7 +302,7 @@ class TiledLayer:
     def _takes_whole(self, cache: Cache) -> bool:
         """Whether all keys and values may go into this cache at once, which holds none of this layer yet."""
         answers = self._hfpatch_answers
-        indices = [getattr(self.get_submodule(name), "layer_idx", None) for name in answers.attention]
+        indices = [getattr(submodule(self, name), "layer_idx", None) for name in answers.attention]
         if answers.mixers or type(cache) is not DynamicCache or len({*indices} - {None}) != len(answers.attention):
             return False
         return not any(cache.get_seq_length(index) for index in indices)
@@ -366,7 +367,7 @@ class TiledLayer:
             if answers.mixing and not answers.block and nobody_differentiates(self, x, args, kwargs):
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
                     return whole(x)
-            arguments = Arguments(*_without_cache(args, kwargs), *x.shape[:2])
+            arguments = Arguments(*((args, kwargs) if cache is None else _without_cache(args, kwargs)), *x.shape[:2])
             lists = collected_now()
             ask = Ask(
                 self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists)
@@ -410,9 +411,9 @@ def _ancestors(path: str) -> list[str]:
 def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
     accelerate's hooks under context parallelism, which take away a mask."""
-    forward = (h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING)
-    others = (h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK))
-    return any(forward) or any(others) or engine_hook(module) is not None
+    forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
+    others = [h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)]
+    return bool(forward or others) or engine_hook(module) is not None
 
 
 def _without_cache(args, kwargs) -> tuple[list, dict]:

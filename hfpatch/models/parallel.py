@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import Sequence
-from hfpatch.compat import context_parallel, deepspeed_config, engine_hook, ulysses
+from hfpatch.compat import context_parallel, deepspeed_config, engine_hook, modules_in, ulysses
 from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.models.asking import here, named
 
@@ -90,8 +90,7 @@ def why_not_exchanged(config, sequence: Sequence, training: bool) -> str | None:
 def weights_move(model: nn.Module) -> bool:
     """Whether accelerate's hooks bring weights to the device for each call, or lay the model out over several devices."""
     devices = set()
-    for module in model.modules():
-        hook = engine_hook(module)
+    for hook in filter(None, map(engine_hook, modules_in(model))):
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "offload", False):
                 return True

@@ -23,7 +23,7 @@ from hfpatch.compat import (
 )
 from hfpatch.models.answers import as_asked
 from hfpatch.models.classes import replaced_forward
-from hfpatch.models.dead import DeadRotation, is_dead
+from hfpatch.models.dead import is_dead, rotation_without_values
 from hfpatch.models.keeping import kept
 from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
@@ -73,9 +73,13 @@ def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     return _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
 
 
+_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
+
+
 def _plain_items(module: nn.Module) -> tuple:
     """Settings that a forward may branch on."""
-    return tuple(sorted((n, v) for n, v in vars(module).items() if isinstance(v, (bool, str)) and n != "training"))
+    own = module.__dict__
+    return tuple(sorted([(n, own[n]) for n in own.keys() - _OF_ALL if isinstance(own[n], (bool, str))]))
 
 
 @cache
@@ -149,19 +153,21 @@ class FusedJointMLP:
 
 
 def _activations(mlp: nn.Module) -> list[nn.Module]:
-    return [m for n, m in modules_of(mlp).items() if n not in (*mlp._hfpatch_gates, "down_proj")]
+    gates = mlp._hfpatch_gates
+    return [m for n, m in modules_of(mlp).items() if n not in gates and n != "down_proj"]
 
 
 def kinds_of_activations(mlp: nn.Module) -> tuple:
     """What the fused forms take an MLP's activation for."""
-    return tuple((type(m), _plain_items(m)) for m in _activations(mlp))
+    return tuple([(type(m), _plain_items(m)) for m in _activations(mlp)])
 
 
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
     nobody watches it."""
-    if any(forward_hooks(m) or other_hooks(m) or "forward" in vars(m) for m in _activations(mlp)):
-        return False
+    for m in _activations(mlp):
+        if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
+            return False
     return mlp._hfpatch_activations in (None, kinds_of_activations(mlp))
 
 
@@ -234,7 +240,7 @@ def rotation(forward):
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
         if plain and is_dead(q) and is_dead(k):
-            return DeadRotation.apply(q, k, cos, sin)
+            return rotation_without_values(q, k, cos, sin)
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
 
     return rotate

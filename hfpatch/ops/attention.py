@@ -276,6 +276,8 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     q's column is a power of two large enough that k's stays within float16.
     """
     E, E_v = q.shape[3], v.shape[3]
+    if E == E_v and hidden_BT is None:
+        return q, k, v
     wide = max(E + (hidden_BT is not None), E_v)
     if wide > E or wide > E_v:
         wide = -(-wide // 8) * 8

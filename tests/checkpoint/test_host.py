@@ -1,4 +1,4 @@
-"""The host's own work for a tile of a layer, counted in calls: the same on every machine."""
+"""The host's own work for a layer and for a tile of one, counted in calls: the same on every machine."""
 
 import sys
 
@@ -7,12 +7,13 @@ import torch
 
 import hfpatch
 
-MOST = 1160  # functions called, in Python and from it, for a tile's forward and backward
+MOST_OF_A_TILE = 1140  # functions called, in Python and from it, for a tile's forward and backward
+MOST_OF_A_LAYER = 1880  # for a layer in one tile
 
 
-def calls(tiles: int) -> int:
-    """In one step of two layers in `tiles` tiles."""
-    model = tiny.llama(num_hidden_layers=2)
+def calls(layers: int, tiles: int) -> int:
+    """In one step of that many layers in `tiles` tiles."""
+    model = tiny.llama(num_hidden_layers=layers)
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=32 // tiles, plain=0), verdict=False)
     ids, count = torch.zeros(1, 32, dtype=torch.long), 0
 
@@ -30,4 +31,8 @@ def calls(tiles: int) -> int:
 
 
 def test_a_tile_costs_few_calls():
-    assert (calls(16) - calls(4)) / 12 / 2 <= MOST
+    assert (calls(2, 16) - calls(2, 4)) / 12 / 2 <= MOST_OF_A_TILE
+
+
+def test_a_layer_in_one_tile_costs_few_calls():
+    assert (calls(4, 1) - calls(2, 1)) / 2 <= MOST_OF_A_LAYER
