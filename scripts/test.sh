@@ -4,6 +4,7 @@
 #   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
 #                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
+#   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
 case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,6 +18,12 @@ fi
 export TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
 # Tiny tensors: one thread is as fast alone, and far faster beside other processes (the launches of two).
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Processes that shared a GPU would measure each other's memory.
+WORKERS=()
+if [ "$DS_ACCELERATOR" = cpu ]; then
+    WORKERS=(-n "${HFPATCH_TEST_WORKERS:-$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')}" --dist worksteal)
+    WORKERS+=(-p no:benchmark) # a plugin of that name warns where tests are shared, and a warning is an error here
+fi
 status=0
 
 run() { # run "what" command...: prints the time it took, remembers a failure, goes on
@@ -29,13 +36,13 @@ run() { # run "what" command...: prints the time it took, remembers a failure, g
 
 # The interpreter replaces the compiler for the whole process, so its tests run in one of their own.
 if [ $# -eq 0 ] && python -c 'import triton' 2>/dev/null; then
-    run "kernels under the interpreter" env TRITON_INTERPRET=1 python -m pytest -q tests/ops tests/kernels "${ALL[@]}"
+    run "kernels under the interpreter" env TRITON_INTERPRET=1 python -m pytest -q "${WORKERS[@]}" tests/ops tests/kernels "${ALL[@]}"
 fi
 if [ ${#ALL[@]} -gt 0 ]; then
     suite_with() { # suite_with "transformers==..." in the environment of HFPATCH_VENV
         # With all that hfpatch needs in one breath: an older transformers wants older companions.
         make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" &&
-            run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q --ignore=tests/kernels && exit $status
+            run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q "${WORKERS[@]}" --ignore=tests/kernels && exit $status
     }
     for version in 5.17 5.22; do
         (HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-$version && suite_with "transformers==$version.*") || status=1
@@ -52,5 +59,5 @@ if [ ${#ALL[@]} -gt 0 ]; then
     fi
 fi
 [ $status -eq 0 ] || echo "hfpatch: something above failed" >&2
-python -m pytest "${ALL[@]}" "$@" || status=1 # last, so that the output ends with the suite's closing line
+python -m pytest "${WORKERS[@]}" "${ALL[@]}" "$@" || status=1 # last, so that the output ends with the suite's closing line
 exit $status
