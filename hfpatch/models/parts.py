@@ -77,9 +77,9 @@ _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
 
 def _plain_items(module: nn.Module) -> tuple:
-    """Settings that a forward may branch on."""
+    """Settings that a forward may branch on; marks of engines and of transformers begin with an underscore."""
     own = module.__dict__
-    return tuple(sorted([(n, own[n]) for n in own.keys() - _OF_ALL if isinstance(own[n], (bool, str))]))
+    return tuple(sorted([(n, own[n]) for n in own.keys() - _OF_ALL if n[0] != "_" and isinstance(own[n], (bool, str))]))
 
 
 @cache

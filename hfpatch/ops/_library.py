@@ -4,7 +4,6 @@ Plain `torch.library.Library` calls, since the `custom_op` wrapper costs more a 
 devices: it takes the Triton kernel for CUDA tensors (and, under TRITON_INTERPRET=1, for CPU tensors), else plain torch.
 """
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -31,13 +30,9 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     return True
 
 
-@functools.lru_cache
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype the plain versions compute in: float32, or float64 where an input is."""
-    wide = torch.float32
-    for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
-    return wide
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def define(

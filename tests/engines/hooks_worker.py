@@ -27,7 +27,7 @@ def make_model():
     )  # fmt: skip
     model = Lfm2ForCausalLM(config).train()
     report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
-    assert not any("whole" in note for note in report.notes), report
+    assert not any("whole" in note for note in report.notes), report.notes
     return model
 
 
