@@ -102,8 +102,8 @@ class WeightGradients:
     def __enter__(self):
         try:
             with torch.no_grad():
-                for place, original in zip(self.trained, self.originals):
-                    self._swap(place, place.now(), self._stand_in(original))
+                for index, (place, original) in enumerate(zip(self.trained, self.originals)):
+                    self._swap(place, place.now(), self._stand_in(index, original))
             for place in self.frozen:
                 then, now = place.in_forward(), place.now()
                 if then is not now:
@@ -117,15 +117,16 @@ class WeightGradients:
         self.before.append((place, now))
         place.put(tensor)
 
-    def _stand_in(self, original: Tensor) -> Tensor:
+    def _stand_in(self, index: int, original: Tensor) -> Tensor:
         stand_in = original.detach()
         # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
         stand_in.__dict__ |= original.__dict__
         stand_in.__dict__[STANDS_FOR] = original
         stand_in.requires_grad = True
-        if self.several:
-            stand_in.register_post_accumulate_grad_hook(partial(self._take, len(self.leaves)))
-        self.leaves.append(stand_in)
+        if self.several:  # and no leaf is held here: its hook holds this, and no collector sees through it
+            stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
+        else:
+            self.leaves.append(stand_in)
         return stand_in
 
     def _take(self, index: int, stand_in: Tensor) -> None:
