@@ -20,8 +20,8 @@ from hfpatch.checkpoint.offload import Saved, Slot, Ticket, Transfers
 from hfpatch.checkpoint.shards import tensor_parallel_group
 from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.compat import buffers_of, is_fake, modules_of, parameters_of
+from hfpatch.memory.formula import WEIGHT_SLOTS
 
-SLOTS = 2
 ALIGNED = 256  # bytes; where a tensor starts in its block
 
 
@@ -293,7 +293,7 @@ class StreamedWeights:
         packed, ticket = self.packed[index], self.tickets.pop(index, None)
         if ticket is None:
             self.make_slots()
-            if len(self.tickets) == SLOTS:
+            if len(self.tickets) == WEIGHT_SLOTS:
                 self.tickets.pop(next(iter(self.tickets))).done()
             ticket = self.transfers.fetch([(packed.saved, 0, packed.nbytes, None)], self.slots.take())
         self.tickets[index] = ticket
@@ -307,7 +307,8 @@ class StreamedWeights:
             return
         self.drop()
         buffers = [
-            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.transfers.on_device) for _ in range(SLOTS)
+            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.transfers.on_device)
+            for _ in range(WEIGHT_SLOTS)
         ]
         made = device.mark()
         self.slots, self.stream = Shelf([Slot(buffer, made) for buffer in buffers]), device.current()

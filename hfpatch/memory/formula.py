@@ -20,6 +20,7 @@ __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "step_memory"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
 EMBEDDING_SLICE = 128 << 20  # ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
+WEIGHT_SLOTS = 2  # of the device, each for a layer's frozen weights that wait on the host
 RING_SLOTS = 3  # tiles under way: one in use, one ready, one on its way
 
 

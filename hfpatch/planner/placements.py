@@ -5,9 +5,9 @@ The names are those of `--placement` (one GPU) and of the engine configurations 
 
 from dataclasses import dataclass
 
+from hfpatch.memory.formula import WEIGHT_SLOTS
 from hfpatch.memory.shape import ModelShape
 
-SLOTS = 2  # of the GPU, each for a layer's frozen weights: checkpoint/streamed.py
 LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
 
 
@@ -96,7 +96,7 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         if getattr(policy, "weights", "gpu") == "host":
             # Two layers' frozen weights on the GPU at a time; each process has its own of all.
             host = shape.over(shape.frozen_bytes_of)
-            base += SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
+            base += WEIGHT_SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
         moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
         return Resident(base, None, moments, host=gpus * host)
     P, layer = shape.parameters, shape.layer_parameters
