@@ -18,12 +18,25 @@ fi
 export TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')}
 # Tiny tensors: one thread is as fast alone, and far faster beside other processes (the launches of two).
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+had() { # had MODULE PACKAGE: whether it can be imported; what helps but no test needs must not stop them where no index has it
+    python -c "import $1" 2>/dev/null || python -m pip install -q -c "$HFPATCH_KEEP" "$2" || {
+        echo "hfpatch: $2 is not here, and pip cannot install it: $3"
+        return 1
+    }
+}
+had mypy mypy "what a type checker says of the package is not tested"
 # Processes that shared a GPU would measure each other's memory.
-WORKERS=()
-if [ "$DS_ACCELERATOR" = cpu ]; then
-    WORKERS=(-n "${HFPATCH_TEST_WORKERS:-$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')}" --dist worksteal)
-    WORKERS+=(-p no:benchmark) # a plugin of that name warns where tests are shared, and a warning is an error here
-fi
+shared_out() { # sets WORKERS: how pytest shares the tests out in the environment that `python` is now
+    local count=1
+    [ "$DS_ACCELERATOR" != cpu ] ||
+        count=${HFPATCH_TEST_WORKERS:-$(python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')}
+    WORKERS=()
+    [ "$count" -gt 1 ] || return 0
+    # A plugin named benchmark warns where tests are shared, and a warning is an error here.
+    had xdist pytest-xdist "one process runs all tests, which takes longer" && WORKERS=(-n "$count" --dist worksteal -p no:benchmark)
+    return 0
+}
+shared_out
 status=0
 
 run() { # run "what" command...: prints the time it took, remembers a failure, goes on
@@ -41,7 +54,7 @@ fi
 if [ ${#ALL[@]} -gt 0 ]; then
     suite_with() { # suite_with "transformers==..." in the environment of HFPATCH_VENV
         # With all that hfpatch needs in one breath: an older transformers wants older companions.
-        make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" &&
+        make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" && shared_out &&
             run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q "${WORKERS[@]}" --ignore=tests/kernels && exit $status
     }
     for version in 5.17 5.22; do
