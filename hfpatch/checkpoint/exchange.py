@@ -5,10 +5,13 @@ all heads of those tokens. Attention wants whole rows of few heads: rank p owns 
 In rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next
 round is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which
 the kernel wants whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of
-its dk and dv: summed in float32.
+its dk and dv: summed in float32. Heads that do not go evenly over the ranks are filled up with copies of the last one, whose
+results nobody reads, and each brings its own copy of its KV head.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
 """
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -111,14 +114,24 @@ class ExchangedAttention(Attention):
 
     def _queries(self, x_BtHE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's query heads of every rank, [P, B, t, w, E]."""
+        if rounds.uneven:
+            return self._copies(x_BtHE, rounds, r)
         a = r * rounds.width
         return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(2, 0)
 
     def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's KV heads of every rank, [P, B, t, n, E]: shared ones once for each rank that shares them."""
+        if rounds.uneven:
+            return self._copies(x_BtKE, rounds, r)
         if rounds.sharing > 1:
             return x_BtKE.movedim(2, 0).repeat_interleave(rounds.sharing, 0)[:, :, :, None]
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
+
+    def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
+        """A round's query heads, or their KV heads, of every rank, where they do not go evenly: [P, B, t, w, E]."""
+        H, G = rounds.uneven[0], x_BtGE.shape[2]
+        heads = [x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)]
+        return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
 
     def _ahead(self, n_rounds: int, send):
         """send(r) of every round, waited for in turn; the next one under way where there is memory for it."""
@@ -133,9 +146,10 @@ class ExchangedAttention(Attention):
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from those of its rounds, [B, t, P*w, E]."""
         joined, outs, P = [], list(outs), self.sequence.size
-        for n in self.counts():
+        for n, rounds in zip(self.counts(), self.rounds):
             mine, outs = outs[:n], outs[n:]
-            joined.append(mine[0] if n == 1 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4))
+            out = mine[0] if n == 1 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
+            joined.append(out[:, :, : rounds.uneven[0]] if rounds.uneven else out)
         return joined
 
     def forward(
@@ -150,6 +164,9 @@ class ExchangedAttention(Attention):
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, t, H, _ = q.shape
             rounds = rounds_of(B, t * P, H, k.shape[2], P)
+            if rounds.uneven and ask.sinks_H is not None:
+                filled = ask.sinks_H[-1:].expand(P * rounds.own - H)
+                ask = replace(ask, sinks_H=torch.cat([ask.sinks_H, filled]))
 
             def send(r, q=q, k=k, v=v, rounds=rounds):
                 more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
@@ -196,6 +213,9 @@ class ExchangedAttention(Attention):
             sinks = heads.asked.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
+            if rounds.uneven:  # a KV head's gradients come from several rounds and ranks, and its k and v go out again
+                wide = torch.promote_types(k.dtype, torch.float32)
+                dk_whole, dv_whole = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
             for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
                 g, owned = first + r, heads.groups[r][0]
@@ -217,13 +237,25 @@ class ExchangedAttention(Attention):
                         self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
                     sums = grad = None
             self._put(back, dq_whole, rounds, rounds.count - 1)
+            if rounds.uneven:
+                into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
+                dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
             first += rounds.count
         return dsinks
 
     def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:
-        self._queries(whole_BtHE, rounds, r).copy_(back.wait())
+        if rounds.uneven:
+            for h, got_BtE in self._existing(back, rounds, r):
+                whole_BtHE[:, :, h] = got_BtE
+        else:
+            self._queries(whole_BtHE, rounds, r).copy_(back.wait())
 
     def _put_keys(self, back: _Coming, whole_BtKE: Tensor, rounds: Rounds, r: int) -> None:
+        if rounds.uneven:
+            H, K = rounds.uneven
+            for h, got_BtE in self._existing(back, rounds, r):
+                whole_BtKE[:, :, h * K // H] += got_BtE
+            return
         got_PBtnE = back.wait()
         if rounds.sharing > 1:
             wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
@@ -231,6 +263,11 @@ class ExchangedAttention(Attention):
             whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
         else:
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
+
+    def _existing(self, back: _Coming, rounds: Rounds, r: int):
+        """(number, what came back) of a round's query heads that there are, where they go unevenly."""
+        heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
+        return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
 
 def _added(sums, grads, alone: bool):

@@ -62,7 +62,8 @@ def train(argv) -> int:
 
     config = prepare.load_config(model_args)
     checks.length(data_args.seq_length, config)
-    checks.sharing(model_args.sp_size, config)
+    if args.deepspeed:
+        checks.sharing(model_args.sp_size, config)
     source = prepare.source(data_args.data, data_args, digest=not data_args.streaming, say=say)
     with args.main_process_first(desc="tokenizing"):
         tokenizer = prepare.load_tokenizer(model_args, data_args, source)

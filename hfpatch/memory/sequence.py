@@ -11,12 +11,14 @@ BLOCKS = 512  # of 128 queries, which keep a large GPU full
 @dataclass(frozen=True)
 class Rounds:
     """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV head; sharing: ranks that
-    have the same KV head."""
+    have the same KV head; uneven: (query heads, KV heads) where they do not go evenly over the ranks: then each query head
+    brings a KV head of its own, and the last ranks compute the last head again, which nobody reads."""
 
     own: int
     width: int
     repeat: int
     sharing: int
+    uneven: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -34,6 +36,10 @@ class Rounds:
     def last_keys(self, r: int) -> bool:
         return (r + 1) * self.width % self.repeat == 0
 
+    def queries(self, r: int, ranks: int) -> list[int]:
+        """The query heads of round r, one rank's behind another's; not all of them exist where heads go unevenly."""
+        return [p * self.own + r * self.width + i for p in range(ranks) for i in range(self.width)]
+
 
 def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
     """None where the heads go evenly over the ranks, else the reason in a few words."""
@@ -45,18 +51,14 @@ def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
 def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int) -> Rounds:
     """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of several KV heads.
 
-    tokens: of whole rows. ValueError where heads do not go evenly over the ranks.
+    tokens: of whole rows.
     """
-    reason = why_not_shared_out(n_heads, n_kv_heads, ranks)
-    if reason:
-        raise ValueError(
-            f"hfpatch: expected heads that go evenly over the ranks of a sequence, {reason}; change sp_size."
-        )
-    own, sharing = n_heads // ranks, max(1, ranks // n_kv_heads)
-    repeat = min(own, n_heads // n_kv_heads)
+    uneven = (n_heads, n_kv_heads) if why_not_shared_out(n_heads, n_kv_heads, ranks) else None
+    own, sharing = -(-n_heads // ranks), 1 if uneven else max(1, ranks // n_kv_heads)
+    repeat = 1 if uneven else min(own, n_heads // n_kv_heads)
     wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))
     fits = [n for n in range(1, own + 1) if own % n == 0 and (repeat % n == 0 or n % repeat == 0)]
-    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing)
+    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing, uneven)
 
 
 def whole_tokens(shape, tokens: int) -> int:
@@ -80,13 +82,18 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
     if ahead and rounds.count > 1:
         now += 2 * (q + 2 * v)
         now += 2 * keys if rounds.own > rounds.repeat else 0
+    if rounds.uneven:
+        now += (
+            batch * tokens * (shape.kv_size + shape.v_size) * max(4, s)
+        )  # dk and dv of this rank's tokens, in float32
     return now
 
 
 def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
     """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
-    q, v = shape.q_size, shape.out_size
-    shared = max(1, shape.ranks // shape.num_kv_heads)
-    keys = (shape.kv_size + shape.v_size) * shared
+    rounds = rounds_of(1, whole_tokens(shape, rows), shape.num_heads, shape.num_kv_heads, shape.ranks)
+    filled = rounds.own * shape.ranks / shape.num_heads
+    q, v = filled * shape.q_size, filled * shape.out_size
+    keys = (shape.kv_size + shape.v_size) / shape.num_kv_heads * rounds.own // rounds.repeat * shape.ranks
     once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
     return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

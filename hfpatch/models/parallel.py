@@ -8,7 +8,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import context_parallel, deepspeed_config, engine_hook, modules_in, ulysses
-from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.models.asking import here, named
 
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
@@ -76,15 +75,10 @@ def sharded(sequence: Sequence | None | bool):
         here.sequence = before
 
 
-def why_not_exchanged(config, sequence: Sequence, training: bool) -> str | None:
-    """None where attention over the whole rows of `sequence` can be ours, else the reason in a few words."""
-    config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if training and (getattr(config, "attention_dropout", 0.0) or 0.0):
-        return "attention dropout"
-    if heads is None:
-        return None
-    return why_not_shared_out(heads, getattr(config, "num_key_value_heads", None) or heads, sequence.size)
+def why_not_exchanged(config, training: bool) -> str | None:
+    """None where attention over rows that ranks share can be ours, else the reason in a few words."""
+    dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
+    return "attention dropout" if training and dropout else None
 
 
 def weights_move(model: nn.Module) -> bool:

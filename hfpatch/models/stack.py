@@ -90,7 +90,7 @@ class OurAttention:
             if here.sequence:
                 raise ValueError(
                     "hfpatch: expected a forward that ranks can share, one came that runs as transformers has it (attention "
-                    "weights, a mask or attention function of the caller's own, heads that do not go evenly); leave that out."
+                    "weights, dropout, a mask or attention function of the caller's own); leave that out."
                 )
             return self._hfpatch_declined(kwargs)
         checkpointed = (
@@ -168,7 +168,7 @@ class OurAttention:
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents)
             return self._hfpatch_without(packed)
-        if sequence is not None and why_not_exchanged(config, sequence, self.training):
+        if sequence is not None and why_not_exchanged(config, self.training):
             refuse_packed_shards(config, batch.rows().documents)
             if mask is None:
                 # Of this rank's positions transformers would make a [t, t] mask that says nothing of whole rows.

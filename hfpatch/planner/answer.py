@@ -90,6 +90,13 @@ class Run:
     def ranks(self) -> int:
         return getattr(self.shape, "ranks", 1)
 
+    @property
+    def uneven(self) -> str | None:
+        """Why heads do not go evenly over the ranks that share rows; None where they do."""
+        return (
+            None if self.ranks == 1 else why_not_shared_out(self.shape.num_heads, self.shape.num_kv_heads, self.ranks)
+        )
+
 
 def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
@@ -140,14 +147,11 @@ def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
 
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for ranks that share each row. ValueError where they are too many, or heads do not go evenly over them."""
+    """The shape for ranks that share each row. ValueError where they do not divide the GPUs, or there is no shape."""
     if gpus % sp_size:
         raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
     if not isinstance(shape, ModelShape):
         raise ValueError("hfpatch: --sp-size wants a model that closed forms describe, another came; leave it out.")
-    reason = why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size)
-    if reason:
-        raise ValueError(f"hfpatch: --sp-size {sp_size} came, but {reason}; pass another size.")
     return replace(shape, ranks=sp_size)
 
 

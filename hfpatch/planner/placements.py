@@ -66,10 +66,17 @@ PLACEMENTS = {
 ADAPTED = ("gpu8bit", "adamw")  # where adapters are trained: a whole copy of the frozen base on each GPU
 
 
-def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
-    """The placements to try. ValueError for an unknown name, or one that this number of GPUs, or adapters, cannot have."""
+def candidates(name: str, gpus: int, adapters: bool = False, uneven: str | None = None) -> list[str]:
+    """The placements to try. ValueError for an unknown name, or one that this number of GPUs, adapters, or ranks that share rows
+    cannot have. uneven: why heads do not go evenly over such ranks, which DeepSpeed refuses; None where they do."""
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
     possible = list(ADAPTED) if adapters else possible
+    if uneven:
+        possible = [n for n in possible if n.startswith("fsdp2")]
+        if name in PLACEMENTS and name not in possible or not possible:
+            raise ValueError(
+                f"hfpatch: {uneven}, which DeepSpeed's Ulysses refuses; pass another --sp-size, or --placement fsdp2."
+            )
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:

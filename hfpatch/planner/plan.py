@@ -13,7 +13,6 @@ from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.seconds import first_step, step_time
-from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.memory.shape import UnknownFamily
 from hfpatch.planner.answer import PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
@@ -196,11 +195,11 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
             })  # fmt: skip
 
     lora = run.shape.adapters
-    names = candidates(asked, run.gpus, bool(lora))
+    names = candidates(asked, run.gpus, bool(lora), run.uneven)
     if lora and lora.base != "4bit":
         smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
         offer("--base 4bit", replace(run, shape=smaller), names)
-    for name in candidates("auto", run.gpus, bool(lora)):
+    for name in candidates("auto", run.gpus, bool(lora), run.uneven):
         if name != plan.placement and name not in names:
             offer(f"--placement {name}", run, [name])
     if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
@@ -214,14 +213,14 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     for gpus in (2, 4, 8):
         if gpus > run.gpus:
             before = len(found)
-            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora)), f"{gpus} GPUs")
+            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora), run.uneven),
+                  f"{gpus} GPUs")  # fmt: skip
             if len(found) > before:
                 break
     for size in range(2, run.gpus + 1):
         if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
-            reason = why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size)
             part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
-            if not reason and _best(part, names).fits:
+            if not part.uneven and _best(part, names).fits:
                 offer(f"--sp-size {size}", part, names)
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
@@ -297,7 +296,7 @@ def plan(
 
         return simulated_plan(model, seq_len=seq_len, placement=placement, **asked)
     run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
-    names = candidates(placement, gpus, bool(adapters))
+    names = candidates(placement, gpus, bool(adapters), run.uneven)
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))

@@ -244,12 +244,15 @@ def length(seq_length: int, config) -> None:
 
 
 def sharing(sp_size: int, config) -> None:
-    """Heads that do not go evenly over the ranks that share each sequence. Raises ValueError."""
+    """Heads that do not go evenly over the ranks that share each sequence, which DeepSpeed refuses. Raises ValueError."""
     config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     reason = heads and why_not_shared_out(heads, getattr(config, "num_key_value_heads", None) or heads, sp_size)
     if reason:
-        raise ValueError(f"hfpatch: --sp_size {sp_size} came, but {reason}; pass another size.")
+        raise ValueError(
+            f"hfpatch: --sp_size {sp_size} came, but {reason}, which DeepSpeed's Ulysses refuses; pass another size, or "
+            "--engine fsdp2."
+        )
 
 
 def memory_of(config, model, data, args) -> None:

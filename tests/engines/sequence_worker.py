@@ -148,7 +148,12 @@ def case(
     verdict=True, streamed=False, again=0, blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
-        dtype=torch.float64, num_hidden_layers=3, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
+        dtype=torch.float64,
+        num_hidden_layers=3,
+        hidden_size=8 * heads[0],
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=8,
     )
     ours = wrap(tiny.with_exact_norms(base))
     checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
@@ -187,7 +192,7 @@ def evaluation(ranks: Ranks) -> float:
 def refusals(ranks: Ranks) -> list[str]:
     """What is said where a shard would be taken for a row, one sentence a case."""
     said = []
-    for change, given in (({}, {"position_ids": None}), ({"num_attention_heads": 1, "num_key_value_heads": 1}, {})):
+    for change, given in (({}, {"position_ids": None}), ({"attention_dropout": 0.1}, {})):
         ours = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8, **change))
         mine = {n: x[:, : T // ranks.size] for n, x in batch("packed", 1).items()}
         try:
@@ -258,10 +263,12 @@ def main(chosen: str, folder: str) -> None:
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
         "layers run whole": {"tiled": False, "kind": "packed"},
         "streamed, a round at a time": {"streamed": True, "heads": (8, 4), "again": 1},
+        "uneven heads": {"heads": (3, 1), "contract": "zigzag", "kind": "packed"},
+        "uneven KV heads": {"heads": (6, 3), "contract": "sharded", "B": 2, "every": 2},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):
-            for heads in ((8, 1), (8, 4), (8, 8)):
+            for heads in ((8, 1), (8, 4), (8, 8), (6, 3), (5, 1)):
                 for kind in ("plain", "packed", "padded"):
                     for i, settings in enumerate(
                         ({}, {"save_attention": False}, {"every": 2}, {"every": 3, "tile": 99})

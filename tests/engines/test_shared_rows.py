@@ -23,11 +23,12 @@ def check(reports: list[dict], n_cases: int) -> None:
 
 
 def test_gradients_are_those_of_one_process(tmp_path):
-    """Fewer KV heads than ranks, batch 1 and 2, packed, padded, zigzag, LoRA, every, tiers, saved or not, no label on a rank."""
+    """Fewer KV heads than ranks, uneven heads, batch 1 and 2, packed, padded, zigzag, LoRA, every, tiers, saved or not, no label
+    on a rank."""
     reports = torchrun("sequence_worker.py", "short", folder=tmp_path)
-    check(reports, 13)
+    check(reports, 15)
     for report in reports:
-        assert report["calls"] > 13 * 3  # every layer's attention was exchanged
+        assert report["calls"] > 15 * 3  # every layer's attention was exchanged
         positions, packed = report["said"]
         assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
         assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
@@ -41,7 +42,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_and_family(ranks, tmp_path):
-    check(torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=900), 85)
+    check(torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500), 15 + 2 * 5 * 3 * 4)
 
 
 @pytest.mark.long

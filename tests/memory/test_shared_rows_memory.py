@@ -40,6 +40,14 @@ def test_every_head_is_computed_once_with_its_own_keys(n_heads, n_kv_heads, rank
     assert rounds.width * -(-tokens // 128) >= 512 or rounds.count == 1
 
 
+@pytest.mark.parametrize("n_heads, n_kv_heads, ranks", [(28, 4, 8), (6, 3, 2), (3, 1, 4)])
+def test_heads_that_go_unevenly_are_filled_up(n_heads, n_kv_heads, ranks):
+    rounds = rounds_of(1, M, n_heads, n_kv_heads, ranks)
+    seen = [h for r in range(rounds.count) for h in rounds.queries(r, ranks)]
+    assert rounds.uneven == (n_heads, n_kv_heads) and sorted(seen) == list(range(ranks * -(-n_heads // ranks)))
+    assert all(rounds.new_keys(r) and rounds.last_keys(r) for r in range(rounds.count))
+
+
 def simulated(policy, tokens, layers=2):
     from hfpatch.planner.simulated import build, prepare
     from hfpatch.simulate.simulator import simulate

@@ -27,7 +27,6 @@ def mixing(model):
     (lambda: mixing(tiny.patched(tiny.llama())), {}, "expected whole rows, a part of each came to a LlamaModel"),
     (lambda: tiny.patched(tiny.llama()), {"position_ids": None}, "expected position_ids where a row's tokens lie on several"),
     (lambda: tiny.patched(tiny.llama()), {"attention_mask": torch.ones(1, 1, 12, 12)}, "expected a forward that ranks can share"),
-    (lambda: tiny.patched(tiny.llama(num_attention_heads=1, num_key_value_heads=1)), {}, "expected a forward that ranks can share"),
     (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {}, "expected a forward that ranks can share"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(make, more, said):

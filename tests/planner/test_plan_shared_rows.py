@@ -52,12 +52,18 @@ def test_what_goes_between_the_gpus():
 
 
 @pytest.mark.parametrize("arguments, said", [
-    ({"sp_size": 3, "gpus": 8}, "--sp-size divides --gpus"), ({"sp_size": 64, "gpus": 64}, "do not go evenly"),
-    ({"sp_size": 0}, "sp_size must be a positive"),
+    ({"sp_size": 3, "gpus": 8}, "--sp-size divides --gpus"),
+    ({"sp_size": 64, "gpus": 64, "placement": "zero3"}, "do not go evenly"), ({"sp_size": 0}, "sp_size must be a positive"),
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(arguments, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
         hfpatch.plan("llama-3.1-8b", seq_len=M, **arguments)
+
+
+def test_uneven_heads_are_planned_under_fsdp2_alone():
+    """28 query and 4 KV heads over eight GPUs: 32 are computed, each with a KV head of its own."""
+    plan = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=8, **EIGHT)
+    assert plan.fits and plan.placement == "fsdp2"
 
 
 def test_the_command(capsys):
