@@ -184,29 +184,21 @@ def _by_flex(pattern: Pattern, head_dim: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def choose_backend(
-    device_type: str, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
+def _measured(
+    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
 ) -> str:
-    """The fastest backend that is right on this device, by one forward and backward each on a short sequence.
+    """The fastest backend that is right on this CUDA device, by one forward and backward each on a short sequence.
 
-    Measured once per shape (tokens: the next power of two, at most 16,384) and cached; a backend that raises, or that differs
-    from FA2 by more than rounding, is left out.
+    One that raises, or that differs from FA2 by more than rounding, is left out. torch.OutOfMemoryError where the device has no
+    room for a trial: then nothing is known about any of them.
     """
-    if device_type != "cuda":
-        return "cpu"
-    if dtype not in _HALF:
-        return "efficient"
-    if torch.are_deterministic_algorithms_enabled():
-        return "flash"  # the one backend whose backward has a deterministic form
-    if torch.version.hip is not None:
-        return "flash"
     times = {}
-    generator = torch.Generator(device=device_type).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     # Heads out of the middle of a wider tensor, as the layer passes them.
     q, k, v, dout = (
-        torch.randn(1, tokens, 2 * h, head_dim, generator=generator, device=device_type, dtype=dtype)[
-            :, :, h:
-        ].transpose(1, 2)
+        torch.randn(1, tokens, 2 * h, head_dim, generator=generator, device=device, dtype=dtype)[:, :, h:].transpose(
+            1, 2
+        )
         for h in (n_heads, n_kv_heads, n_kv_heads, n_heads)
     )
     scale = head_dim**-0.5
@@ -215,12 +207,14 @@ def choose_backend(
         forward, backward = BACKENDS[name]
         try:
             for trial in range(3):
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
                 start = perf_counter()
                 out, lse, state = forward(q, k, v, scale)
                 grads = backward(dout, q, k, v, out, lse, state, scale)
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
                 times[name] = min(times.get(name, float("inf")) if trial > 1 else float("inf"), perf_counter() - start)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             times.pop(name, None)
             continue
@@ -233,11 +227,21 @@ def choose_backend(
 
 
 def pick(q_BTHE: Tensor, k_BTKE: Tensor) -> str:
-    """The backend for one group's shapes (see choose_backend)."""
-    if q_BTHE.device.type != "cuda":
+    """The backend for one group's shapes: measured once a device and shape, for the next power of two of tokens up to 16,384."""
+    device = q_BTHE.device
+    if device.type != "cuda":
         return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
-    tokens = min(16384, 1 << max(7, (q_BTHE.shape[1] - 1).bit_length()))
-    return choose_backend("cuda", q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens)
+    if q_BTHE.dtype not in _HALF:
+        return "efficient"
+    # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on later), and the one that
+    # takes a single token; what few tokens cost is the call.
+    if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or q_BTHE.shape[1] < 128:
+        return "flash"
+    tokens = min(16384, 1 << (q_BTHE.shape[1] - 1).bit_length())
+    try:
+        return _measured(device, q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens)
+    except torch.OutOfMemoryError:
+        return "flash"  # for now; the next call tries again
 
 
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
@@ -257,7 +261,7 @@ def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: i
     return splits * batch * rows * group_heads * head_dim * 4
 
 
-def _chosen(q, pattern: Pattern, backend: str) -> str:
+def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where no kernel serves."""
     if backend in ("blocks", "flex"):
         return backend
@@ -267,7 +271,11 @@ def _chosen(q, pattern: Pattern, backend: str) -> str:
         return "blocks"
     if _by_flex(pattern, q.shape[3]):
         return "flex"
-    return backend if pattern.documents is None and pattern.window is None else "fa2"
+    if pattern.documents is not None or pattern.window is not None:
+        return "fa2"
+    # Widened heads (_widened) are none that others were tried with, and few of theirs are known; FA2 takes any multiple of 8.
+    wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
+    return "flash" if wider and backend in ("cudnn", "fa3") else backend
 
 
 def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
@@ -313,8 +321,9 @@ def _packed_cpu_backward(dout, q, k, v, out, lse, documents: Documents, scale: f
 
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
-    """lse as [B, H, T], a view: packed kernels give [H, N], some pad the tokens."""
-    return lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
+    """lse as [B, H, T], a view: packed kernels give [H, N], cuDNN [B, H, T, 1], some pad the tokens."""
+    lse = lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
+    return lse.squeeze(3) if lse.dim() == 4 else lse
 
 
 def attention_forward(
@@ -324,7 +333,7 @@ def attention_forward(
 
     v's head dimension may differ from that of q and k. sinks_H: see attention_ref; they take part in out and lse.
     """
-    chosen = _chosen(q_BTHE, pattern, backend)
+    chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     elif chosen == "flex":
@@ -357,7 +366,7 @@ def attention_backward(
 
     out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts them in.
     """
-    chosen = _chosen(q, pattern, backend)
+    chosen = _chosen(q, v, pattern, backend)
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     elif chosen == "flex":

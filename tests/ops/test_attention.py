@@ -1,5 +1,7 @@
 """The two directions of attention against the plain version, and the GPU backends' calls against their schemas."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -177,15 +179,18 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
     assert called[1::2] == [((1, 4, 37, 16), 0.0, True, 0.25), (None, None, 37, 37, 0.0, True, 0.25)]
 
 
+# Sinks read and write lse, which each has in a shape of its own.
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
-def test_gpu_backends_call_their_ops_by_schema(backend):
+def test_gpu_backends_call_their_ops_by_schema(backend, sinks):
     """On meta tensors: the arguments fit, and the gradients have the shapes of their inputs."""
     dtype = torch.float32 if backend == "efficient" else torch.bfloat16
     q, k, v, dout = (x.to("meta") for x in inputs(2, 37, 4, 4 if backend == "cudnn" else 2, 16, dtype))
-    out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
-    assert out.shape == q.shape
-    grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, backend=backend)
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    asked = {"scale": 0.25, "backend": backend, "sinks_H": torch.empty(4, device="meta") if sinks else None}
+    out, lse, state = A.attention_forward(q, k, v, **asked)
+    assert out.shape == q.shape and A._per_head(lse, 2, 37).shape == (2, 4, 37)
+    grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, *[(4,)] * sinks]
 
 
 # The argument lists of torch 2.11 and 2.13; ours must bind to both.
@@ -242,9 +247,42 @@ def test_groups_keep_a_gpu_full_and_memory_small():
     assert A.heads_per_group(1, 128, 6, 3) == 3
 
 
+def test_what_is_picked_without_a_trial(monkeypatch):
+    """And what a trial that finds no room means: nothing that is remembered."""
+
+    def on_cuda(tokens, dtype=torch.bfloat16):
+        return SimpleNamespace(device=torch.device("cuda", 1), dtype=dtype, shape=(1, tokens, 4, 16))
+
+    tried, answers = [], iter([torch.OutOfMemoryError(), "cudnn", "cudnn"])
+
+    def measured(device, dtype, *shape):
+        tried.append((device.index, *shape))
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(A, "_measured", measured)
+    picked = [A.pick(on_cuda(n), on_cuda(n)) for n in (200, 200, 200_000, 1)]
+    assert picked == ["flash", "cudnn", "cudnn", "flash"]
+    assert tried == [(1, 4, 4, 16, 256)] * 2 + [(1, 4, 4, 16, 16384)]
+    assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
+    assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
+
+
+def test_widened_heads_go_to_fa2():
+    """A backend is tried at the head dimension that the layer has: of others it may know none (cuDNN's backward: up to 128)."""
+    q = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16, device="meta")
+    wide = q.new_empty(1, 256, 4, 136)
+    hidden = A.Pattern(hidden_BT=torch.zeros(1, 256, dtype=torch.bool, device="meta"))
+    for backend in ("cudnn", "fa3"):
+        assert A._chosen(q, q, hidden, backend) == A._chosen(q, wide, A.CAUSAL, backend) == "flash"
+        assert A._chosen(q, q[..., :64], A.CAUSAL, backend) == backend  # zeros behind v's columns
+
+
 def test_backend_of_each_device():
-    assert A.choose_backend("cpu", torch.bfloat16, 4, 2, 16, 128) == "cpu"
-    assert A.choose_backend("cuda", torch.float32, 4, 2, 16, 128) == "efficient"
     assert A.supported(128, torch.bfloat16, torch.device("cuda")) is None
     assert "head_dim" in A.supported(260, torch.bfloat16, torch.device("cuda"))
     assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
