@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from functools import partial
 
+import torch
 from torch import nn
 
 from hfpatch.checkpoint.quantised import as_trained
@@ -18,6 +19,7 @@ from hfpatch.compat import (
     modules_of,
     names_attention,
     not_for_ddp,
+    real_tensors,
 )
 from hfpatch.memory.choice import choose
 from hfpatch.memory.formula import ModelShape, step_memory
@@ -50,7 +52,7 @@ _TOO_LATE = {
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_activations",
     "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
+    "_hfpatch_asks", "_hfpatch_apart", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
     "_hfpatch_trl", "_hfpatch_beside",
 )  # fmt: skip
@@ -172,13 +174,14 @@ def apply(
             f"({config.model_type}); call apply() on a causal language model as transformers made it."
         )
     report = Report(type(model).__name__)
-    found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
     asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
-    for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
-        if asked[option]:
-            fuse_parts(decoder, report)
-        else:
-            report.skipped.append((option, "not asked for"))
+    with real_tensors(), torch.device("cpu"):  # what is tried out has values, also where the caller's tensors have none
+        found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
+        for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
+            if asked[option]:
+                fuse_parts(decoder, report)
+            else:
+                report.skipped.append((option, "not asked for"))
     if rope == "float64":
         _count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if loss:
@@ -292,15 +295,20 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     """The stack gets our attention, and its layers run tile by tile where that is exact."""
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
+    whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
     if "forward" in vars(stack):
         report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
-    if not found.ours and found.alone:
+    if not found.ours and found.alone and found.apart:
         report.skipped.append(("checkpointing", found.alone))
         return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
     stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
+    stack._hfpatch_apart = found.apart
+    stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
+    if not found.apart:
+        report.notes.append("rows that hold several documents are refused: its layers would let them see each other.")
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return
@@ -329,8 +337,6 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
             swap(rest, parts.FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
-    whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
-    stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     report.notes.append(_checkpointing_note(settings, len(layers)))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from hfpatch.compat import version
+from hfpatch.compat import has_values, version
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
@@ -187,11 +187,17 @@ class ToHost:
             self.host = self.device.to_host(self.values)
             self.event = self.device.mark(side)
 
-    def get(self) -> Tensor:
+    def get(self) -> Tensor | None:
+        """The values; None where nothing has any: on the meta device, and under a mode that follows shapes alone."""
         if self.inputs is not None:
             self.device.synchronize(self.event)
             self.inputs = self.values = None
-        return self.host
+        return self.host if has_values(self.host) else None
+
+    def number(self) -> int | None:
+        """The one value that was asked for, or None as above."""
+        found = self.get()
+        return None if found is None else int(found)
 
     def __del__(self, finalizing=sys.is_finalizing):
         # Nobody asked: the inputs must not go back to the allocator under the copy.

@@ -28,7 +28,7 @@ from hfpatch.checkpoint.heads import Attention, groups_of
 from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.weights import AsInForward, WeightGradients
-from hfpatch.compat import backward_from
+from hfpatch.compat import autocast, autocast_dtype, backward_from
 from hfpatch.memory.cuts import tile_bounds
 
 
@@ -55,17 +55,12 @@ class LayerCall(Kept):
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
 
     def __post_init__(self):
-        device = self.device.type
-        self.autocast = (
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-        )
+        self.autocast = autocast_dtype(self.device.type), torch.is_autocast_cache_enabled()
 
     # -- pieces ------------------------------------------------------------------------------------------------------
     def _autocast(self):
-        enabled, dtype, cache = self.autocast
-        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+        dtype, cache = self.autocast
+        return autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
     def _random(self, phase: str, index: int, run):
         """run(). Records the generators' state before a tile in forward; brings it back when the tile is run again."""
@@ -95,9 +90,9 @@ class LayerCall(Kept):
         dead: nobody reads their values, only their graph.
         """
         parts = self._random("pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead))
-        enabled, dtype, _ = self.autocast
+        dtype = self.autocast[0]
         n = 3 * len(self.ask.asked)  # a mixer casts its input itself
-        return [x.to(dtype) for x in parts[:n]] + parts[n:] if enabled else parts
+        return parts if dtype is None else [x.to(dtype) for x in parts[:n]] + parts[n:]
 
     def _attend(self, parts: list[Tensor], again: bool = False):
         forward = partial(self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again)
@@ -203,7 +198,7 @@ class LayerCall(Kept):
             # Also where memory ran out: a caller who catches that and tries again gets it back.
             if self.queue is not None:
                 self.transfers.settle()
-        if self.autocast[0]:
+        if self.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return whole

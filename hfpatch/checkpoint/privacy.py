@@ -35,7 +35,7 @@ class _Probe(torch.autograd.Function):
 def private_holders(like: Tensor) -> tuple[int, int, int]:
     """What `holders` says of a gradient that only the autograd engine holds, for tensors of this kind."""
     seen: list = []
-    with torch.enable_grad(), torch.autocast(like.device.type, enabled=False):
+    with torch.enable_grad(), compat.autocast(like.device.type, enabled=False):
         x = torch.ones(2, device=like.device).requires_grad_()
         y = _Probe.apply(_Probe.apply(x, seen)[0], [])[0]
         torch.autograd.grad(y, x, torch.ones_like(y))

@@ -19,6 +19,7 @@ from hfpatch.checkpoint.room import Gauge, Room
 from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
+from hfpatch.compat import autocast_dtype
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
@@ -38,11 +39,6 @@ def _rounded(tokens: int) -> int:
 def metered(device: torch.device) -> bool:
     """Whether the device's free memory is known, and no other than what checkpoints may be kept in."""
     return device.type == "cuda"
-
-
-def _casts(device: torch.device) -> bool:
-    """Whether autocast is on for it."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def arrival_counts() -> bool:
@@ -118,7 +114,7 @@ class Session:
         whole = whole or self.shape is None
         # Lengths that are close have one policy: it is chosen for the longest of them.
         longest = T if room is None else _rounded(T)
-        key = (B, longest, x_BTD.dtype, device, whole, sequence, _casts(device))
+        key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
@@ -218,6 +214,8 @@ class Session:
         if room is None and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")
+        if x.device.type == "meta":  # of shapes alone there is nothing to copy
+            settings = dataclasses.replace(settings, offload="gpu")
         if self.weights.on:
             settings = dataclasses.replace(settings, weights="host", plain=0)
         plain = 0 if settings.plain == "auto" else settings.plain
@@ -300,7 +298,7 @@ class Session:
         if policy.offload != "host" or self.shape is None:
             return
         itemsize = x.element_size()
-        computed = torch.get_autocast_dtype(x.device.type).itemsize if _casts(x.device) else itemsize
+        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
         sizes = self._block_sizes(policy, whole, B, T, itemsize, computed)
         transfers.pool.keep_only(sizes)
         if transfers.pool.pinned:

@@ -48,7 +48,6 @@ class Support:
 def support_of(name: str, config: dict) -> Support:
     """Builds the model without memory and applies hfpatch to it. ValueError for what transformers cannot build."""
     import hfpatch
-    from hfpatch.models.answers import OTHER_MIXER
     from hfpatch.models.finding import find_decoder
     from hfpatch.simulate.rivals import build
 
@@ -58,9 +57,7 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(layer._hfpatch_answers.reason for layer in layers if layer._hfpatch_answers.reason)
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    # What mixes tokens beside attention runs document by document, where it was found (models/layer.py).
-    lost = any(a.reason == OTHER_MIXER and not a.mixers for a in (layer._hfpatch_answers for layer in layers))
-    packed = "refused" if lost else "isolated" if set(whole) <= {OTHER_MIXER} else "as transformers"
+    packed = "isolated" if decoder.stack._hfpatch_apart else "refused"
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because

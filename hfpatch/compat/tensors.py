@@ -196,6 +196,29 @@ def is_fake(x) -> bool:
     return found(x)
 
 
+def autocast(device_type: str, **how):
+    """torch.autocast; nothing on the meta device, which has none and raises."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, **how)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to on this kind of device, None where it is off."""
+    on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether values can be read: not of a meta tensor, nor where a mode follows shapes alone (fake tensors)."""
+    if x.device.type == "meta":
+        return False
+    if not is_fake(x) or not x.numel():
+        return True
+    try:
+        return isinstance(x.flatten()[0].item(), (bool, int, float))  # a simulation knows those of small tensors
+    except RuntimeError:
+        return False
+
+
 def real_tensors():
     """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
     try:

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import ExchangedAttention
-from hfpatch.compat import attention_of, name_attention
+from hfpatch.compat import attention_of, autocast_dtype, name_attention
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
@@ -48,6 +48,9 @@ class _Here(threading.local):
     batch: Batch | None = None  # what the mask function describes
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
+    positions: Tensor | None = (
+        None  # what its caller said: some models drop positions before their layers (Mamba, Bloom)
+    )
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
     target: tuple | None = (
         None  # the model that is asked for a loss, its labels, whether they are to be shifted, their count
@@ -285,9 +288,9 @@ class _Exchanged(torch.autograd.Function):
 
 def _whole(asked: Asked) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    cast = autocast_dtype(q.device.type)
+    if cast is not None and q.dtype != torch.float64:
+        q, k, v = (x.to(cast) for x in (q, k, v))
     sequence, reason = here.batch and here.batch.sequence, asked.why_not_tiled()
     if sequence is not None:
         if reason:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import applying, submodule, user_hooks
+from hfpatch.compat import applying, autocast_dtype, submodule, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
@@ -101,7 +101,7 @@ def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> li
     """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
     with an expanded `value`. Those that are neither here and now are left out, and compute.
     """
-    if torch.is_autocast_enabled(device):  # whose casts are F.linear's own
+    if autocast_dtype(device) is not None:  # whose casts are F.linear's own
         return []
     names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
     modules = (m for name in names if can_go_without(m := base_of(submodule(layer, name))) and not user_hooks(m))

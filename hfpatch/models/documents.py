@@ -59,7 +59,22 @@ def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
     """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more than one document."""
     given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
     starts = lambda positions, mask=None: _document_starts(positions, None if mask is None else mask.bool(), True)  # noqa: E731
-    return bool(ToHost(lambda *x: starts(*x).any(), *given).get())
+    return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
+
+
+def packs(B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
+    """Whether a batch of B rows holds more documents than rows, as its positions [1 or B, T] or its offsets say."""
+    if cu_seq_lens is not None:
+        return cu_seq_lens.numel() > B + 1
+    return position_ids is not None and restarts(position_ids.expand(B, -1), attention_mask)
+
+
+def refuse_packed(kind: type, advice: str = "do not pack"):
+    """ValueError: documents would see each other in this class of model, or layer."""
+    raise ValueError(
+        f"hfpatch: expected one document a row, position_ids that restart came to a {kind.__name__}, in which what mixes tokens "
+        f"is not told of documents, so that they would see each other; {advice}."
+    )
 
 
 def find_rows(
@@ -76,9 +91,10 @@ def find_rows(
     cached: transformers would make a cache of this batch.
     ValueError where offsets do not cover the tokens.
     """
-    packed = cu_seq_lens is not None
+    offsets = None if cu_seq_lens is None else ToHost(cu_seq_lens).get()
+    packed = offsets is not None
     if packed:
-        bounds = ToHost(cu_seq_lens).get().tolist()
+        bounds = offsets.tolist()
         if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
             raise ValueError(
                 f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), {bounds[:3]}...{bounds[-1]} came; "
@@ -112,6 +128,8 @@ def find_rows(
         return torch.cat([starts_BT.view(-1), hidden[None]])
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
+    if found is None:  # without values every row is one document
+        return Rows()
     starts = found[:-1].nonzero().flatten().tolist()
     hidden_BT = _hidden(attention_mask, idle_BT)[2] if found[-1] else None
     return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT)

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hfpatch.checkpoint.tiled import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
+    autocast_dtype,
     collected_now,
     collecting,
     engine_hook,
@@ -42,6 +43,7 @@ from hfpatch.models.asking import (
 from hfpatch.models.block import Block
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
 from hfpatch.models.dead import can_go_without, idle, unwatched, without_values
+from hfpatch.models.documents import refuse_packed
 from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
@@ -211,7 +213,7 @@ def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: st
     """Ask.keepable before there is a call."""
     if answers.mixers:
         return ()
-    if torch.is_autocast_enabled(device):
+    if autocast_dtype(device) is not None:
         return tuple(n for n in names if n == "qkv")
     sources = _sources(layer, answers)
     spared = lambda name: can_go_without(submodule(layer, name)) and unwatched(layer, name)  # noqa: E731
@@ -282,8 +284,7 @@ class TiledLayer:
                 reason = Asked(attn, x[:, :, None], x[:, :, None], x[:, :, None], mask, 1.0).why_not_tiled()
                 if reason:
                     return reason
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = autocast_dtype(x.device.type) or x.dtype
         pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
         heads = [getattr(attn, "head_dim", 0) or 0 for attn in mixing[: len(answers.attention)]]
         return supported(max(heads, default=0), dtype, x.device, pattern)
@@ -340,10 +341,7 @@ class TiledLayer:
             refuse_shared_mixers(type(self))
         bounds = batch.apart if batch is not None and mixes else None
         if bounds is not None and not answers.mixers:
-            raise ValueError(
-                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, which "
-                "mixes tokens by something else than attention and would let documents see each other; do not pack."
-            )
+            refuse_packed(type(self))
 
         def whole(h):
             if session.weights.on and not nobody_differentiates(self, h, args, kwargs):

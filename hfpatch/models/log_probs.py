@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
-from hfpatch.compat import trl_fused_head
+from hfpatch.compat import autocast, autocast_dtype, trl_fused_head
 from hfpatch.models.head import through, why_not_fused
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "log_sum_sq_probs": "sum_sq_prob", "mean_logits": "mean_logit",
@@ -49,10 +49,10 @@ def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
 def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options):
     """linear_log_prob in the dtype of TRL's products."""
     device = hidden.device.type
-    with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not in_float32):
+    with autocast(device, enabled=autocast_dtype(device) is not None and not in_float32):
         if in_float32:
             hidden = hidden.float()
-        if not torch.is_autocast_enabled(device):
+        if autocast_dtype(device) is None:
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         return ops.linear_log_prob(hidden, weight, labels, bias=bias, **options)
 
@@ -76,7 +76,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     scored = through(
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature, scale=asked.scale,
         softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names), shift=shift,
-        num_valid=int(count.get()) if count is not None and target.device.type == "cuda" else None,
+        num_valid=count.number() if count is not None and target.device.type == "cuda" else None,
         inplace_hidden=model._hidden_is_ours(kwargs),
     )  # fmt: skip
     fields = {n: getattr(scored, _FIELDS[n])[..., : mask.shape[-1]] for n in names}

@@ -182,11 +182,13 @@ class FusedCausalLM:
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        before, here.causal = here.causal, True
+        before = here.causal, here.positions
+        given = kwargs.get("position_ids")
+        here.causal, here.positions = True, here.positions if given is None else given
         try:
             return super().forward(**kwargs)
         finally:
-            here.causal = before
+            here.causal, here.positions = before
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -280,7 +282,7 @@ class FusedCausalLM:
             self._tell(_WHOLE.format("transformers' forward used the logits before its loss"))
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         _, target, shift, count = here.target
-        valid = int(count.get())
+        valid = count.number()
         loss = logits.cross_entropy(
             target.to(logits.hidden.device), shift=shift, ignore_index=ignore_index, num_items=num_items_in_batch,
             num_valid=valid if target.device.type == "cuda" else None, inplace_hidden=self._hidden_is_ours(kwargs),

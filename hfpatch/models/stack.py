@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 from hfpatch.compat import attention_of, name_attention, transforming
 from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
 from hfpatch.models.classes import keeps_signature
-from hfpatch.models.documents import restarts
+from hfpatch.models.documents import packs, refuse_packed
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
     refuse_packed_shards,
@@ -32,10 +32,11 @@ class OurAttention:
 
     `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
     `_hfpatch_mixers`: whether some layers mix tokens by something else; `_hfpatch_prefill`: whether an empty cache may be filled
-    by our layers.
+    by our layers; `_hfpatch_apart`: whether its layers, as they run here, keep documents apart where positions restart.
     """
 
     _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (), None, False, True, False
+    _hfpatch_apart = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -129,6 +130,8 @@ class OurAttention:
         B, T = given.shape[:2]
         mask, cache, config = kwargs.get("attention_mask"), kwargs.get("past_key_values"), self.config
         positions, use_cache = kwargs.get("position_ids"), kwargs.get("use_cache")
+        if positions is None and isinstance(here.positions, Tensor) and here.positions.shape[-1] == T:
+            positions = here.positions
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
         rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
@@ -138,7 +141,15 @@ class OurAttention:
             rows_mask, positions, idle = whole_rows(sequence, B, rows_mask, positions, idle)
             T, use_cache = T * sequence.size, False
             kwargs["use_cache"] = False
-        packed = lambda: positions is not None and restarts(positions.expand(B, -1), rows_mask)  # noqa: E731
+        offsets = kwargs.get("cu_seq_lens_q")
+        packed = lambda: packs(B, positions, rows_mask, None)  # noqa: E731
+        if not self._hfpatch_apart and packs(B, positions, rows_mask, offsets):
+            refuse_packed(type(self))
+        stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None
+        if stock_mixers and offsets is None and kwargs.get("seq_idx") is None and packed():
+            refuse_packed(
+                type(self), "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack"
+            )
         cached = cache is None and use_cache is None and bool(getattr(config, "use_cache", False))
         if cache is None and use_cache is None:
             use_cache = cached and not (self.training and torch.is_grad_enabled())
@@ -159,10 +170,14 @@ class OurAttention:
         if self._hfpatch_mixers and sequence is not None:
             refuse_shared_mixers(type(self))
         if not self._hfpatch_ours:
+            if rows_mask is not None and packed():
+                # Beside a mask transformers looks for no documents.
+                kwargs["attention_mask"] = None
+                if not bool(rows_mask.all()):
+                    refuse_packed(type(self), "do not pack rows that are padded too")
             return self._hfpatch_without(packed)
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
-        offsets = kwargs.get("cu_seq_lens_q") if sequence is None else None
-        batch = Batch(B, T, given.device, rows_mask, positions, offsets, idle, sequence)
+        batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
         batch.cached = cached
         batch.prefill = cache is not None or bool(use_cache)
         if replaced_attention(config):
@@ -189,11 +204,7 @@ class OurAttention:
     def _hfpatch_without(self, packed) -> None:
         """The layers run as transformers has them, whose mixers know nothing of documents: ValueError where that matters."""
         if self._hfpatch_mixers and packed():
-            raise ValueError(
-                f"hfpatch: expected one document a row, position_ids that restart came to a {type(self).__name__}, some of whose "
-                "layers mix tokens by something else than attention and would let documents see each other; do not pack, or load "
-                "the model with attn_implementation='sdpa'."
-            )
+            refuse_packed(type(self), "do not pack, or load the model with attn_implementation='sdpa'")
 
 
 def _given(kwargs):

@@ -39,12 +39,13 @@ class _Different(Exception):
 class Verdict:
     """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted); ours: whether the
     stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None; prefill:
-    whether they fill an empty KV cache as transformers' do."""
+    whether they fill an empty KV cache as transformers' do; apart: whether documents of one row cannot see each other."""
 
     answers: tuple[Answers | None, ...]
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
+    apart: bool = True
 
 
 def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
@@ -63,9 +64,8 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict((Answers(reason=f"no small instance of it could be tried ({reason})"),) * n, False, shared)
     unknown = Answers(reason="no layer of its kind in the small instance")
-    return Verdict(
-        tuple(found.answers.get(kind, unknown) for kind in kinds), found.ours, shared or found.alone, found.prefill
-    )
+    answers = tuple(found.answers.get(kind, unknown) for kind in kinds)
+    return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
 
 
 def _shares_keys(config) -> bool:
@@ -80,6 +80,7 @@ class _Found:
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
+    apart: bool = True
 
 
 class _Config:
@@ -119,6 +120,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         expected = _Expected(stack, packed)
         found = _settled(answers, expected, late)
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
+        found.apart = late() or expected.keeps_apart(found)
         return found
 
 
@@ -182,6 +184,7 @@ class _Expected:
         # Chunks are counted along the row: documents one by one would have others.
         if packed and not getattr(stack.config, "attention_chunk_size", None):
             self.batches["packed"] = (apart, joined)
+        self.joined = joined
         self.wanted = {name: self._gradients(stack, alone) for name, (alone, _) in self.batches.items()}
 
     @staticmethod
@@ -215,6 +218,22 @@ class _Expected:
             return all(a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs)
         except Exception:  # a cache of the family's own
             return False
+
+    def keeps_apart(self, found: _Found) -> bool:
+        """Whether a document says the same whatever stands before it in its row, where positions restart."""
+        if found.ours and "packed" in self.batches:  # compared already
+            return True
+        batch, other = self.joined, dict(self.joined)
+        del batch["weight"], other["weight"]
+        ids, first = batch["input_ids"], DOCUMENTS[1]
+        other["input_ids"] = torch.cat([ids[:, :first].flip(1), ids[:, first:]], 1)
+        try:
+            with torch.no_grad():
+                ours = self._patched(found)
+                a, b = (ours(use_cache=False, **given).last_hidden_state[:, first:] for given in (batch, other))
+        except Exception:  # it takes no positions, or refuses such rows itself
+            return False
+        return bool((a - b).norm() <= CLOSE * b.norm())
 
     def _patched(self, found: _Found) -> nn.Module:
         ours = copy.deepcopy(self.stack)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hfpatch.compat import autocast_dtype
 from hfpatch.ops._library import wide_dtype
 
 
@@ -19,9 +20,9 @@ def refuse(op: str, expected: str, came: object, advice: str):
 
 def logits_dtype(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """The dtype in which F.linear would return the logits, here and now."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
+    cast = autocast_dtype(hidden.device.type)
+    if cast is not None and torch.float64 not in (hidden.dtype, weight.dtype):
+        return cast
     dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
     if len(set(dtypes)) > 1:
         came = ", ".join(map(str, dtypes))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.compat import keeps_graph
+from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import (
@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         opts, needs, best, per_token, overwrite, shard = settings
         ctx.set_materialize_grads(False)
         ctx.opts, ctx.needs, ctx.now, ctx.shard = opts, needs, _in_forward(opts, needs), shard
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
                 *(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V)),
                 labels_N,
@@ -123,7 +123,7 @@ def _backward_again(
     dloss = _upstream_per_token(dtotal, dtoken, scale, lse)
     vocab_size = weight.shape[0] if shard is None else shard.size
     rows = loss_factors(dloss, dlse, labels, lse, class_weight, vocab_size, opts)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with autocast(hidden.device.type, enabled=False):
         return backward_pass(hidden, weight, bias, labels, class_weight, rows, opts, needs, shard=shard)
 
 
@@ -137,7 +137,7 @@ def _in_forward(opts: Options, needs: tuple[bool, bool, bool]) -> bool:
 def _op(hidden, weight, bias, labels, class_weight, num_items, need_dx, need_dw, need_db, best, *options):
     opts, needs = Options(*options), (need_dx, need_dw, need_db)
     needs = needs if _in_forward(opts, needs) else (False,) * 3
-    with torch.autocast(hidden.device.type, enabled=False):
+    with autocast(hidden.device.type, enabled=False):
         out = forward_pass(hidden, weight, bias, labels, class_weight, num_items, opts, needs, best=best)
     return out.total, out.token_loss_N, out.lse_N, out.best_N, out.scale, *or_empty(out.grads, hidden)
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.compat import keeps_graph
+from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, wide_dtype
 from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
 from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
@@ -81,7 +81,7 @@ def _factors(dlog_prob_N, dlse_N, dstats_3N, lse_N, stats_3N, vocab_size: int) -
 
 
 def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
-    with torch.autocast(hidden.device.type, enabled=False):
+    with autocast(hidden.device.type, enabled=False):
         out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard)
     return out.token_loss_N.neg_(), out.lse_N, out.stats_3N, out.best_N
 
@@ -90,7 +90,7 @@ def _backward(
     dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts, overwrite=False, shard=None
 ):
     rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0] if shard is None else shard.size)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with autocast(hidden.device.type, enabled=False):
         return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite, shard)
 
 

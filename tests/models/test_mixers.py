@@ -121,6 +121,34 @@ def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
         ours(**given)
 
 
+@pytest.mark.parametrize("name", ["bloom", pytest.param("zaya", marks=pytest.mark.long)])
+def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(name):
+    """Found by asking the small instance: Bloom drops positions, Zaya mixes tokens in its projections of keys."""
+    stock = families.small_model(name)
+    given, _ = packed_and_apart(2)
+    counted = given | {"position_ids": torch.arange(40).expand(2, -1)}
+    wanted = step(stock, counted)[2]
+    for settings in (TILE, "off"):
+        ours = copy.deepcopy(stock)
+        assert "refused" in str(hfpatch.apply(ours, checkpointing=settings, **UNFUSED | {"loss": True}))
+        for mask in (None, torch.ones(2, 40, dtype=torch.long)):
+            with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+                ours(**given, attention_mask=mask)
+        assert_close(step(ours, counted)[2], wanted)
+
+
+def test_documents_are_apart_also_where_the_model_drops_positions():
+    """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers would see across."""
+    stock = families.small_model("falcon_mamba")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE)
+    given, pieces = packed_and_apart(2)
+    assert_close(step(ours, given)[2], step(stock, None, pieces)[2])
+    hfpatch.apply(ours, checkpointing="off")
+    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+        ours(**given)
+
+
 def test_what_a_mixer_saves_can_be_run_again(falcon):
     """Without the outputs of attention and mixer kept, and with segments of layers."""
     wanted = step(copy.deepcopy(falcon), batch())[2]
