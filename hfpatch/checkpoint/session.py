@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
 from hfpatch.memory.formula import ModelShape
-from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND
+from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND, at_place, place_of
 from hfpatch.memory.limits import environment_number
 from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.ops.attention import deterministic_scratch
@@ -234,16 +235,17 @@ class Session:
             settings = dataclasses.replace(settings, every=1, save_attention=False, plain=plain, keep=())
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
-        free = [None if room is None else room.bytes(gathered), self._host_free()]
-        if self.sequence is not None:
-            free = self.sequence.least(free, x.device)
-        elif group is not None:
-            free = least_of(group, free, x.device)
-        if room is not None and (self.sequence is not None or group is not None):
-            room.alone = False
+        free, gpu = [None if room is None else room.bytes(gathered), self._host_free()], room and room.gpu
+        if self.sequence is not None or group is not None:
+            # All that a choice depends on and ranks may have otherwise: of cards of several kinds, the slowest is planned for.
+            least = self.sequence.least if self.sequence is not None else partial(least_of, group)
+            *free, place = least([*free, place_of(gpu)], x.device)
+            gpu = at_place(place)
+            if room is not None:
+                room.alone = False
         option = decide(
             settings, self.shape if whole else self._shared(), batch=B, tokens=T, itemsize=x.element_size(),
-            gpu_free=free[0], host_free=free[1], gpu=room and room.gpu, able=able,
+            gpu_free=free[0], host_free=free[1], gpu=gpu, able=able,
         )  # fmt: skip
         alone = not (whole or sharded) and group is None and self.sequence is None
         if alone and settings.weights == "auto" and self.shape.adapters and self.owner() is not None:

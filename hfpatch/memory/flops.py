@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hfpatch.memory.cuts import tiles
 from hfpatch.memory.formula import STOCK_CHECKPOINTING
 from hfpatch.memory.policy import Policy
+from hfpatch.memory.sequence import filled_up
 from hfpatch.memory.shape import ModelShape
 
 
@@ -77,4 +78,5 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
         again, forwards = layers - n * dead, 2
-    return Flops(least + 2 * rows * again, once * forwards, once * 2.5, least + 3 * once, 3 * once)
+    run = once * filled_up(shape)
+    return Flops(least + 2 * rows * again, run * forwards, run * 2.5, least + 3 * once, 3 * once)

@@ -111,3 +111,16 @@ def gpu_named(device_name: str) -> Gpu | None:
     plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
     rows = [gpu for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])]
     return rows[0] if rows else None
+
+
+_BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)
+
+
+def place_of(gpu: Gpu | None) -> int | None:
+    """Its place in the table by speed, the slowest's 0, for ranks to agree on one; None of a card that is not in it."""
+    return _BY_SPEED.index(gpu) if gpu in _BY_SPEED else None
+
+
+def at_place(place: int | None) -> Gpu | None:
+    """place_of's inverse."""
+    return None if place is None else _BY_SPEED[place]

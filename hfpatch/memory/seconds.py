@@ -11,7 +11,7 @@ from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, ModelShape, StepMemory, kept_columns
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.memory.policy import Policy
-from hfpatch.memory.sequence import sent_bytes
+from hfpatch.memory.sequence import filled_up, sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
 STOCK_FACTOR = 2
@@ -185,7 +185,7 @@ def first_step(
     found = {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": 0.0, "attention_choice": 0.0}
     if policy in (STOCK, STOCK_CHECKPOINTING):
         return found
-    tried, own = min(tokens * shape.ranks, TRIAL_TOKENS), shape.num_heads // shape.ranks
+    tried, own = min(tokens * shape.ranks, TRIAL_TOKENS), -(-shape.num_heads // shape.ranks)
     heads = own // head_groups(batch, tokens, shape)
     once = heads * tried**2 * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     trial = once / gpu.attention_forward + 2.5 * once / gpu.attention_backward
@@ -238,7 +238,7 @@ def step_time(
     optimizer = optimizer_seconds(gpu, memory, stays)
     exchange = 0.0
     if shape.ranks > 1:
-        forwards = flops.attention_forward / (flops.model_attention / 3)
+        forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
         exchange = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
         hides = not (tiled and policy.stream_attention)  # short of memory, no round is under way beside another
         exchange = max(0.0, exchange - ahead - behind) if hides else exchange

@@ -5,6 +5,7 @@ B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
 
 from dataclasses import dataclass
 
+FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
 BLOCKS = 512  # of 128 queries, which keep a large GPU full
 
 
@@ -61,6 +62,11 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
     return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing, uneven)
 
 
+def filled_up(shape) -> float:
+    """Query heads that the ranks compute over those that there are: above 1 where they do not go evenly."""
+    return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
+
+
 def whole_tokens(shape, tokens: int) -> int:
     """Tokens of the rows that a rank has `tokens` of."""
     return tokens * shape.ranks
@@ -92,8 +98,7 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
 def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
     """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
     rounds = rounds_of(1, whole_tokens(shape, rows), shape.num_heads, shape.num_kv_heads, shape.ranks)
-    filled = rounds.own * shape.ranks / shape.num_heads
-    q, v = filled * shape.q_size, filled * shape.out_size
+    q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
     keys = (shape.kv_size + shape.v_size) / shape.num_kv_heads * rounds.own // rounds.repeat * shape.ranks
     once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
     return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

@@ -34,9 +34,14 @@ class WideRotary:
         return tuple(y.to(x.dtype) for y in found) if isinstance(found, tuple) else found
 
 
+def narrow(stack: nn.Module) -> list[nn.Module]:
+    """Its rotary embeddings that have no float64 angles."""
+    return [m for m in stack.modules() if type(m).__name__.endswith("RotaryEmbedding") and not is_mixed(m)]
+
+
 def widen(stack: nn.Module) -> list[nn.Module]:
     """Gives every rotary embedding float64 angles; returns them."""
-    done = [m for m in stack.modules() if type(m).__name__.endswith("RotaryEmbedding") and not is_mixed(m)]
+    done = narrow(stack)
     for module in done:
         swap(module, WideRotary)
     return done

@@ -114,9 +114,14 @@ class Arguments:
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
         wanted = {id(self.cut[i]) for i in self._wanted}
-        if len(new) != 1 or any(id(x) in wanted for x in leaves):
+        learnt = any(id(x) in wanted for x in leaves)
+        if len(new) != 1 or learnt:
+            came = (
+                "an argument of its layer that wants a gradient" if learnt else f"{len(new)} tensors made in its layer"
+            )
             raise ValueError(
-                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer."
+                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer that want no "
+                f"gradient, {came} came, of which backward would know nothing; call apply with checkpointing='off'."
             )
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]

@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import attention_of, name_attention, transforming
+from hfpatch.memory.sequence import FLOAT32_ANGLES
+from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import packs, refuse_packed
@@ -24,6 +26,10 @@ from hfpatch.models.parallel import (
     why_not_exchanged,
 )
 
+_ADVICE = (
+    f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than bfloat16 rounds; "
+    'hfpatch.apply(model, rope="float64") computes them in float64 (hfpatch train: --rope_float64 True).'
+)
 _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
@@ -94,6 +100,8 @@ class OurAttention:
                     "weights, dropout, a mask or attention function of the caller's own); leave that out."
                 )
             return self._hfpatch_declined(kwargs)
+        if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told and narrow(self):
+            session.tell(_ADVICE)
         checkpointed = (
             self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False)
         )

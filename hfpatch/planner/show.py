@@ -1,7 +1,8 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
+from hfpatch.memory.sequence import FLOAT32_ANGLES
+
 GiB = 1 << 30
-FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
 

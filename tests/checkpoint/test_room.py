@@ -13,10 +13,12 @@ from hfpatch.checkpoint import session as session_module
 from hfpatch.checkpoint.room import SHRINK, Gauge, Room
 from hfpatch.checkpoint.session import _rounded
 from hfpatch.memory.choice import reserve
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import GPUS, place_of
 from hfpatch.memory.presets import preset_config
+from hfpatch.models.parallel import sharded
 from hfpatch.simulate import simulator
 from hfpatch.simulate.rivals import build, prepare
+from hfpatch.simulate.sequence import LoneRank
 from tests.checkpoint.deep import tiny_llama, tokens
 
 GiB = 2**30
@@ -177,6 +179,24 @@ def test_ranks_that_must_choose_alike_learn_nothing(told):
     told["ooms"], told["peak"] = 1, 3 * GiB
     step(model)
     assert room_of(model).most is None and room_of(model).over == 1.0
+
+
+def test_ranks_with_other_cards_plan_for_the_slowest(told, monkeypatch):
+    """Rates decide what is kept too: ranks that disagreed would wait for each other for ever."""
+    planned, decide = [], session_module.decide
+    monkeypatch.setattr(session_module, "decide", lambda *a, **k: planned.append(k["gpu"]) or decide(*a, **k))
+    told["free"] = 2 * GiB
+    model = tiny_llama()
+    hfpatch.apply(model)
+    for other in (GPUS["l40s"], GPUS["b200"], None):
+        ranks = LoneRank(2)
+        mine_and = [1 << 50, 1 << 50, place_of(other)]
+        ranks.least = lambda numbers, _, theirs=mine_and: [
+            None if a is None or b is None else min(a, b) for a, b in zip(numbers, theirs)
+        ]
+        with sharded(ranks):
+            model(tokens(), labels=tokens(), position_ids=torch.arange(37)[None], use_cache=False).loss.backward()
+    assert planned == [GPUS["l40s"], GPUS["h100"], None]
 
 
 def test_states_are_to_come_until_an_optimizer_has_stepped(told, capfd):

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 import hfpatch
+from hfpatch.models import stack
 
 
 def test_far_positions_are_as_exact_as_near_ones():
@@ -27,3 +28,13 @@ def test_far_positions_are_as_exact_as_near_ones():
 def test_other_values_are_refused():
     with pytest.raises(ValueError, match='hfpatch: rope must be True, False or "float64", .* came'):
         hfpatch.apply(tiny.llama(), rope="fp64")
+
+
+@pytest.mark.parametrize("rope, times", [(True, 1), ("float64", 0)])
+def test_long_rows_are_advised_once(rope, times, monkeypatch, capfd):
+    monkeypatch.setattr(stack, "FLOAT32_ANGLES", tiny.TOKENS)
+    ours, said = tiny.patched(tiny.llama(), rope=rope), []
+    for tokens in (tiny.TOKENS, tiny.TOKENS + 1, tiny.TOKENS + 1):
+        ours(input_ids=tiny.ids(1, tokens))
+        said.append(capfd.readouterr().err.count('hfpatch.apply(model, rope="float64")'))
+    assert said == [0, times, 0]

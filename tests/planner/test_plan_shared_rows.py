@@ -64,6 +64,8 @@ def test_uneven_heads_are_planned_under_fsdp2_alone():
     """28 query and 4 KV heads over eight GPUs: 32 are computed, each with a KV head of its own."""
     plan = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=8, **EIGHT)
     assert plan.fits and plan.placement == "fsdp2"
+    even = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=4, **{**EIGHT, "gpus": 4})
+    assert plan.seconds["attention"] == pytest.approx(even.seconds["attention"] / 2 * 32 / 28, rel=0.01)
 
 
 def test_the_command(capsys):
