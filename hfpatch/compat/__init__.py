@@ -19,6 +19,7 @@ from hfpatch.compat.engines import (
     not_for_ddp,
     plain_construction,
     skips_by_itself,
+    step_under_ulysses,
     ulysses,
     under_zero3,
 )

@@ -19,11 +19,20 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
-from hfpatch.compat import caller_reads_logits, forward_hooks, modules_of, own_loss, pytree, set_own_loss
+from hfpatch.compat import (
+    caller_reads_logits,
+    forward_hooks,
+    modules_of,
+    own_loss,
+    pytree,
+    set_own_loss,
+    step_under_ulysses,
+)
 from hfpatch.models.asking import here
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
+from hfpatch.models.parallel import items_of_a_mean_over_rows, sequence_now
 from hfpatch.models.parts import FusedRMSNorm
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
@@ -197,6 +206,8 @@ class FusedCausalLM:
         if self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False):
             return self._hfpatch_log_probs(kwargs)
         labels = kwargs.get("labels")
+        if labels is not None and self.training and not torch.compiler.is_compiling():
+            self._count_as_one_process(kwargs)
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
         if torch.compiler.is_compiling():
@@ -216,6 +227,23 @@ class FusedCausalLM:
             # Its own class without the stand-in: an output drops what is None.
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
+
+    def _count_as_one_process(self, kwargs) -> None:
+        """Under Ulysses transformers' Trainer tells no model how many tokens a step has, and takes a mean of rows."""
+        step = None if kwargs.get("num_items_in_batch") is not None else step_under_ulysses()
+        if step is None:
+            return
+        batches, args = step
+        sequence = sequence_now(self.config.get_text_config(), True)
+        if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
+            kwargs["num_items_in_batch"] = items_of_a_mean_over_rows(
+                sequence, kwargs["shift_labels"], batches, args, kwargs.get("ignore_index", -100)
+            )
+        else:
+            self._tell(
+                "expected the batches of Trainer's step under sequence parallelism, none were found: its loss stays the mean over "
+                "rows, not tokens, which differs where rows have different numbers of labels; train with `hfpatch train`."
+            )
 
     @contextmanager
     def _stand_in(self, target: tuple):

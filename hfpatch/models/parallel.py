@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,8 +36,8 @@ def sequence_now(config, training: bool) -> Sequence | None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (None, False)
         found = None if group is None or (training_only and not training) else (group, False)
         if found is not None and training:
-            summed_gradients(deepspeed_config(), torch.distributed.get_world_size(group))
-    if found is None or torch.distributed.get_world_size(found[0]) == 1:
+            summed_gradients(deepspeed_config(), dist.get_world_size(group))
+    if found is None or dist.get_world_size(found[0]) == 1:
         return None
     return sequence_of(*found)
 
@@ -79,6 +79,23 @@ def why_not_exchanged(config, training: bool) -> str | None:
     """None where attention over rows that ranks share can be ours, else the reason in a few words."""
     dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
     return "attention dropout" if training and dropout else None
+
+
+def items_of_a_mean_over_rows(
+    sequence: Sequence, shift_labels: Tensor, batches: list[dict], args, ignore: int
+) -> Tensor:
+    """num_items_in_batch with which the mean that transformers' Trainer takes under Ulysses is that over a step's tokens.
+
+    It takes the mean over a step's rows of each row's own mean, in which this rank's weighs by its labels. batches: this rank's
+    of the step, with shift_labels; args: TrainingArguments, whose `average_tokens_across_devices` says which ranks' tokens count.
+    """
+    everybody = dist.group.WORLD if args.average_tokens_across_devices else sequence.group
+    mine = (shift_labels != ignore).sum()
+    row, step = mine.clone(), sum((batch["shift_labels"] != ignore).sum() for batch in batches).to(mine.device)
+    dist.all_reduce(row, group=sequence.group)
+    dist.all_reduce(step, group=everybody)
+    rows = len(batches) * (dist.get_world_size(everybody) // sequence.size)
+    return mine.clamp_min(1) * step.clamp_min(1) / (rows * row.clamp_min(1))
 
 
 def weights_move(model: nn.Module) -> bool:

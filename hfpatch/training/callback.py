@@ -30,7 +30,8 @@ class Callback(TrainerCallback):
     peak_host_gib the process's largest resident set.
 
     Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
-    torchao's to round at random, it does so under transformers 4 too, which drops that argument.
+    torchao's to round at random, it does so under transformers 4 too, which drops that argument. Under DeepSpeed's Ulysses runs
+    go on in the middle of an epoch, which stops with an error in DeepSpeed's loader.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
@@ -46,6 +47,14 @@ class Callback(TrainerCallback):
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._go_first()
+        if getattr(args, "parallelism_config", None) is not None:
+            from transformers import Trainer
+
+            from hfpatch.training.sequence import share_rows
+
+            trainer = _caller(Trainer)
+            if trainer is not None:
+                share_rows(trainer.accelerator)
         if self.apply and model is not None:
             if args.use_liger_kernel:
                 raise ValueError("hfpatch: expected one implementation, use_liger_kernel came too; drop it or apply.")
@@ -136,14 +145,20 @@ class Callback(TrainerCallback):
         that calls us is the one place to find it. Where it is not found, the columns reach the progress bar and the
         log history alone.
         """
-        frame = sys._getframe(1)
-        while frame is not None:
-            handler = frame.f_locals.get("self")
-            if isinstance(handler, CallbackHandler):
-                # A new list: the old one is being walked through.
-                handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
-                return
-            frame = frame.f_back
+        handler = _caller(CallbackHandler)
+        if handler is not None:
+            # A new list: the old one is being walked through.
+            handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
+
+
+def _caller(kind: type):
+    """The nearest object of that class whose method called, or None."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
+        frame = frame.f_back
+    return None
 
 
 # accelerate's loaders say by a property that their class is the loader's inside.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
 from hfpatch.memory.limits import environment_number
-from hfpatch.models.parallel import sharded, summed_gradients
+from hfpatch.models.parallel import sequence_of, sharded, summed_gradients
 from hfpatch.training.positions import IGNORE
 
 
@@ -90,6 +90,21 @@ class SharedRows:
         """The loader without its first batches."""
         whole, rest = divmod(batches, self.sequence.size)
         return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.sequence, rest)
+
+
+def sequence_under(accelerator) -> Sequence | None:
+    """The ranks that share rows under Ulysses, None elsewhere: context parallelism deals rows out by itself."""
+    config = accelerator.parallelism_config
+    if config is None or not config.sp_enabled:
+        return None
+    from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
+
+    return sequence_of(get_sequence_parallel_group())
+
+
+def share_rows(accelerator) -> None:
+    """Trainer's batches under Ulysses are SharedRows, in place of DeepSpeed's adapter."""
+    accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, sequence_under(accelerator))
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> torch.Tensor:

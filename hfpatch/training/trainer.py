@@ -12,11 +12,10 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.models.parallel import sequence_of
 from hfpatch.models.stack import OurAttention
 from hfpatch.training import folders, schedule
 from hfpatch.training.positions import IGNORE, PositionTrainer
-from hfpatch.training.sequence import SharedRows, evaluation_loss
+from hfpatch.training.sequence import evaluation_loss, sequence_under, share_rows
 
 
 class Trainer(PositionTrainer):
@@ -83,16 +82,10 @@ class Trainer(PositionTrainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        self.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, self._sequence())
+        share_rows(self.accelerator)
 
     def _sequence(self):
-        """The ranks that share rows under Ulysses, None elsewhere: context parallelism deals rows out by itself."""
-        config = self.accelerator.parallelism_config
-        if config is None or not config.sp_enabled:
-            return None
-        from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
-
-        return sequence_of(get_sequence_parallel_group())
+        return sequence_under(self.accelerator)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         inputs = self._without_repeats(inputs)

@@ -78,6 +78,10 @@ def losses(trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+def norms(trainer) -> list[float]:
+    return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
 def report(folder, **found) -> None:
     """Writes what this rank found, then leaves without gloo's teardown, which aborts about one run in ten."""
     rank = int(os.environ.get("RANK", 0))

@@ -15,18 +15,18 @@ def main(folder: str) -> None:
         trainer = common.train(common.make_model(dtype=dtype), Path(folder) / name, batch=2)
         trainer.save_model(str(Path(folder) / f"{name}-final"))
         found[name] = common.losses(trainer)
-        # transformers weighs micro-batches alike under Ulysses, so these rows have as many labels each.
+        # As many labels in each row, none of them with the first of two ranks.
         rows, folder_rows = common.make_rows(positions=True, ignored=13), Path(folder) / f"{name}-rows"
         trainer = common.train(common.make_model(dtype=dtype), folder_rows, batch=1, rows=rows)
         trainer.save_model(str(Path(folder) / f"{name}-rows-final"))
         found[f"{name}-rows"] = common.losses(trainer)
-        found[f"{name}-norms"] = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+        found[f"{name}-norms"] = common.norms(trainer)
         found[f"{name}-evaluation"] = [trainer.evaluate(rows[:4])["eval_loss"]]
         rows = common.make_rows(positions=True)
         trainer = common.train(
             common.make_model(dtype=dtype), Path(folder) / f"{name}-uneven", batch=1, rows=rows, max_steps=2
         )
-        found[f"{name}-uneven"] = common.losses(trainer)
+        found[f"{name}-uneven"], found[f"{name}-uneven-norms"] = common.losses(trainer), common.norms(trainer)
     common.report(folder, **found)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -77,11 +78,16 @@ def main(engine: str, folder: str) -> None:
     evaluation = resumed.evaluate(rows[:4])["eval_loss"]
     eval_calls = len(exchanged) - before
 
-    # With another number of labels in each row, which hfpatch train weighs by token.
-    uneven = run(
-        "uneven", kinds=(TrainArguments, ours.Trainer), eval_positions=0, rows=common.make_rows(positions=True),
-        max_steps=2, save_strategy="no",
-    )  # fmt: skip
+    # So does transformers' own Trainer with our callback: DeepSpeed's loader cannot.
+    kinds = (TrainingArguments, partial(Trainer, callbacks=[hfpatch.Callback()]))
+    called = run("called", kinds, resume=str(out / "whole" / "checkpoint-2"), save_strategy="no")
+
+    # With another number of labels in each row, which weigh by token: in transformers' Trainer and in that of hfpatch train.
+    both = [(TrainingArguments, Trainer, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
+    uneven = [
+        run("uneven", (kind, trainer), rows=common.make_rows(positions=True), max_steps=2, save_strategy="no", **more)
+        for kind, trainer, more in both
+    ]
 
     refused = []
     if engine == "ulysses":
@@ -90,10 +96,10 @@ def main(engine: str, folder: str) -> None:
                 run("refused", engine_settings=ulysses(**more))
             except ValueError as error:
                 refused.append(str(error))
-    norms = [row["grad_norm"] for row in whole.state.log_history if "grad_norm" in row]
     common.report(
-        folder, losses=common.losses(whole), resumed=common.losses(resumed), tokens=tokens, refused=refused, norms=norms,
-        calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls, uneven=common.losses(uneven),
+        folder, losses=common.losses(whole), resumed=[common.losses(t) for t in (resumed, called)], tokens=tokens, refused=refused,
+        norms=common.norms(whole), calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls,
+        uneven=[(common.losses(t), common.norms(t)) for t in uneven],
     )  # fmt: skip
 
 

@@ -143,8 +143,11 @@ def test_sequence_parallel(engine, single, tmp_path):
         assert report["calls"] == 2 * 8 and report["eval_calls"] > 0  # two layers, eight micro-batches
         assert_losses(report["losses"], single, "-rows")
         assert_losses(report["norms"], single, "-norms")
-        assert_losses(report["resumed"], single, "-rows")
-        assert_losses(report["uneven"], single, "-uneven")
+        for found in report["resumed"]:
+            assert_losses(found, single, "-rows")
+        for found, norms in report["uneven"]:
+            assert_losses(found, single, "-uneven")
+            assert_losses(norms, single, "-uneven-norms")
         # transformers' own evaluation under context parallelism logs the first rank's part alone.
         for found in report["evaluation"][engine == "context" :]:
             assert_losses([found], single, "-evaluation")
@@ -170,6 +173,14 @@ def test_tensor_parallel(single, tmp_path):
         assert report["gathered"] == tile
     assert_gradients(reports, {"tiles of 5", "kept whole", "kept in parts"})
     assert_weights(tmp_path / "final" / "model.safetensors", single)
+
+
+@pytest.mark.long
+def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
+    reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)
+    assert_gradients(reports, {"tp", "tp and fsdp2"})
+    for report in reports:
+        assert report["words"] == [96 // 4] * 4 + [96 // 2] * 2  # a loss a micro-batch, from this rank's words
 
 
 @pytest.mark.long

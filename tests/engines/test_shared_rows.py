@@ -1,10 +1,14 @@
 """Ranks that share each sequence, under both contracts: exact gradients, whole rows' documents, one decision for all."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from test_launch import HERE, ROOT, torchrun
@@ -45,40 +49,106 @@ def test_every_way_and_family(ranks, tmp_path):
     check(torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500), 15 + 2 * 5 * 3 * 4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
-def test_hfpatch_train_on_ranks_is_one_process(engine, tmp_path):
-    """The same losses, in training and evaluation, packed rows, with and without a stop in the middle of an epoch."""
-    words = [f"word{i} of the sea" for i in range(400)]
-    (tmp_path / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380)))
-    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
-    config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-    (tmp_path / "zero.json").write_text(json.dumps(config))
-    common = [
-        "--data", tmp_path / "a.txt", "--text_unit", "paragraph", "--seq_length", 63, "--packing", "--use_cpu", True, "--seed", 3,
-        "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4, "--save_steps", 3, "--logging_steps", 1,
-        "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
-        "--lr_scheduler_type", "constant", "--cache_dir", tmp_path / "cache",
-    ]  # fmt: skip
-    share = ["--engine", tmp_path / "zero.json" if engine == "zero3" else engine, "--sp_size", 2]
+class Runs:
+    """hfpatch train on paragraphs of a few words, packed; one process, or ranks of which two share each row."""
 
-    def train(name: str, ranks: int, *more) -> list[dict]:
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else []
-        words = [*run, "train_worker.py", *common, "--output_dir", tmp_path / name, *more]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, *map(str, words)], cwd=HERE, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        rows = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+    def __init__(self, folder: Path, engine: str):
+        words = [f"word{i} of the sea" for i in range(400)]
+        (folder / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380)))
+        config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+        config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        (folder / "zero.json").write_text(json.dumps(config))
+        self.folder = folder
+        self.share = ["--engine", folder / "zero.json" if engine == "zero3" else engine, "--sp_size", 2]
+        self.common = [
+            "--data", folder / "a.txt", "--text_unit", "paragraph", "--seq_length", 63, "--packing", "--use_cpu", True, "--seed", 3,
+            "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4, "--save_steps", 3, "--logging_steps", 1,
+            "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
+            "--lr_scheduler_type", "constant", "--cache_dir", folder / "cache",
+        ]  # fmt: skip
+        self("model", 1, "--preset", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
+        self.common += ["--model", folder / "model"]
+
+    def __call__(self, name: str, ranks: int, *more) -> list[dict]:
+        """The losses in training, then those in evaluation."""
+        words = [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share * (ranks > 1)])]
+        if ranks == 1:
+            from hfpatch.commands.train import main
+
+            assert main(words) == 0
+        else:
+            run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "train_worker.py"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            done = subprocess.run([sys.executable, *run, *words], cwd=HERE, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        rows = json.loads((self.folder / name / "trainer_state.json").read_text())["log_history"]
         return [row[kind] for kind in ("loss", "eval_loss") for row in rows if kind in row]
 
-    train("model", 1, "--preset", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
-    model = ["--model", tmp_path / "model"]
-    one, two = train("one", 1, *model, "--max_steps", 5), train("two", 2, *model, "--max_steps", 5, *share)
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return lambda engine: Runs(tmp_path, engine)
+
+
+def test_hfpatch_train_shares_rows(runs):
+    """Losses in training and in evaluation are those of one process."""
+    train = runs("zero3")
+    more = ["--max_steps", 2, "--eval_steps", 2, "--save_strategy", "no"]
+    one, two = train("one", 1, *more), train("two", 2, *more)
+    assert one == pytest.approx(two, rel=2e-6) and len(one) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
+    """The same losses, in training and evaluation, packed rows, with and without a stop in the middle of an epoch."""
+    train = runs(engine)
+    one, two = train("one", 1, "--max_steps", 5), train("two", 2, "--max_steps", 5)
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 7
-    shutil.rmtree(tmp_path / "two" / "checkpoint-5")
-    again = train("two", 2, *model, "--max_steps", 5, *share, "--resume_from_checkpoint", True)
+    shutil.rmtree(train.folder / "two" / "checkpoint-5")
+    again = train("two", 2, "--max_steps", 5, "--resume_from_checkpoint", True)
     assert again == two
     # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates them.
-    one = train("one-4", 1, *model, "--max_steps", 2, "--gradient_accumulation_steps", 4)
-    four = train("four", 4, *model, "--max_steps", 2, "--gradient_accumulation_steps", 2, *share)
+    one = train("one-4", 1, "--max_steps", 2, "--gradient_accumulation_steps", 4)
+    four = train("four", 4, "--max_steps", 2, "--gradient_accumulation_steps", 2)
     assert one == pytest.approx(four, rel=2e-6) and len(one) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, said", [
+    ("error", "a kernel failed"), ("memory", "no memory on this rank"), ("lengths", ""), ("interrupt", ""),
+])  # fmt: skip
+def test_what_stops_one_rank_stops_all(kind, said, tmp_path):
+    """In the middle of an exchange, by an error or Ctrl-C: no rank waits for ever, and none is left behind."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "fault_worker.py",
+        kind,
+        str(tmp_path),
+    ]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        run = subprocess.Popen(
+            [sys.executable, *words], cwd=HERE, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            began = time.monotonic()
+            while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() - began < 120 and run.poll() is None:
+                time.sleep(0.2)
+            if kind == "interrupt":
+                time.sleep(1)
+                os.killpg(run.pid, signal.SIGINT)
+            assert run.wait(timeout=90) != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    ready = list(tmp_path.glob("*.ready"))
+    assert len(ready) == 2 and said in log.read_text(), log.read_text()[-3000:]
+    assert not [p for p in ready if Path("/proc", p.read_text(), "cmdline").exists()]

@@ -1,38 +1,47 @@
-"""Two gloo processes that share each weight: tensor parallelism through transformers' tp_plan="auto"."""
+"""Gloo processes that share each weight: tensor parallelism through transformers' tp_plan="auto".
+
+Two of them through Trainer; four of them, or two pairs under FSDP2, in a loop of their own.
+"""
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import common
 import torch
 import torch.distributed as dist
 import vocab_cases
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
+from transformers.distributed import DistributedConfig, mixin
 
 import hfpatch
 from hfpatch.checkpoint import session as session_module
 from hfpatch.ops import VocabShard
 
 
-def load(folder: Path) -> LlamaForCausalLM:
-    """The model of `common`, each rank with its half of every projection."""
+def load(folder: Path, **settings) -> LlamaForCausalLM:
+    """The model of `common`, each rank with its part of every projection."""
     if dist.get_rank() == 0 and not folder.exists():
         common.make_model().save_pretrained(folder)
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # 5.23 renames the argument; 4.57 knows this one alone
-        return LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32).train()
+        settings = settings or {"tp_plan": "auto"}
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).train()
 
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients(model) -> dict[str, torch.Tensor]:
-    for batch in common.micro_batches():
-        model(**batch, num_items_in_batch=torch.tensor(common.label_count())).loss.backward()
+def gradients(model, mine=slice(None), rows: int = 1) -> dict[str, torch.Tensor]:
+    """mine: of the micro-batches; rows: in how many parts they are dealt out, whose gradients are averaged."""
+    for batch in common.micro_batches()[mine]:
+        model(**batch, num_items_in_batch=torch.tensor(common.label_count() / rows)).loss.backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
     model.zero_grad()
     return found
@@ -52,11 +61,38 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
     return session.transfers.pool.bytes_held, gathered, found
 
 
-def main(folder: str) -> None:
+def four(out: Path) -> None:
+    """All four ranks share each weight, then two pairs whose parts FSDP2 shards again, each pair with rows of its own."""
+    common.make_config = partial(common.make_config, num_key_value_heads=4)
+    dist.init_process_group("gloo")
+    words, chunk = [], VocabShard.chunk_
+    VocabShard.chunk_ = lambda self, logits, *args: words.append(logits.shape[1]) or chunk(self, logits, *args)
+    found = {}
+    for name, rows in (("tp", 1), ("tp and fsdp2", 2)):
+        settings = {} if rows == 1 else {"distributed_config": DistributedConfig(tp_size=2, fsdp_size=2)}
+        # transformers shards as it loads, which apply() comes too late for: so we do it behind apply.
+        with mock.patch.object(mixin, "apply_fully_sharded_data_parallelism", lambda model, *_: model):
+            model = load(out / "start", **settings)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=12, offload="host"))
+        mine = slice(None)
+        if rows == 2:
+            mesh = model._mesh_manager.get_mesh("fsdp")
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            mine = slice(mesh.get_local_rank(), None, 2)
+        found[name] = common.worst("plain", gradients(model, mine, rows))
+        assert model.model.layers[0]._hfpatch_session.shards.world == 4 // rows
+    common.report(out, worst=found, words=words)
+
+
+def main(folder: str, kind: str = "") -> None:
     common.quiet()
     warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # a collective of ours by an old name
-    shim = common.as_if_on_gpus()
     out = Path(folder)
+    if kind:
+        return four(out)
+    shim = common.as_if_on_gpus()
 
     def make():
         model = load(out / "start")
@@ -86,4 +122,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[-1], *sys.argv[1:-1])

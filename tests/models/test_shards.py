@@ -1,14 +1,17 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import torch.distributed.tensor.experimental._attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import compat
+from hfpatch.models import parallel, stack
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -76,3 +79,40 @@ def test_windows_are_those_of_whole_rows():
         patch.setattr(exchange, "attention_forward", lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k))
         model(**given())
     assert seen == [16]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_no_mask_is_built_from_a_parts_positions(dropout, monkeypatch):
+    """Chunks from both ends of a row look like two documents; their [t, t] mask would take 16 GiB at a million tokens on eight."""
+    t, sizes = 53, []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in (out,) if isinstance(x, torch.Tensor) and x.dtype == torch.bool)
+            return out
+
+    monkeypatch.setattr(stack, "sequence_now", lambda *_: LoneRank(2))
+    ids, positions = tiny.ids(1, t), torch.cat([torch.arange(30), torch.arange(100, 123)])[None]
+    with Sizes():
+        tiny.patched(tiny.llama(attention_dropout=dropout))(input_ids=ids, labels=ids, position_ids=positions)
+    assert sizes and max(sizes) < t * t
+
+
+def test_a_mean_over_rows_becomes_one_over_tokens(monkeypatch):
+    """Two pairs of ranks, two rows each: Trainer's mean over ranks, rows and pairs, of sums over what they are to be over."""
+    world, labels = object(), torch.tensor([[[5, 3], [2, 6]], [[0, 4], [1, 1]]])  # of a pair's rows, by rank
+    sums = torch.rand(2, 2, 2, dtype=torch.float64).masked_fill(labels == 0, 0)
+    ranks = SimpleNamespace(group=SimpleNamespace(WORLD=world), get_world_size=lambda group: 4)
+    monkeypatch.setattr(parallel, "dist", ranks)
+    args, mean = SimpleNamespace(average_tokens_across_devices=True), 0.0
+    for pair, of_pair in enumerate(labels):
+        for row, of_row in enumerate(of_pair):
+            ranks.all_reduce = lambda x, group, n=of_row: x.fill_((labels if group is world else n).sum())
+            for rank, n in enumerate(of_row.tolist()):
+                given = torch.tensor([1] * n + [-100] * (9 - n))
+                items = parallel.items_of_a_mean_over_rows(
+                    LoneRank(2), given, [{"shift_labels": given}] * 2, args, -100
+                )
+                mean += sums[pair, row, rank] / items * n / of_row.sum() / 4
+    assert mean.item() == pytest.approx((sums.sum() / labels.sum()).item(), rel=1e-6)

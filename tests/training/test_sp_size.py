@@ -8,7 +8,7 @@ import torch
 
 from hfpatch.simulate.sequence import LoneRank
 from hfpatch.training import checks, sequence
-from hfpatch.training.arguments import DataArguments, ModelArguments, apply_options
+from hfpatch.training.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.training.dataset import Collator
 from hfpatch.training.sequence import SharedRows, parallelism, part_of
 
@@ -30,6 +30,18 @@ def test_each_engine_gets_its_own_form(monkeypatch):
     )
     under = parallelism("fsdp", {"version": 2}, size=2, attention="sdpa")
     assert (under.cp_size, under.dp_shard_size, under.sp_size) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("engine, values, multiple", [
+    ("deepspeed", {"zero_optimization": {"stage": 3}}, 6), ("fsdp", {"version": 2}, 12),
+])  # fmt: skip
+def test_rows_are_padded_to_go_evenly_over_the_ranks(engine, values, multiple, monkeypatch):
+    """To a chunk a rank, of context parallelism two; and to what was asked for besides."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments, config = {}, SimpleNamespace(engine=engine, values=values)
+    data = _share_rows(ModelArguments(sp_size=2), DataArguments(pad_multiple=3), arguments, config)
+    assert data.pad_multiple == multiple
+    assert max(arguments["parallelism_config"].sp_size, arguments["parallelism_config"].cp_size) == 2
 
 
 @pytest.mark.parametrize("engine, values, size, said", [
