@@ -112,6 +112,21 @@ def test_two_threads_at_one_model(place):
     assert not any("forward" in vars(m) for m in ours.modules()) and ours.config._attn_implementation == "eager"
 
 
+def test_another_default_device():
+    """torch.set_default_device("cuda") is for the user's tensors: what is made on the host beside them says so."""
+    batch = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}
+    batch["attention_mask"][1, :5] = 0
+    wanted, ours = tiny.step(tiny.patched(tiny.llama()), batch), tiny.llama()
+    torch.set_default_device("meta")  # what forgets to say is without data, as on a GPU on the wrong device
+    try:
+        report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+        got = tiny.step(ours, batch)
+    finally:
+        torch.set_default_device("cpu")
+    assert not report.skipped
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
 def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):
     """type(model).from_pretrained, as TRL and PEFT call it, must not give a class whose settings were never made."""
     stock = tiny.llama()

@@ -24,7 +24,7 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
     shared ones alive after they are freed here. MemoryError where the system has no more.
     """
     if not mapped:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         memory = mmap.mmap(-1, nbytes, **private)
@@ -70,6 +70,9 @@ class Device:
     def synchronize(self, event=None) -> None:
         """The host waits for the event, or for everything."""
 
+    def used_here(self, x: Tensor) -> None:
+        """x comes from the memory of another stream, and the current one uses it until it goes."""
+
     # -- host memory -------------------------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:
         """Registers a host buffer with the device; 0, or the error."""
@@ -114,8 +117,12 @@ class CudaDevice(Device):
     def synchronize(self, event=None) -> None:
         event.synchronize() if event is not None else torch.cuda.synchronize(self.device)
 
+    def used_here(self, x: Tensor) -> None:
+        x.record_stream(self.current())
+
     def pin(self, block: Tensor) -> int:
-        status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+        with torch.cuda.device(self.device):  # CUDA makes a context on the current one, which may be another rank's
+            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status:
             try:  # CUDA keeps the error for the next kernel to report: this one does
                 torch.zeros(1, device=self.device)
@@ -124,10 +131,17 @@ class CudaDevice(Device):
         return status
 
     def unpin(self, block: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+    def threads(self, count: int, name: str):
+        # A thread starts with the first device: waiting for an event there would make a context on it.
+        return ThreadPoolExecutor(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(
+            values, non_blocking=True
+        )
 
 
 class Block:
@@ -223,9 +237,8 @@ def beside(compute, *inputs: Tensor) -> list[Tensor]:
         event = device.mark(side)
     device.wait(event, device.current())
     for x in found:
-        if x.device.type == "cuda":
-            x.record_stream(device.current())
-        x._hfpatch_arrived = (event, x._version)
+        device.used_here(x)
+        x._hfpatch_arrived = (event, version(x))
     return found
 
 

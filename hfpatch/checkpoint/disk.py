@@ -132,7 +132,8 @@ class DiskDirectory:
 
     def _read(self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None) -> None:
         _ended(before)  # a read that nobody waited for
-        self.device.synchronize(copied)
+        if copied is not None:  # of a new buffer there is none: that would wait for all that the device does
+            self.device.synchronize(copied)
         file.wait_written()
         view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
         while done < nbytes:

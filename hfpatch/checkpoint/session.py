@@ -158,7 +158,7 @@ class Session:
         """StreamedWeights.staying; weights that do not fit on the device which they are sent to stay on the host from then on."""
         owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
         if first and self.checkpointing.weights == "auto" and owner is not None and frozen_tables(layer):
-            device = function(torch.empty(0, dtype=torch.uint8)).device
+            device = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
             if metered(device):
                 coming = sum(p.numel() * p.element_size() for p in owner.parameters() if p.device != device)
                 self.weights.on = coming > memory.gpu_free(device)

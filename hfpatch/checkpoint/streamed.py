@@ -208,7 +208,7 @@ class StreamedWeights:
     def staying(self, layer: nn.Module, function):
         """Within, `function`, by which Module._apply changes a layer's tensors, does not see those that wait on the host."""
         taken = _noted(layer) if self.on else []
-        made = [(t.dtype, function(torch.empty(0, dtype=t.dtype))) for _, _, t in taken]
+        made = [(t.dtype, function(torch.empty(0, dtype=t.dtype, device="cpu"))) for _, _, t in taken]
         if any(new.dtype != dtype for dtype, new in made) and self.packed:
             raise ValueError(
                 "hfpatch: expected weights that wait on the host to keep their dtype, a cast came; cast the model before its "

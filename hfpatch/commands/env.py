@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,12 +80,21 @@ def gather(files=()) -> dict:
     if versions["hfpatch"] is None:
         versions["hfpatch"] = importlib.import_module("hfpatch").__version__
     facts = {"versions": versions, "drivers": _driver(), "limits": _limits(), "configs": _configs(files)}
-    facts["left_builds"] = left_builds()
+    facts["left_builds"], facts["builds"] = left_builds(), _builds()
     facts |= _torch_facts() if versions["torch"] else {"torch_cuda": None, "gpus": [], "attention": {}}
     names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES",
              "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
     facts["environment"] = {name: os.environ[name] for name in names if name in os.environ}
     return facts
+
+
+def _builds() -> dict:
+    """With what Triton makes the code that starts a kernel: a C compiler, and Python's headers."""
+    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return {
+        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        "python_headers": os.path.exists(headers),
+    }
 
 
 def _driver() -> list[dict]:
@@ -220,6 +230,12 @@ def _version_problems(facts):
             yield Problem(f"{name} {version} is not supported, {wanted} is.", fix)
     if facts["gpus"] and facts["versions"].get("triton") is None:
         yield Problem("There is a GPU and no triton: the fused kernels cannot run.", "pip install triton")
+    elif facts["gpus"] and not facts["builds"]["compiler"]:
+        what = "There is no C compiler, with which Triton makes the code that starts a kernel."
+        yield Problem(what, "apt-get install gcc, or export CC=/path/to/one")
+    elif facts["gpus"] and not facts["builds"]["python_headers"]:
+        what = "Python's headers (Python.h) are missing, with which Triton makes the code that starts a kernel."
+        yield Problem(what, "apt-get install python3-dev, of the version that runs this")
 
 
 def _device_problems(facts):

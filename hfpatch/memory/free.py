@@ -94,7 +94,8 @@ def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
 
 
 def gpu_free(device=None) -> int | None:
-    """Bytes that PyTorch can still hand out on a CUDA device: free ones and those its allocator keeps in reserve.
+    """Bytes that PyTorch can still hand out on a CUDA device: free ones and those its allocator keeps in reserve, within the
+    share that the process set itself (torch.cuda.set_per_process_memory_fraction).
 
     None on a machine without CUDA.
     """
@@ -102,8 +103,9 @@ def gpu_free(device=None) -> int | None:
 
     if not torch.cuda.is_available():
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    own = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free, own - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _own(parameter):

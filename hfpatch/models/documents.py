@@ -103,19 +103,20 @@ def find_rows(
     if attention_mask is None and position_ids is None and chunk is None and not packed:
         return Rows()
     given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
-    inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64) if packed else None
+    where = device if given else torch.device("cpu")  # what is known here waits for no device
+    inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu") if packed else None
 
     def find(*_):
         """[B*T + 1]: where documents start; whether keys are hidden. Runs beside the layers, on what came with the batch."""
-        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=where)
         starts_BT[:, 0] = True
         if packed:
-            starts_BT.view(-1)[inside.to(device)] = True
+            starts_BT.view(-1)[inside.to(where)] = True
         elif position_ids is not None:
             visible_BT = None if attention_mask is None else attention_mask.bool()
             counted = visible_BT is not None or cached or not padding
             starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
-        hidden, left_BT = torch.zeros((), dtype=torch.bool, device=device), None
+        hidden, left_BT = torch.zeros((), dtype=torch.bool, device=where), None
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
             # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
@@ -124,7 +125,7 @@ def find_rows(
             hidden = holes_BT.any()
         if chunk is not None:
             offset_B1 = 0 if left_BT is None else left_BT.sum(1, keepdim=True)
-            starts_BT |= (torch.arange(T, device=device) - offset_B1) % chunk == 0
+            starts_BT |= (torch.arange(T, device=where) - offset_B1) % chunk == 0
         return torch.cat([starts_BT.view(-1), hidden[None]])
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
@@ -151,5 +152,5 @@ def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
     if bounds == list(range(0, B * T + 1, T)):
         return None
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, pin_memory=cuda).to(device, non_blocking=True)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(device, non_blocking=True)
     return Documents(tuple(bounds), cu_seqlens)

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch import ops
-from hfpatch.checkpoint.device import ToHost
+from hfpatch.checkpoint.device import ToHost, beside
 from hfpatch.compat import (
     caller_reads_logits,
     forward_hooks,
@@ -267,7 +267,9 @@ class FusedCausalLM:
         """Within, layers know whose output nobody reads: tokens that are followed by no label."""
         idle = here.idle_BT
         if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
-            here.idle_BT = ~nn.functional.pad(target[..., first:] != ignore, (0, first))
+            unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
+            # Who asks for documents waits for it on the host, which is not to wait for the step before.
+            (here.idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)
         try:
             yield
         finally:

@@ -145,7 +145,7 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     has_tensor = "'tensor'" in repr(key)
     with _asking:
         try:
-            with nullcontext() if has_tensor else real_tensors():
+            with nullcontext() if has_tensor else real_tensors(), torch.device("cpu"):
                 kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
         except (RuntimeError, IndexError, TypeError, ValueError):
             kind = None

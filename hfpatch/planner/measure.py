@@ -44,7 +44,7 @@ def measure_this() -> Gpu:
     big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     other = torch.empty_like(big)
     bandwidth = 2 * big.numel() / _seconds(lambda: other.copy_(big))
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=True)
     link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
     return Gpu(
         name=properties.name, memory_bytes=properties.total_memory, peak_flops=matmul, bandwidth=bandwidth, link=link,

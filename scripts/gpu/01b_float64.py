@@ -184,7 +184,9 @@ def main(argv=None) -> int:
             jobs += [("attention", attention, ("", key, dtype, T, widths, g, CAUSAL)) for key in names for g in groups]
             if T > 30 and (dtype != torch.float32 or not args.cuda):
                 for what, (pattern, sinks) in patterns(T, args.device).items():
-                    jobs.append((what, attention, (f", {what}", names[0], dtype, T, widths, 1, pattern, sinks)))
+                    # Windows, documents and caps have one kernel; holes and plain sinks have every backend's.
+                    for key in names if what in ("holes", "sinks") else names[:1]:
+                        jobs.append((what, attention, (f", {what}", key, dtype, T, widths, 1, pattern, sinks)))
     for op in OPS.values():
         # The giants: swiglu's rows are wider, so it needs fewer of them.
         T = 64 if args.small else 150001 if op.name == "swiglu" else GIANT

@@ -24,6 +24,7 @@ GOOD = {
     "limits": {"host_bytes": 256 << 30, "container_bytes": 256 << 30, "host_free_bytes": 200 << 30,
                "locked_bytes": None, "shared_memory_bytes": 64 << 30, "disk_free_bytes": 1 << 40, "cpus": 16},
     "configs": {},
+    "builds": {"compiler": "/usr/bin/gcc", "python_headers": True},
     "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
 }  # fmt: skip
 
@@ -34,6 +35,8 @@ WORSE = [
     ({"versions": {"torch": "2.10.0"}}, "torch 2.10.0", "torch>=2.11"),
     ({"versions": {"python": "3.9.18"}}, "python 3.9.18", "Python 3.10"),
     ({"versions": {"triton": None}}, "no triton", "pip install triton"),
+    ({"builds": {"compiler": None}}, "no C compiler", "apt-get install gcc"),
+    ({"builds": {"python_headers": False}}, "Python.h", "python3-dev"),
     ({"gpus": [], "torch_cuda": None}, "built for the CPU alone, beside a NVIDIA H100", "CUDA build"),
     ({"gpus": []}, "driver 580.65 gives it no GPU", "update the driver"),
     ({"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES is ''", "unset"),

@@ -74,6 +74,7 @@ class Region:
 
     def __init__(self, owner: str | None):
         self.owner, self.pinned, self.uses = owner, False, {}
+        self.recorded = False  # the allocator itself waits for the other streams
 
 
 class LateFuture:
@@ -169,6 +170,9 @@ class CheckedDevice(TorchDispatchMode, Device):
         for clock in [event] if event is not None else [c for a, c in self.clocks.items() if a != self.host]:
             join(self.clocks[self.host], clock)
 
+    def used_here(self, x):
+        self._region(x).recorded = True
+
     def pin(self, block):
         self._region(block).pinned = True
         return 0
@@ -219,7 +223,7 @@ class CheckedDevice(TorchDispatchMode, Device):
         return [(a, use) for uses in region.uses.values() for a, use in uses.items() if a != actor]
 
     def _freed(self, region: Region) -> None:
-        if region.pinned or region.owner is None:
+        if region.pinned or region.recorded or region.owner is None:
             return
         clock = self._issue(region.owner)
         for actor, (time, what) in self._others(region, region.owner):

@@ -8,7 +8,7 @@ import torch
 
 import hfpatch
 from hfpatch.checkpoint import disk, heads
-from hfpatch.checkpoint.device import ToHost, arrived, standing_in
+from hfpatch.checkpoint.device import ToHost, arrived, beside, standing_in
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import KEEPABLE
 from tests.checkpoint.deep import tiny_llama, tokens
@@ -83,7 +83,7 @@ def partial(model, device):
 
 
 def handed_over(model, device):
-    """A fetch that another stream than its own waits for, and values for the host that nobody asks for."""
+    """A fetch that another stream than its own waits for, values for the host that nobody asks for, others made beside."""
     loss(model).backward()
     transfers, x = model.model._hfpatch_session.transfers, torch.randn(2, 8, 64)
     saved = transfers.save(x)
@@ -97,6 +97,8 @@ def handed_over(model, device):
     if transfers.tier == "gpu":
         device.wait(device.mark(other))  # the tensor itself is the caller's
     ToHost(x.mul(2))
+    (made,) = beside(lambda t: [t.add(1)], x)
+    made.mul(2)
 
 
 def raising(place: str, turn: str):

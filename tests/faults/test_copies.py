@@ -77,6 +77,7 @@ REMOVALS = {
     "_side_stream: device.wait(event, device.side)": PACKED,
     "ToHost.get: self.device.synchronize(self.event)": PACKED,
     "ToHost.__del__: self.device.wait(self.event, self.stream)": HANDED,
+    "beside: device.wait(event, device.current())": HANDED,
     "_unpin: device.synchronize()": LENGTHS,
 }
 
@@ -153,8 +154,12 @@ def reuse_bounces_at_once(patch):
     patch.setattr(disk, "_ended", lambda job: None)
 
 
+def forget_who_uses_what_was_made_beside(patch):
+    patch.setattr(CheckedDevice, "used_here", lambda self, x: None)
+
+
 @pytest.mark.parametrize("removal, row", [
-    (forget_the_last_use_of_slots, WEIGHTS),
+    (forget_the_last_use_of_slots, WEIGHTS), (forget_who_uses_what_was_made_beside, HANDED),
     (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP), (forget_the_end_of_tickets, PARTIAL),
     (forget_the_last_use_of_slots, STEP),
     (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),

@@ -1,9 +1,11 @@
 """Pinned memory that cannot be had, that a fork must not inherit, and that is let go in order; several devices; the way out."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from tiny import gradients
 import hfpatch
 from hfpatch.checkpoint import device as device_module
 from hfpatch.checkpoint import disk
-from hfpatch.checkpoint.device import Device, ToHost, arrived, host_empty, standing_in
+from hfpatch.checkpoint.device import CudaDevice, Device, ToHost, arrived, host_empty, standing_in
 from hfpatch.checkpoint.offload import HostPool, Transfers
+from hfpatch.models.asking import here
+from hfpatch.models.documents import find_rows
 from tests.checkpoint.deep import tokens
 from tests.faults.checker import CheckedDevice
 from tests.faults.test_exceptions import assert_same, patched, step
@@ -147,6 +151,45 @@ def test_documents_wait_for_the_inputs_alone():
         ToHost(lambda m: m.sum(1), mask).get()
         assert device.clocks["host"]["compute"] > came
     assert not device.problems
+
+
+def test_what_the_loss_does_not_read_is_found_beside_the_step_before():
+    """Who asks for documents is given it with the rest, and would wait for whatever made it."""
+    model = patched("gpu", "one", None)
+    with CheckedDevice() as device, standing_in(CPU, device):
+        labels, mask = tokens(2, 11), torch.ones(2, 11)
+        arrived({"labels": labels, "attention_mask": mask})
+        came = device.clocks["compute"]["compute"]
+        torch.ones(3).mul_(2)  # the step before
+        with model._read_where_labelled(labels, 1, -100, {"attention_mask": mask}):
+            assert find_rows(2, 11, CPU, mask, idle_BT=here.idle_BT).documents is None
+        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
+    assert not device.problems
+
+
+def test_chunks_alone_ask_no_device():
+    assert find_rows(2, 8, torch.device("meta"), chunk=4).documents.bounds == (0, 4, 8, 12, 16)
+
+
+def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
+    """Pinning, and a thread that waits for an event, would make a context on the current GPU: half a GiB of another rank's."""
+    current, entered, second = [], [], torch.device("cuda", 1)
+
+    @contextlib.contextmanager
+    def on(device):
+        entered.append(device)
+        yield
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime if len(entered) > len(current) else None)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    device = CudaDevice(second)
+    block = torch.zeros(8, dtype=torch.uint8)
+    assert device.pin(block) == 0
+    device.unpin(block)
+    assert entered == [second] * 2
+    assert device.threads(1, "waits").submit(lambda: list(current)).result() == [second]
 
 
 def test_the_disk_is_read_ahead(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 from itertools import combinations, pairwise, product
 
 import pytest
+import torch
 
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import HOST_SHARE, SAME, TILES, Budget, Search, best_interval, choose, frontier, reserve
@@ -288,3 +289,13 @@ def test_what_a_first_step_will_take_is_counted():
     assert memory.to_come(model.parameters()) == memory.to_come(model.parameters(), device=torch.device("meta")) == 0
     model[1].weight.ds_tensor = torch.empty(3, device="meta")  # a shard, as ZeRO-3 holds it on the host or the device
     assert memory.to_come(model.parameters(), states=2, device=torch.device("meta")) == 2 * 4 * 3
+
+
+def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatch):
+    """torch.cuda.set_per_process_memory_fraction: the driver's figure knows nothing of it."""
+    figures = {"mem_get_info": (60 * GiB, 80 * GiB), "memory_reserved": 10 * GiB, "memory_allocated": 4 * GiB}
+    for name, value in {"is_available": True, **figures}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for share, left in ((1.0, 66), (0.5, 36), (0.1, 6)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share)
+        assert memory.gpu_free() == left * GiB
