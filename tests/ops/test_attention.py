@@ -147,6 +147,23 @@ def test_flex_attention_compiled(monkeypatch):
     assert "other numbers" in flex.why_no_flex(q.device, torch.float64, 16, 4.0)
 
 
+def test_what_flex_attention_is_found_to_do_stands_for_the_process(monkeypatch):
+    """So an evaluation, autocast, or a device that is full at the moment has no part in it."""
+    modes = []
+
+    def forward(q, *rest):
+        modes.append((q.is_inference(), torch.is_autocast_enabled("cpu")))
+        raise torch.OutOfMemoryError if len(modes) == 1 else RuntimeError
+
+    monkeypatch.setattr(flex, "flex_forward", forward)
+    asked = torch.device("cpu"), torch.float32, 16, 7.0
+    with torch.inference_mode(), torch.autocast("cpu"):
+        with pytest.raises(torch.OutOfMemoryError):
+            flex.why_no_flex(*asked)
+        assert "RuntimeError" in flex.why_no_flex(*asked)
+    assert modes == [(False, False)] * 2
+
+
 def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
     """Its functions under the names of the operators; without its package the backend says that it cannot run."""
     q, k, v, dout = inputs(1, 37, 4, 2, 16, torch.bfloat16)
