@@ -49,6 +49,7 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
+_DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range of each input
 _MARKS = (
     "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_activations",
     "_hfpatch_report",
@@ -349,6 +350,12 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         report.notes.append(
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
             "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
+        )
+    ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
+    if ranged:
+        report.notes.append(
+            f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, which is each tile's own: values "
+            "differ from those of whole sequences by a step of that quantisation; tile as long as the sequence for the same."
         )
     if shape is not None and not whole and not shape.whole_because:
         report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))

@@ -283,3 +283,11 @@ def test_classification_trains_exactly(head):
     labels = torch.arange(8) % 3 if rows else tiny.ids(8) % 3
     batch = {"input_ids": tiny.ids(8), "attention_mask": torch.ones(8, tiny.TOKENS, dtype=torch.long), "labels": labels}
     tiny.assert_as_good(ours, stock, batch)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a package that it will drop
+def test_what_quantises_by_the_range_of_its_input_is_said():
+    plain = tiny.llama().eval()
+    model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
+    assert "quantise what they are given by its range" in "".join(hfpatch.apply(model).notes)
+    assert "by its range" not in "".join(hfpatch.apply(plain).notes)

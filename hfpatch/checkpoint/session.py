@@ -20,7 +20,7 @@ from hfpatch.checkpoint.room import Gauge, Room
 from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
-from hfpatch.compat import autocast_dtype
+from hfpatch.compat import autocast_dtype, not_for_deepspeed
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
@@ -81,10 +81,17 @@ class Session:
         self.last_held = None  # checkpoint/whole.py: the input saved before, and what its layer gave
 
     def __deepcopy__(self, memo):
-        return Session(self.checkpointing, self.shape, self.n_layers)
+        made = Session(self.checkpointing, self.shape, self.n_layers)
+        made.owned_by(memo.get(id(self.owner())))
+        return made
 
     def __reduce__(self):
         return Session, (self.checkpointing, self.shape, self.n_layers)
+
+    def owned_by(self, module: nn.Module | None) -> None:
+        """The module whose parameters a step trains, where there is one and none is known."""
+        if module is not None and self.owner() is None:
+            self.owner = weakref.ref(module)
 
     # -- policy ------------------------------------------------------------------------------------------------------
     def tell(self, line: str) -> None:
@@ -373,6 +380,9 @@ class Session:
             queue.drop_ring()
             queue.transfers.close()
         self.weights.close()
+        owner = self.owner()
+        for parameter in () if owner is None else owner.parameters():
+            not_for_deepspeed(parameter, False)
         self.queues.clear()
         self.policies.clear()
         self.opened.clear()

@@ -9,7 +9,7 @@ Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 
 import torch
@@ -19,7 +19,7 @@ from hfpatch.checkpoint.lease import Shelf
 from hfpatch.checkpoint.offload import Saved, Slot, Ticket, Transfers
 from hfpatch.checkpoint.shards import tensor_parallel_group
 from hfpatch.checkpoint.weights import is_sharded
-from hfpatch.compat import buffers_of, is_fake, modules_of, parameters_of
+from hfpatch.compat import buffers_of, is_fake, modules_of, not_for_deepspeed, parameters_of
 from hfpatch.memory.formula import WEIGHT_SLOTS
 
 ALIGNED = 256  # bytes; where a tensor starts in its block
@@ -104,11 +104,19 @@ class _Piece:
 
 
 class _Packed:
-    """A layer's frozen tensors in one host block."""
+    """A layer's frozen tensors in one host block, but for those that it shares with layers packed before: they lie in theirs.
 
-    def __init__(self, layer: nn.Module, transfers: Transfers):
+    nbytes: what it takes of a slot; requests: what fills that (offload.Transfers.fetch).
+    """
+
+    def __init__(self, layer: nn.Module, transfers: Transfers, others: list["_Packed"]):
         self.kind, self.pieces, self.nbytes, starts = type(layer).__name__, [], 0, {}
+        theirs = {id(piece.tensor): (piece, other.saved) for other in others for piece in other.own}
+        shared = []
         for holder, name, tensor in _travelling(layer):
+            if id(tensor) in theirs:
+                shared.append(theirs[id(tensor)])
+                continue
             if not isinstance(tensor, nn.Parameter):
                 # A table of levels may be one for all layers: this layer's is its own.
                 tensor = tensor.detach()
@@ -120,10 +128,18 @@ class _Packed:
             if starts.setdefault(known, self.nbytes) == self.nbytes:
                 self.nbytes += _aligned(nbytes)
             self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
-        self.tables = _noted(layer)
-        if not self.nbytes:
-            return
+        self.tables, self.requests, self.saved = _noted(layer), [], None
+        self.own, self.host_bytes = list(self.pieces), self.nbytes
+        if self.nbytes:
+            self._to_host(transfers)
+        for piece, saved in shared:
+            self.requests.append((saved, piece.start, piece.start + piece.nbytes, None))
+            self.pieces.append(replace(piece, start=self.nbytes))
+            self.nbytes += _aligned(piece.nbytes)
+
+    def _to_host(self, transfers: Transfers) -> None:
         self.saved = Saved((1, self.nbytes), torch.uint8, block=transfers.pool.take(self.nbytes))
+        self.requests.append((self.saved, 0, self.nbytes, None))
         block, device = self.saved.block.thing.bytes, transfers.device
         with torch.no_grad():
             for piece in self.pieces:
@@ -131,6 +147,7 @@ class _Packed:
         device.synchronize(device.mark())
         for piece in self.pieces:
             piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
+            not_for_deepspeed(piece.tensor, True)
 
     def trained_by_now(self) -> str | None:
         """A parameter that was frozen and is not any more."""
@@ -185,6 +202,9 @@ class StreamedWeights:
                 if _same(packed.tables, _noted(layer)):
                     continue
                 self.drop()
+                for index, other in list(self.packed.items()):  # and those that borrow of its block
+                    if any(saved is packed.saved for saved, *_ in other.requests):
+                        del self.packed[index]
             if is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
                     f'hfpatch: expected whole weights for Checkpointing(weights="host"), a {type(layer).__name__} came whose '
@@ -192,12 +212,12 @@ class StreamedWeights:
                 )
             if self.transfers is None:
                 self.transfers = Transfers(device, "host")
-            self.packed[layer._hfpatch_index] = _Packed(layer, self.transfers)
+            self.packed[layer._hfpatch_index] = _Packed(layer, self.transfers, list(self.packed.values()))
 
     @property
     def host_bytes(self) -> int:
         """Of all layers."""
-        return sum(packed.nbytes for packed in self.packed.values())
+        return sum(packed.host_bytes for packed in self.packed.values())
 
     @property
     def slot_bytes(self) -> int:
@@ -216,7 +236,8 @@ class StreamedWeights:
             )
         if not self.packed and all(new.device.type == "cpu" for _, new in made):
             taken = []
-        for table, n, _ in taken:
+        for table, n, tensor in taken:
+            not_for_deepspeed(tensor, True)
             table[n] = None
         try:
             yield
@@ -276,7 +297,9 @@ class StreamedWeights:
                 self.drop()
             try:
                 with torch.inference_mode(False):  # what is made in it could not be written to outside
-                    packed.move_to(self._fetch(index).wait()[0][0])
+                    ticket = self._fetch(index)
+                    ticket.wait()
+                    packed.move_to(ticket.slot.thing.bytes)
                     if then in self.packed and self.packed[then].nbytes:
                         self._fetch(then)
                 self.promised = promised
@@ -295,7 +318,7 @@ class StreamedWeights:
             self.make_slots()
             if len(self.tickets) == WEIGHT_SLOTS:
                 self.tickets.pop(next(iter(self.tickets))).done()
-            ticket = self.transfers.fetch([(packed.saved, 0, packed.nbytes, None)], self.slots.take())
+            ticket = self.transfers.fetch(packed.requests, self.slots.take())
         self.tickets[index] = ticket
         return ticket
 

@@ -17,6 +17,7 @@ from hfpatch.compat.engines import (
     is_view_of_flat,
     local_part,
     not_for_ddp,
+    not_for_deepspeed,
     plain_construction,
     skips_by_itself,
     step_under_ulysses,

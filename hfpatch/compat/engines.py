@@ -62,6 +62,16 @@ def not_for_ddp(model: nn.Module, names=None) -> None:
         del own[name]
 
 
+def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
+    """DeepSpeed's engine then does not broadcast this parameter from rank 0, which NCCL could not for one in host memory; or does
+    again. (`ds_optim_param` says so of its OptimizedLinear's own.)"""
+    own = parameter.__dict__
+    if wanted:
+        own.setdefault("ds_optim_param", "hfpatch")
+    elif own.get("ds_optim_param") == "hfpatch":
+        del own["ds_optim_param"]
+
+
 def is_shard(parameter: Tensor) -> bool:
     """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row (FSDP1)."""
     return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__

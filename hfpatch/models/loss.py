@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -153,6 +154,11 @@ class FusedCausalLM:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         keeps_signature(cls, FusedCausalLM)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for session in {vars(m).get("_hfpatch_session") for m in self.modules()} - {None}:
+            session.owner = weakref.ref(self)
 
     @property
     def loss_function(self):

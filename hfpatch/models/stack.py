@@ -48,6 +48,11 @@ class OurAttention:
         super().__init_subclass__(**kwargs)
         keeps_signature(cls, OurAttention)
 
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if self._hfpatch_session is not None:  # which a pickle leaves without its owner
+            self._hfpatch_session.owned_by(self)
+
     def _hfpatch_stock(self, kwargs):
         return super().forward(**kwargs)
 

@@ -1,7 +1,9 @@
 """Frozen weights on the host: the same bits as with weights that stay, wherever the step takes them, and host memory at rest."""
 
 import copy
+import dataclasses
 import gc
+import io
 import sys
 import threading
 import weakref
@@ -12,9 +14,10 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.checkpoint import session, streamed
+from hfpatch.checkpoint import heads, session, streamed
 from hfpatch.checkpoint.room import Gauge
 from hfpatch.memory.hardware import GPUS
 
@@ -255,6 +258,86 @@ def test_moving_the_model_leaves_them():
     assert model.base_model.model.model.layers[0].input_layernorm.weight.dtype == torch.float64
     with pytest.raises(ValueError, match="^hfpatch: expected weights that wait on the host to keep their dtype[^\n]*$"):
         model.half()
+
+
+def by_group(monkeypatch):
+    """Every layer's heads in groups that wait in the tier."""
+    resolve = session.Session._resolve
+    monkeypatch.setattr(heads, "heads_per_group", lambda *sizes: 1)
+    ways = {"by_group": True, "stream_attention": True}
+    monkeypatch.setattr(session.Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch):
+    """What a base larger than the card takes at long context: the bits of neither."""
+    model = adapted(tiny.llama(num_hidden_layers=LAYERS))
+    plain = patched(copy.deepcopy(model), offload="host", every=every, weights="gpu")
+    found = tiny.step(plain, tiny.labelled())
+    by_group(monkeypatch)
+    ours = assert_same_steps(model, steps=1, offload="host", every=every)
+    assert streams(ours).on and all(torch.equal(p.grad, found[n]) for n, p in ours.named_parameters() if n in found)
+    settled = next(
+        iter(next(m for m in ours.modules() if hasattr(m, "_hfpatch_session"))._hfpatch_session.policies.values())
+    )
+    assert settled.by_group and settled.weights == "host"
+
+
+def test_a_weight_of_two_layers_waits_once():
+    model = tiny.llama(num_hidden_layers=3)
+    layers = model.model.layers
+    layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    model = adapted(model)
+    ours = assert_same_steps(model)
+    first, _, last = (streams(ours).packed[i] for i in range(3))
+    shared = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    taken = streamed._aligned(shared.numel() * shared.element_size())
+    assert first.host_bytes == first.nbytes == last.nbytes == last.host_bytes + taken
+    with torch.no_grad():  # at rest, as load_state_dict does: both layers see it
+        shared.mul_(2.0)
+        hfpatch.undo(other := copy.deepcopy(ours))
+        assert torch.equal(ours(tiny.ids()).logits, patched(other, weights="gpu")(tiny.ids()).logits)
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda m: torch.load(saved_in(m), weights_only=False)], ids=["copy", "pickle"]
+)
+def test_a_copy_knows_whose_weights_wait(how):
+    """Else another process would be sent them (DDP), "auto" could not move them, and gradients to come were not counted."""
+    ours = patched(adapted(tiny.llama()))
+    tiny.step(ours, tiny.labelled())
+    for made in (how(ours), how(ours.base_model.model)):
+        causal = next(m for m in made.modules() if isinstance(m, LlamaForCausalLM))
+        assert (
+            next(vars(m)["_hfpatch_session"] for m in made.modules() if "_hfpatch_index" in vars(m)).owner() is causal
+        )
+        names = set(vars(causal)["_ddp_params_and_buffers_to_ignore"])
+        assert {n for n, p in causal.named_parameters() if ".layers." in n and not p.requires_grad} <= names
+
+
+def saved_in(model) -> io.BytesIO:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return file
+
+
+def test_deepspeed_does_not_send_them(monkeypatch):
+    """NCCL has no way for tensors in host memory: rank 0's are every rank's already."""
+    engine = pytest.importorskip("deepspeed.runtime.engine")
+    sent = []
+    monkeypatch.setattr(engine.dist, "broadcast", lambda tensor, *a, **k: sent.append(tensor.device.type))
+    monkeypatch.setattr(engine.groups, "_get_broadcast_src_rank", lambda: 0)
+    waits = type("Engine", (), {"dist_backend": "nccl", "seq_data_parallel_group": None})()
+    for step in (False, True):
+        model = patched(adapted(tiny.llama()))
+        if step:
+            tiny.step(model, tiny.labelled())
+        waits.module = model.to("meta")
+        engine.DeepSpeedEngine._broadcast_model(waits)
+        assert sent and set(sent) == {"meta"}, sent
+    waits.module = hfpatch.undo(model) or model
+    engine.DeepSpeedEngine._broadcast_model(waits)
+    assert "cpu" in sent
 
 
 def test_memory_goes_with_the_model():

@@ -160,6 +160,7 @@ WAYS = {
     "weights": (16, True, False, 1, (), False, False, 0, "host"),
     "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
     "weights one": (4096, True, False, 1, (), True, False, 0, "host"),
+    "weights by group": (16, True, True, 1, (), False, True, 0, "host"),
     "by group 2": (16, False, False, 2, (), False, True),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")

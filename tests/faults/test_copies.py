@@ -28,7 +28,7 @@ SHORT = [
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
     ("host", "one again alone", "step"),
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"), ("gpu", "weights one", "side stream"),
-    ("host", "by group 2", "step"),
+    ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
 ]  # fmt: skip
 ALL = [
     row
