@@ -4,6 +4,7 @@ python scripts/gpu/04_attention.py --out $OUT
 """
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -18,8 +19,9 @@ WORDS = """
 Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops that the layer
 engine calls. `group` KV heads go through a call together; the times are those of all 8 KV heads, so rows of one
 length compare. TFLOP/s count the causal half: 2 T^2 H E forward, 2.5 times that backward. `scratch` is what one
-backward call holds beyond its gradients. Errors are relative to float64. `chosen` marks what the engine would take
-at that length.
+backward call holds beyond its gradients. `new_length_ms` is what the first calls of a length take beyond the second
+ones: cuDNN builds a plan for each, which batches of many lengths pay for again and again. Errors are relative to
+float64. `chosen` marks what the engine would take at that length.
 """
 TOKENS = (8192, 131072, 32768)
 EXACT = 2048  # tokens of the comparison with float64, whose scores exist whole
@@ -84,6 +86,18 @@ def measure(sheet, name, key, T, group, widths):
         mark()
 
     forward, backward = (ms * calls for ms in common.timed(stages, budget_ms=500, least=2, most=10))
+
+    def once(start=8):
+        """Milliseconds of both directions at a length that nothing was run at before."""
+        given = [x[:, start:] for x in (q, k, v)]
+        common.synchronize()
+        began = time.perf_counter()
+        out, lse, state = attention_forward(*given, scale=scale, backend=key)
+        attention_backward(dout[:, start:], *given, out, lse, state, scale=scale, backend=key)
+        common.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    new_length = once() - once()
     out, lse, state = attention_forward(q, k, v, scale=scale, backend=key)
     held = common.peak_bytes(lambda: attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend=key))
     grads = sum(t.numel() * t.element_size() for t in (q, k, v))
@@ -92,7 +106,7 @@ def measure(sheet, name, key, T, group, widths):
     sheet.add(
         backend=name, tokens=T, group=group, fwd_ms=forward, bwd_ms=backward,
         fwd_tflop_s=one_way / forward / 1e9, bwd_tflop_s=2.5 * one_way / backward / 1e9,
-        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None, chosen=chosen,
+        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None, chosen=chosen, new_length_ms=new_length,
         lse_shape=str(tuple(lse.shape)), out_strides=str(tuple(out.stride())),
         **error_of(key, widths, device, 64 if sheet.args.small else EXACT),
     )  # fmt: skip
