@@ -16,7 +16,6 @@ import vocab_cases
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
-from transformers.distributed import DistributedConfig, mixin
 
 import hfpatch
 from hfpatch.checkpoint import session as session_module
@@ -63,6 +62,8 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
 
 def four(out: Path) -> None:
     """All four ranks share each weight, then two pairs whose parts FSDP2 shards again, each pair with rows of its own."""
+    from transformers.distributed import DistributedConfig, mixin  # of 5.23
+
     common.make_config = partial(common.make_config, num_key_value_heads=4)
     dist.init_process_group("gloo")
     words, chunk = [], VocabShard.chunk_
