@@ -62,6 +62,7 @@ def test_save_pretrained_is_byte_equal_to_stock(tmp_path, tied):
     assert torch.equal(loaded(tiny.ids()).logits, stock.eval()(tiny.ids()).logits)
 
 
+@tiny.not_with_transformers_5_0("has no is_custom_code")
 def test_a_mixture_of_experts_is_saved_as_the_hub_has_it(tmp_path):
     """transformers keeps experts in one tensor and writes one each, but not for a class that is no module of its own."""
     stock = Qwen3MoeForCausalLM(scaled_config(Qwen3MoeConfig(), 1))
@@ -561,6 +562,10 @@ def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():
     assert len(graphs) == 1
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="export of torch 2.11 asks that min(16 T, 32 T) be 16 T, and cannot tell that it is",
+)
 def test_exported_evaluation_takes_masks_positions_and_any_length():
     """As transformers' own model: torch.export with a mask, positions and a dynamic number of tokens."""
     stock = tiny.llama().eval()

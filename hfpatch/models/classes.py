@@ -103,42 +103,46 @@ class ByThread:
     """On an instance in place of its class's forward: what a thread set for itself, for all others what was there before."""
 
     def __init__(self, module: nn.Module, before):
-        self.module, self.before, self.forwards = module, before, {}
+        self.module, self.before = module, before
+        # Not a table by threading.get_ident(), which dynamo cannot trace: it meets this call where a graph breaks around it.
+        self.mine, self.users = threading.local(), 0
 
     def own(self, *args, **kwargs):
         """As if nothing had been set."""
         return self.before(*args, **kwargs) if self.before else type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args, **kwargs):
-        return self.forwards.get(threading.get_ident(), self.own)(*args, **kwargs)
+        return getattr(self.mine, "forward", self.own)(*args, **kwargs)
 
 
 def forward_now(module: nn.Module, name: str = "forward"):
     """The forward that this thread finds on the instance, None where it has its class's."""
     held = vars(module).get(name)
-    return held.forwards.get(threading.get_ident(), held.before) if isinstance(held, ByThread) else held
+    return getattr(held.mine, "forward", held.before) if isinstance(held, ByThread) else held
 
 
 @contextmanager
 def forwards_for_now(pairs, name: str = "forward"):
     """Within, this thread's calls of each module run the forward beside it; (module, forward) pairs."""
-    me, earlier = threading.get_ident(), []
+    earlier = []
     with _lock:
         for module, forward in pairs:
             held = vars(module).get(name)
             if not isinstance(held, ByThread):
                 held = vars(module)[name] = ByThread(module, held)
-            earlier.append((module, held, held.forwards.get(me)))
-            held.forwards[me] = forward
+            earlier.append((module, held, getattr(held.mine, "forward", None)))
+            held.mine.forward = forward
+            held.users += 1
     try:
         yield
     finally:
         with _lock:
             for module, held, forward in reversed(earlier):
-                held.forwards[me] = forward
+                held.mine.forward = forward
                 if forward is None:
-                    del held.forwards[me]
-                if held.forwards or vars(module).get(name) is not held:
+                    del held.mine.forward
+                held.users -= 1
+                if held.users or vars(module).get(name) is not held:
                     continue
                 if held.before is None:
                     del vars(module)[name]

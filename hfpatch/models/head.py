@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import forward_hooks, hooked_forward, modules_of, parameters_of, user_hooks
+from hfpatch.compat import forward_hooks, hooked_forward, modules_of, other_hooks, parameters_of, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, swap, whose
 from hfpatch.ops import VocabShard
 
@@ -118,6 +118,8 @@ def through(head: nn.Module, function, hidden: Tensor, *args, **options):
         with forwards_for_now([(inner, call)], name):
             return head(hidden)
     own = vars(inner)
+    if head is inner and name == "forward" and name not in own and not forward_hooks(inner) and not other_hooks(inner):
+        return call(hidden)  # the same; torch 2.11's dynamo cannot take a forward away again
     before = own.get(name)
     own[name] = call
     try:

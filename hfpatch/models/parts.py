@@ -94,12 +94,12 @@ def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: 
             for cast in CASTS:
                 if cast == "weight" and not weighted or offset and not weighted:
                     continue
-                if _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact):
+                if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
                     return eps_name, offset, cast
     return "it computes something else than the fused norm"
 
 
-def _norm_agrees(probe, kind, make, weighted, eps, offset, cast, exact) -> bool:
+def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
     for x_dtype, w_dtype in (
         (torch.float32,) * 2,
         (torch.bfloat16,) * 2,
@@ -165,10 +165,20 @@ def kinds_of_activations(mlp: nn.Module) -> tuple:
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
     nobody watches it."""
-    for m in _activations(mlp):
+    found, now = mlp._hfpatch_activations, _activations(mlp)
+    for m in now:
         if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
             return False
-    return mlp._hfpatch_activations in (None, kinds_of_activations(mlp))
+    if found is None:
+        return True
+    # Attribute by attribute: torch 2.11's dynamo cannot list those of a module.
+    for m, (kind, settings) in zip(now, found):
+        if type(m) is not kind:
+            return False
+        for name, value in settings:
+            if m.__dict__.get(name) != value:
+                return False
+    return len(now) == len(found)
 
 
 _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))

@@ -89,7 +89,9 @@ def _meta_model(options, dtype):
     config = load_config(options.model)
     config.use_cache = False
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.tie_weights()  # see simulate.rivals.build
+    return model.train()
 
 
 @contextlib.contextmanager

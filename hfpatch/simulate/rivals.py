@@ -35,6 +35,7 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
                 model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
             except ValueError:  # families whose attention sdpa cannot do (sinks): their own
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
+        model.tie_weights()  # on the meta device transformers 5.0 leaves that to those who load weights
     except Exception as error:  # what a family's classes make of junk has a class of its own each
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error

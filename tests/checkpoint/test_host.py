@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import tiny
 import torch
 
@@ -34,5 +35,6 @@ def test_a_tile_costs_few_calls():
     assert (calls(2, 16) - calls(2, 4)) / 12 / 2 <= MOST_OF_A_TILE
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="counted on Python 3.11, whose calls are fewer")
 def test_a_layer_in_one_tile_costs_few_calls():
     assert (calls(4, 1) - calls(2, 1)) / 2 <= MOST_OF_A_LAYER

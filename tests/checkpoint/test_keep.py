@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import pytest
+import tiny
 import torch
 from tiny import gradients, largest_difference
 
@@ -144,7 +145,7 @@ def test_what_cannot_be_kept_is_said():
 
 
 # The common block with and without experts, blocks of other kinds: what memory/shape.py promises of a family, its layers keep.
-FAMILIES = ("qwen3_moe", "phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
+FAMILIES = ("phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
 MORE = (
     "mistral",
     "qwen2",
@@ -160,7 +161,13 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)])
+BY_FORWARDS = tiny.not_with_transformers_5_0(
+    "records router logits by forwards on instances: a layer with them is left alone"
+)
+MOE = pytest.param("qwen3_moe", marks=BY_FORWARDS)
+
+
+@pytest.mark.parametrize("family", [MOE, *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)])
 def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)

@@ -46,7 +46,9 @@ def built(kind: str, values: str):
 
     config = AutoConfig.for_model(kind, **json.loads(values))
     with torch.device("meta"):
-        return config, AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # transformers 5.0 does not on this device
+    return config, model
 
 
 def check(config, model):

@@ -87,7 +87,8 @@ def test_flops_and_modules_are_counted(checkpointing):
     square = "LlamaForCausalLM.model.layers.1"
     attention = sum(n for op, n in counter.get_flop_counts()[square].items() if "attention" in str(op))
     assert counts[square] == layer + attention
-    assert counts["Global"] == 2 * (layer + attention) + 6 * kept * D * V
+    angles = counts.get("LlamaForCausalLM.model.rotary_emb", 0)  # a matmul in older versions of transformers
+    assert counts["Global"] - angles == 2 * (layer + attention) + 6 * kept * D * V
 
 
 def frozen_embedding(model):
