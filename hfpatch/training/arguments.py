@@ -244,9 +244,6 @@ def _use_engine(values: dict, explicit: set[str]):
             raise ValueError("hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; add it.")
         return None
     config = configs.load(name, nvme_path=values["nvme_path"])
-    package = {"deepspeed": "deepspeed", "fsdp": "torch"}[config.engine]
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"hfpatch: --engine {name} needs the package {package}, it is missing; pip install {package}.")
     values.update(configs.training_arguments(config, flags={key: values[key] for key in explicit if key in values}))
     single_process_environment()
     return config

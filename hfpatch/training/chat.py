@@ -5,7 +5,6 @@ template is rendered up to each assistant turn (with its generation prompt) and 
 between are the turn. That holds only where each rendering begins with the one before, so this is checked on the tokens.
 """
 
-KINDS = ("text", "prompt", "chat")
 CHAT_FIELDS = ("messages", "conversations")
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 

@@ -3,12 +3,17 @@
 Why a check of our own: DeepSpeed reads its top-level keys one by one and never looks at the rest, so a misspelt or
 misplaced key (`overlap_comm` outside `zero_optimization`) silently does nothing; inside a section it turns "true" into
 True and drops "auto" where nothing fills it in. Trainer's fsdp_config ignores unknown keys altogether.
-The tables below are compared with the installed engines in tests/engines/test_configs.py.
+Sections with a model of their own in the installed DeepSpeed (zero_optimization, bf16, fp16) are checked against that; it has
+none of its top level, nor Trainer of FSDP's keys: those tables stand here, held against both by tests/engines/test_configs.py.
 """
 
 import difflib
+import enum
+import functools
 import importlib.metadata
+import importlib.util
 import json
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,40 +25,14 @@ BOOL, INT, NUMBER, TEXT, SECTION, LIST = (
     "a section",
     "a list",
 )
+ANYTHING = "anything"  # that the engine takes
+_KINDS = {bool: BOOL, int: INT, float: NUMBER, str: TEXT, Path: TEXT, list: LIST}
+_MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
+}
 
-OFFLOAD_PARAM = {
-    "device": ("none", "cpu", "nvme"), "nvme_path": TEXT, "buffer_count": INT, "buffer_size": INT, "max_in_cpu": INT,
-    "pin_memory": BOOL,
-}  # fmt: skip
-OFFLOAD_OPTIMIZER = {
-    "device": ("none", "cpu", "nvme"), "nvme_path": TEXT, "buffer_count": INT, "pin_memory": BOOL,
-    "pipeline_read": BOOL, "pipeline_write": BOOL, "fast_init": BOOL, "ratio": NUMBER, "super_offload": BOOL,
-    "cpuadam_cores_perc": NUMBER,
-}  # fmt: skip
-LEAF_MODULE = {"classes": LIST, "names": LIST, "name_suffixes": LIST}
-ZERO = {
-    "stage": (0, 1, 2, 3), "contiguous_gradients": BOOL, "reduce_scatter": BOOL, "reduce_bucket_size": INT,
-    "use_multi_rank_bucket_allreduce": BOOL, "allgather_partitions": BOOL, "allgather_bucket_size": INT,
-    "overlap_comm": BOOL, "compute_grad_norm": BOOL, "load_from_fp32_weights": BOOL, "elastic_checkpoint": BOOL,
-    "offload_param": OFFLOAD_PARAM, "offload_optimizer": OFFLOAD_OPTIMIZER, "zenflow": SECTION, "sub_group_size": INT,
-    "stage3_prefetch_bucket_size": INT, "stage3_param_persistence_threshold": INT,
-    "stage3_model_persistence_threshold": INT, "stage3_max_live_parameters": INT, "stage3_max_reuse_distance": INT,
-    "stage3_gather_16bit_weights_on_model_save": BOOL, "stage3_module_granularity_threshold": INT,
-    "stage3_use_all_reduce_for_fetch_params": BOOL, "stage3_allgather_sequential": BOOL,
-    "ignore_unused_parameters": BOOL, "legacy_stage1": BOOL, "round_robin_gradients": BOOL,
-    "parameter_alignment": BOOL, "zero_hpz_partition_size": INT, "zero_quantized_weights": BOOL,
-    "zero_quantized_nontrainable_weights": BOOL, "zero_quantized_gradients": BOOL, "memory_efficient_linear": BOOL,
-    "pipeline_loading_checkpoint": BOOL, "override_module_apply": BOOL, "log_trace_cache_warnings": BOOL,
-    "enable_sanity_checks": BOOL, "save_muon_momentum_buffer_in_memory": BOOL, "leaf_module": LEAF_MODULE,
-}  # fmt: skip
-BF16 = {
-    "enabled": BOOL, "immediate_grad_update": BOOL, "check_grad_overflow": BOOL,
-    "bf16_master_weights_and_grads": BOOL, "bf16_optimizer_states": BOOL,
-}  # fmt: skip
-FP16 = {
-    "enabled": BOOL, "auto_cast": BOOL, "loss_scale": NUMBER, "initial_scale_power": INT, "loss_scale_window": INT,
-    "hysteresis": INT, "consecutive_hysteresis": BOOL, "min_loss_scale": INT, "fp16_master_weights_and_grads": BOOL,
-}  # fmt: skip
 AIO = {
     "block_size": INT, "queue_depth": INT, "intra_op_parallelism": INT, "single_submit": BOOL, "overlap_events": BOOL,
     "use_gds": BOOL,
@@ -80,10 +59,44 @@ _SECTIONS = (
     "progressive_layer_drop", "quantize_training", "scheduler", "sparse_attention", "tensor_parallel", "tensorboard",
     "timers", "torch_autocast", "wandb", "weight_quantization",
 )  # fmt: skip
-DEEPSPEED = {
-    **_SCALARS, **dict.fromkeys(_SECTIONS, SECTION), "zero_optimization": ZERO, "bf16": BF16, "fp16": FP16,
-    "aio": AIO, "data_types": DATA_TYPES,
-}  # fmt: skip
+
+
+@functools.cache
+def deepspeed_keys() -> dict:
+    """What stands in a DeepSpeed config: each key with what it takes, of a section the keys inside.
+
+    Raises ValueError where DeepSpeed is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "hfpatch: a DeepSpeed config needs the package deepspeed, it is missing; pip install deepspeed."
+        )
+    models = {name: _section(*where) for name, where in _MODELS.items()}
+    return {**_SCALARS, **dict.fromkeys(_SECTIONS, SECTION), "aio": AIO, "data_types": DATA_TYPES, **models}
+
+
+def _section(module: str, model: str) -> dict | str:
+    try:
+        return _keys_of(getattr(importlib.import_module(module), model))
+    except (ImportError, AttributeError):  # a version that has it elsewhere: it looks into the section itself
+        return SECTION
+
+
+def _keys_of(model) -> dict:
+    """The keys of one of DeepSpeed's pydantic models, deprecated ones left out, as _check_section() reads them."""
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    old = {name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")}
+    return {name: _wanted(field.annotation) for name, field in fields.items() if name not in old}
+
+
+def _wanted(kind):
+    if typing.get_origin(kind) is typing.Union:
+        kinds = [one for one in typing.get_args(kind) if one is not type(None)]
+        return _wanted(kinds[0]) if len(kinds) == 1 else ANYTHING
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return tuple(member.value for member in kind)
+    return _keys_of(kind) if hasattr(kind, "model_fields") else _KINDS.get(typing.get_origin(kind) or kind, ANYTHING)
+
 
 # Trainer fills these "auto" values in; anywhere else DeepSpeed drops "auto" and takes its default in silence.
 AUTO = {
@@ -177,7 +190,7 @@ def check(values: dict, *, engine: str, where: str = "config") -> None:
         values = {key.removeprefix("fsdp_"): value for key, value in values.items()}
         _check_section(values, FSDP1 if values.get("version") == 1 else FSDP2, "", where, auto=frozenset())
         return
-    _check_section(values, DEEPSPEED, "", where, auto=AUTO)
+    _check_section(values, deepspeed_keys(), "", where, auto=AUTO)
     zero = values.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage == 0:
@@ -273,8 +286,8 @@ def _check_section(values: dict, table: dict, prefix: str, where: str, *, auto) 
 
 
 def _is(value, wanted: str) -> bool:
-    if wanted == BOOL:
-        return isinstance(value, bool)
+    if wanted in (BOOL, ANYTHING):
+        return isinstance(value, bool) or wanted == ANYTHING
     if isinstance(value, bool):
         return False
     types = {INT: int, NUMBER: (int, float), TEXT: str, SECTION: dict, LIST: list}
@@ -282,17 +295,21 @@ def _is(value, wanted: str) -> bool:
 
 
 def _hint(key: str, table: dict, prefix: str) -> str:
-    homes = {"": DEEPSPEED, "zero_optimization.": ZERO, "bf16.": BF16, "fp16.": FP16, "aio.": AIO,
-             "data_types.": DATA_TYPES, "zero_optimization.offload_param.": OFFLOAD_PARAM,
-             "zero_optimization.offload_optimizer.": OFFLOAD_OPTIMIZER}  # fmt: skip
     if table not in (FSDP1, FSDP2):
-        for home, keys in homes.items():
+        for home, keys in _sections(deepspeed_keys()):
             if home != prefix and key in keys:
                 return f'; it belongs in "{home[:-1]}"' if home else "; it belongs at the top level"
     elif key in FSDP1:
         return "; only FSDP1 reads it"
     near = difflib.get_close_matches(key, table, n=1)
     return f'; did you mean "{near[0]}"' if near else "; remove it"
+
+
+def _sections(table: dict, prefix: str = ""):
+    yield prefix, table
+    for key, inside in table.items():
+        if isinstance(inside, dict):
+            yield from _sections(inside, f"{prefix}{key}.")
 
 
 def _kind(value) -> str:

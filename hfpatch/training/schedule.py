@@ -8,7 +8,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.
 def cosine(step: int, *, warmup: int, total: int, floor: float = 0.0, restarts: int = 0) -> float:
     """The factor on the peak rate at a step: linear warm-up, then cosine arcs from 1 to `floor`, 1 + restarts of them.
 
-    From `total` on it stays at the floor.
+    From `total` on it stays at the floor. transformers' schedules have the floor or the restarts, not both.
     """
     if step < warmup:
         return step / max(1, warmup)

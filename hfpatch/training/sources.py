@@ -1,6 +1,7 @@
 """Rows of local files (text, jsonl, json, csv, tsv, parquet, arrow, a folder of them), each with its file and line.
 
 A row that cannot be read is not an exception but a `Malformed`, so that the reader counts it, names it, and goes on.
+`datasets` and pyarrow read tables and saved folders; their readers of text, JSON and CSV end at the first bad row.
 What a file is its name says, whatever the case of its letters; a name that says nothing is refused rather than guessed.
 """
 
