@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,24 @@ BARS = (
 @pytest.mark.parametrize("preset, tokens, most", BARS)
 def test_the_least_memory_stays_below_its_bar(preset, tokens, most):
     assert 0.4 * most * 2**30 < least(preset_config(preset), tokens)[3] <= most * 2**30
+
+
+# As the README names them: the presets of its sentence on other families.
+NAMED = (
+    ("Qwen3-8B", "Qwen/Qwen3-8B"), ("Mistral-7B", "mistralai/Mistral-7B-v0.3"), ("Gemma3-12B", "google/gemma-3-12b"),
+    ("gpt-oss-20b", "openai/gpt-oss-20b"), ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
+)  # fmt: skip
+
+
+def test_the_readme_has_the_least_memory_that_is_planned():
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    for name, preset in NAMED:
+        assert f"{name} {least(preset_config(preset), 131072)[3] / 2**30:.1f}" in readme
+    row = []
+    for tokens in (8192, 32768, 131072):
+        _, _, planned, most = least(preset_config("llama-3.1-8b"), tokens)
+        row.append(f"{planned.beyond / 2**30:.1f} / {most / 2**30:.1f}, {planned.host / 2**30:.0f}")
+    assert f'| hfpatch, `checkpointing="least"` | {" | ".join(row)} |' in readme
 
 
 @pytest.mark.long
