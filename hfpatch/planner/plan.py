@@ -98,11 +98,11 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
-    found = assembled(run, placement, policy, why_not or _why(run, policy, stays), memory, flops, time, moved)
+    found = assembled(run, placement, policy, why_not or _why(run, policy), memory, flops, time, moved)
     return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes, itemsize=itemsize))
 
 
-def _why(run: Run, policy, stays) -> str:
+def _why(run: Run, policy) -> str:
     """One sentence on the policy."""
     if not isinstance(policy, Policy):
         return "layers run whole, as asked"

@@ -57,7 +57,6 @@ class Ledger:
     traffic: dict = field(
         default_factory=dict
     )  # phase -> bytes that operations beside matmuls and attention read and write
-    host_copy_bytes: int = 0
 
 
 def round_up(nbytes: int, to: int = ROUNDING) -> int:
@@ -253,7 +252,7 @@ class Follower(TorchDispatchMode):
         if schema_of(func).is_mutable:
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
-        self._cost(func, args, kwargs, out)
+        self._cost(func, args, kwargs)
         moved = kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs)
         self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + moved
         if self.shadows is not None:
@@ -311,9 +310,9 @@ class Follower(TorchDispatchMode):
             (torch.sin(h) + h * 3).sum().backward()
         self._calibrating = False
 
-    def _cost(self, func, args, kwargs, out) -> None:
+    def _cost(self, func, args, kwargs) -> None:
         ledger, phase = self.ledger, self.phase
-        flops = kernels_cost.matmul_flops(func, args, kwargs, out)
+        flops = kernels_cost.matmul_flops(func, args, kwargs)
         if flops:
             ledger.matmul_flops[phase] = ledger.matmul_flops.get(phase, 0) + flops
         attention = kernels_cost.attention(func, args, kwargs)

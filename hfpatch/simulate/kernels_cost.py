@@ -27,9 +27,6 @@ ATTENTION_BACKWARD = {op: 1 for op in _ops(
     "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
 )}  # fmt: skip
 _ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q is [N, H, E], k [N, K, E]
-_CAUSAL_AT = {"_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_for_cpu": 4}
-
-
 GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
 
 
@@ -69,7 +66,7 @@ def attention(func, args, kwargs):
     return kind, flops if kind == "forward" else flops * 5 // 2
 
 
-def matmul_flops(func, args, kwargs, out) -> int:
+def matmul_flops(func, args, kwargs) -> int:
     """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
     if packet in (aten.mm, aten.bmm, aten._int_mm):
@@ -107,7 +104,7 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     name = func.overloadpacket.__name__
     if name in _MOVE_NOTHING or not outputs or not inputs:
         return 0
-    if matmul_flops(func, args, kwargs, outputs) or func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
+    if matmul_flops(func, args, kwargs) or func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
         return 0
     storages = {id(x.untyped_storage()) for x in inputs}
     if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
