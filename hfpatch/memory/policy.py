@@ -152,17 +152,17 @@ _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gat
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
-def describe(policy: Policy, num_layers: int) -> str:
-    """A policy in a line: how many layers keep what, and where."""
-    plain = min(policy.plain, num_layers)
+def describe(policy: Policy, num_layers: int | None = None) -> str:
+    """A policy in a line: how many layers keep what, and where. num_layers: None where it is not known."""
+    plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
-    if plain < num_layers:
+    if plain != num_layers:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         some = f"attention in all but {policy.again}" if policy.again else "attention"
         kept += [some] if policy.save_attention and policy.every == 1 else []
         kept += [_NAMES[name] for name in policy.keep]
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
-        tiled = num_layers - plain
+        tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"
         said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
     said += ["frozen weights come from the host"] if policy.weights == "host" else []

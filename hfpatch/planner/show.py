@@ -1,5 +1,6 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
+from hfpatch.memory.policy import Policy, describe
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 
 GiB = 1 << 30
@@ -21,30 +22,15 @@ def table(rows, header) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-KEPT = {"qkv": "q, k, v", "mid": "the sum after attention", "gate_up": "gate and up"}
-
-
-def layers(count: int) -> str:
-    """As in 1 layer, 3 layers."""
-    return f"{count} layer{'' if count == 1 else 's'}"
-
-
 def policy_text(policy) -> str:
-    """The policy in a few words."""
+    """The policy, a Plan's dict or word, in a few words."""
     if not isinstance(policy, dict):
         return str(policy)
-    some = f" of all but {layers(policy['again'])}" if policy["again"] else ""
-    outputs = [f"attention outputs{some}"] if policy["save_attention"] and policy["every"] == 1 else []
-    *names, end = ["inputs", *outputs, *(KEPT[n] for n in policy["keep"])]
-    kept = f"{', '.join(names)} and {end}" if names else end
-    every = "every layer's" if policy["every"] == 1 else f"of every {policy['every']} layers one's"
-    streamed = ", attention streamed per KV group" if policy["stream_attention"] and not policy["by_group"] else ""
-    streamed += ", all heads streamed per KV group" if policy["by_group"] else ""
-    streamed += ", dx parked during attention" if policy["park"] else ""
-    streamed += ", frozen weights from the host a layer ahead" if policy["weights"] == "host" else ""
-    last = "the last layer keeps" if policy["plain"] == 1 else f"the last {policy['plain']} layers keep"
-    plain = f"{last} everything, of the others " if policy["plain"] else ""
-    return f"{plain}{every} {kept} to {policy['offload']}, tiles of {policy['tile']:,} tokens{streamed}"
+    policy = Policy(**policy)
+    streamed = ["attention streamed per KV group"] if policy.stream_attention and not policy.by_group else []
+    streamed += ["all heads streamed per KV group"] if policy.by_group else []
+    streamed += ["dx parked during attention"] if policy.park else []
+    return "; ".join([describe(policy), *streamed])
 
 
 def _points(plan) -> list[str]:

@@ -335,13 +335,13 @@ def test_frontier_and_least():
 
 
 def test_a_policy_is_said_in_words():
-    said = policy_text(vars(Policy(plain=1, again=1)))
+    said = policy_text(vars(Policy(plain=1, again=1, park=True)))
     assert said.startswith(
-        "the last layer keeps everything, of the others every layer's inputs and attention outputs of all but"
+        "1 layer keeps everything; the others keep their input and attention in all but 1 on the host, in"
     )
-    assert "all but 1 layer to host" in said and "2 layers keep" in policy_text(vars(Policy(plain=2)))
+    assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
     found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(every=4))
-    assert "of every 4 layers one's inputs" in policy_text(found.policy) and "in 4, as asked" in found.why
+    assert "keep one input in 4 on the host" in policy_text(found.policy) and "in 4, as asked" in found.why
     assert (
         "are not kept, as asked" in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
     )
