@@ -30,8 +30,8 @@ class Callback(TrainerCallback):
     peak_host_gib the process's largest resident set.
 
     Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
-    torchao's to round at random, it does so under transformers 4 too, which drops that argument. Under DeepSpeed's Ulysses runs
-    go on in the middle of an epoch, which stops with an error in DeepSpeed's loader.
+    torchao's to round at random, it does so under transformers 4 too, which drops that argument. Where ranks
+    share rows, evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
@@ -50,11 +50,13 @@ class Callback(TrainerCallback):
         if getattr(args, "parallelism_config", None) is not None:
             from transformers import Trainer
 
-            from hfpatch.training.sequence import share_rows
+            from hfpatch.training.sequence import evaluate_together, share_rows
 
             trainer = _caller(Trainer)
             if trainer is not None:
                 share_rows(trainer.accelerator)
+                if type(trainer).prediction_step is Trainer.prediction_step:
+                    evaluate_together(trainer)
         if self.apply and model is not None:
             if args.use_liger_kernel:
                 raise ValueError("hfpatch: expected one implementation, use_liger_kernel came too; drop it or apply.")

@@ -8,6 +8,7 @@ from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
 from hfpatch.memory.limits import environment_number
 from hfpatch.models.parallel import sequence_of, sharded, summed_gradients
+from hfpatch.models.stack import OurAttention
 from hfpatch.training.positions import IGNORE
 
 
@@ -105,6 +106,34 @@ def sequence_under(accelerator) -> Sequence | None:
 def share_rows(accelerator) -> None:
     """Trainer's batches under Ulysses are SharedRows, in place of DeepSpeed's adapter."""
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, sequence_under(accelerator))
+
+
+def evaluate_together(trainer) -> None:
+    """The evaluation loss of transformers' own Trainer, where ranks share rows: of all of a row's tokens, computed by all of them.
+
+    Under Ulysses each rank would have whole rows of its own, under context parallelism the first rank's part is what is logged.
+    """
+    stock = trainer.prediction_step
+
+    def prediction_step(model, inputs, prediction_loss_only, ignore_keys=None):
+        accelerator, sequence = trainer.accelerator, None
+        if prediction_loss_only and "labels" in inputs and shares_rows(trainer.model):
+            sequence = sequence_under(accelerator)
+        if sequence is not None:
+            return evaluation_loss(model, inputs, sequence, trainer.args.device), None, None
+        loss, *others = stock(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and accelerator.parallelism_config.cp_enabled:
+            group = accelerator.torch_device_mesh["cp"].get_group()
+            dist.all_reduce(loss, group=group)
+            loss /= dist.get_world_size(group)
+        return loss, *others
+
+    trainer.prediction_step = prediction_step
+
+
+def shares_rows(model) -> bool:
+    """Whether attention of a model can be exchanged between ranks in evaluation too."""
+    return any(isinstance(module, OurAttention) for module in model.modules())
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> torch.Tensor:

@@ -12,10 +12,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.models.stack import OurAttention
 from hfpatch.training import folders, schedule
 from hfpatch.training.positions import IGNORE, PositionTrainer
-from hfpatch.training.sequence import evaluation_loss, sequence_under, share_rows
+from hfpatch.training.sequence import evaluation_loss, sequence_under, share_rows, shares_rows
 
 
 class Trainer(PositionTrainer):
@@ -95,7 +94,7 @@ class Trainer(PositionTrainer):
         ranks = 1 if config is None else config.cp_size  # that give a part each of the same rows' loss
         share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
         sequence = self._sequence()
-        if labelled and sequence is not None and any(isinstance(m, OurAttention) for m in self.model.modules()):
+        if labelled and sequence is not None and shares_rows(self.model):
             result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
         else:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

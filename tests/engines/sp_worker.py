@@ -69,18 +69,19 @@ def main(engine: str, folder: str) -> None:
     stock_evaluation = whole.evaluate(rows[:4])["eval_loss"]
     whole.save_model(str(out / "final"))
 
-    # In the middle of an epoch, and evaluated over rows that both ranks share.
-    resumed = run(
-        "resumed", kinds=(TrainArguments, ours.Trainer), resume=str(out / "whole" / "checkpoint-2"), eval_positions=0,
-        lr_scheduler_type="linear",
-    )  # fmt: skip
-    before = len(exchanged)
-    evaluation = resumed.evaluate(rows[:4])["eval_loss"]
-    eval_calls = len(exchanged) - before
-
-    # So does transformers' own Trainer with our callback: DeepSpeed's loader cannot.
-    kinds = (TrainingArguments, partial(Trainer, callbacks=[hfpatch.Callback()]))
-    called = run("called", kinds, resume=str(out / "whole" / "checkpoint-2"), save_strategy="no")
+    # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's Trainer, and transformers' own with
+    # our callback.
+    called = partial(Trainer, callbacks=[hfpatch.Callback()])
+    more = {"resume": str(out / "whole" / "checkpoint-2"), "save_strategy": "no"}
+    resumed = [
+        run("resumed", (TrainArguments, ours.Trainer), eval_positions=0, lr_scheduler_type="linear", **more),
+        run("called", (TrainingArguments, called), **more),
+    ]
+    evaluation, eval_calls = [stock_evaluation], []
+    for trainer in resumed:
+        before = len(exchanged)
+        evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])
+        eval_calls.append(len(exchanged) - before)
 
     # With another number of labels in each row, which weigh by token: in transformers' Trainer and in that of hfpatch train.
     both = [(TrainingArguments, Trainer, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
@@ -97,8 +98,8 @@ def main(engine: str, folder: str) -> None:
             except ValueError as error:
                 refused.append(str(error))
     common.report(
-        folder, losses=common.losses(whole), resumed=[common.losses(t) for t in (resumed, called)], tokens=tokens, refused=refused,
-        norms=common.norms(whole), calls=train_calls, evaluation=[stock_evaluation, evaluation], eval_calls=eval_calls,
+        folder, losses=common.losses(whole), resumed=[common.losses(t) for t in resumed], tokens=tokens, refused=refused,
+        norms=common.norms(whole), calls=train_calls, evaluation=evaluation, eval_calls=eval_calls,
         uneven=[(common.losses(t), common.norms(t)) for t in uneven],
     )  # fmt: skip
 

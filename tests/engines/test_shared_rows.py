@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,12 +76,27 @@ class Runs:
 
             assert main(words) == 0
         else:
-            run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "train_worker.py"]
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            done = subprocess.run([sys.executable, *run, *words], cwd=HERE, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            run = self.start(ranks, words)
+            assert run.wait(timeout=300) == 0, (self.folder / "log.txt").read_text()[-4000:]
         rows = json.loads((self.folder / name / "trainer_state.json").read_text())["log_history"]
         return [row[kind] for kind in ("loss", "eval_loss") for row in rows if kind in row]
+
+    def start(self, ranks: int, words: list[str]) -> subprocess.Popen:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "train_worker.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with (self.folder / "log.txt").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, *run, *words], cwd=HERE, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def killed(self, name: str, checkpoint: str, *more) -> None:
+        """Two ranks, ended by SIGKILL as soon as that checkpoint is there."""
+        run = self.start(2, [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share])])
+        began = time.monotonic()
+        while run.poll() is None and not (self.folder / name / checkpoint).exists() and time.monotonic() - began < 200:
+            time.sleep(0.02)
+        subprocess.run(["pkill", "-KILL", "-P", str(run.pid)], check=False)
+        assert run.wait(timeout=60) != 0 and (self.folder / name / checkpoint).exists()
 
 
 @pytest.fixture
@@ -103,13 +117,12 @@ def test_hfpatch_train_shares_rows(runs):
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
-    """The same losses, in training and evaluation, packed rows, with and without a stop in the middle of an epoch."""
+    """The same losses, in training and evaluation, packed rows, with and without a SIGKILL in the middle of an epoch."""
     train = runs(engine)
     one, two = train("one", 1, "--max_steps", 5), train("two", 2, "--max_steps", 5)
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 7
-    shutil.rmtree(train.folder / "two" / "checkpoint-5")
-    again = train("two", 2, "--max_steps", 5, "--resume_from_checkpoint", True)
-    assert again == two
+    train.killed("killed", "checkpoint-3", "--max_steps", 5)
+    assert train("killed", 2, "--max_steps", 5, "--resume_from_checkpoint", True) == two
     # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates them.
     one = train("one-4", 1, "--max_steps", 2, "--gradient_accumulation_steps", 4)
     four = train("four", 4, "--max_steps", 2, "--gradient_accumulation_steps", 2)
