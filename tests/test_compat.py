@@ -217,7 +217,7 @@ def test_history_of_allocations(monkeypatch, tmp_path):
 
 
 def test_names_of_transformers(monkeypatch):
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, MambaModel
 
     config = LlamaConfig()
     config._attn_implementation = "sdpa"
@@ -226,6 +226,7 @@ def test_names_of_transformers(monkeypatch):
     plain._attn_implementation = "sdpa"
     assert compat.name_attention(plain, "other") == "sdpa" and compat.attention_of(plain) == "other"
     assert compat.attention_of(Config()) is None and not compat.names_attention(Config())
+    assert not compat.carries_states(Config) and compat.carries_states(MambaModel)
     compat.run_experts_plainly(plain)
     assert not hasattr(plain, "_experts_implementation_internal")
     assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(nn.Linear(1, 1))

@@ -29,6 +29,7 @@ from hfpatch.compat.models import (
     asks_inputs_for_gradients,
     attention_of,
     caller_reads_logits,
+    carries_states,
     collected_now,
     collecting,
     name_attention,

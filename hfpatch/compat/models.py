@@ -71,6 +71,11 @@ def name_attention(config, name: str | None) -> str | None:
     return before
 
 
+def carries_states(kind: type) -> bool:
+    """Whether transformers marks a class of models as one whose tokens meet by a state too (Mamba, RWKV); unmarked, it says no."""
+    return bool(getattr(kind, "_is_stateful", False))
+
+
 def run_experts_plainly(config) -> None:
     """Experts one by one: grouped matmuls know no float64."""
     if hasattr(config, "_experts_implementation_internal"):

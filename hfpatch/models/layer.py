@@ -286,8 +286,12 @@ class TiledLayer:
                     return reason
         dtype = autocast_dtype(x.device.type) or x.dtype
         pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
-        heads = [getattr(attn, "head_dim", 0) or 0 for attn in mixing[: len(answers.attention)]]
-        return supported(max(heads, default=0), dtype, x.device, pattern)
+        return self.why_no_kernels(x.device, dtype, pattern)
+
+    def why_no_kernels(self, device: torch.device, dtype: torch.dtype, pattern: Pattern) -> str | None:
+        """None where this device has kernels for what its attention asks, else the reason."""
+        heads = [getattr(submodule(self, name), "head_dim", 0) or 0 for name in self._hfpatch_answers.attention]
+        return supported(max(heads, default=0), dtype, device, pattern)
 
     def __call__(self, hidden_states, *args, **kwargs):
         if torch.is_grad_enabled() and not hidden_states.requires_grad and self._under_zero3:

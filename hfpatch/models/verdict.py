@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.session import Session
+from hfpatch.compat import carries_states
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
 from hfpatch.models.answers import OTHER_MIXER, Answers, code_asked
@@ -62,7 +63,8 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
     except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        return Verdict((Answers(reason=f"no small instance of it could be tried ({reason})"),) * n, False, shared)
+        untried = Answers(reason=f"no small instance of it could be tried ({reason})")
+        return Verdict((untried,) * n, False, shared, apart=not carries_states(type(decoder.stack)))
     unknown = Answers(reason="no layer of its kind in the small instance")
     answers = tuple(found.answers.get(kind, unknown) for kind in kinds)
     return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
@@ -108,7 +110,8 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         answers = {}
         for kind, i in named.items():
             if late():
-                return _Found({kind: Answers(reason=LATE) for kind in named}, ours=False)
+                reasons = {kind: Answers(reason=LATE) for kind in named}
+                return _Found(reasons, ours=False, apart=not carries_states(stack_class))
             try:
                 answers[kind] = probe.ask(stack, layers[i])
             except Exception as error:  # of the stack, before it comes to the layer
@@ -120,7 +123,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         expected = _Expected(stack, packed)
         found = _settled(answers, expected, late)
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
-        found.apart = late() or expected.keeps_apart(found)
+        found.apart = not carries_states(stack_class) if late() else expected.keeps_apart(found)
         return found
 
 

@@ -155,6 +155,13 @@ def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
     return replace(shape, ranks=sp_size)
 
 
+def _served_here(shape: ModelShape) -> bool:
+    """Whether this machine's GPU has kernels for such attention: the question that a layer asks there."""
+    from hfpatch.planner.measure import why_no_kernels
+
+    return why_no_kernels(max(shape.head_dim, shape.v_head_dim), shape.softcap or None) is None
+
+
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, shape=None) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
@@ -164,7 +171,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
     reason = getattr(shape, "whole_because", "")
-    if reason and checkpointing not in WHOLE:
+    if reason and checkpointing not in WHOLE and not (gpu == "this" and _served_here(shape)):
         raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)

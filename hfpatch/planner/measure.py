@@ -20,6 +20,15 @@ def _seconds(run, least: float = 0.1) -> float:
             return spent / count
 
 
+def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
+    """None where this machine's first GPU serves such attention in bf16 with a backward, else the reason."""
+    from hfpatch.ops.attention import Pattern, supported
+
+    if not torch.cuda.is_available():
+        return "no CUDA device is here"
+    return supported(head_dim, torch.bfloat16, torch.device("cuda"), Pattern(softcap=softcap))
+
+
 def measure_this() -> Gpu:
     """This machine's first GPU as a row. ValueError where there is none."""
     if not torch.cuda.is_available():

@@ -3,10 +3,12 @@ describes."""
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from hfpatch.compat import carries_states
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
@@ -15,12 +17,15 @@ from hfpatch.memory.seconds import StepTime, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
-from hfpatch.planner.answer import WHOLE, Plan, assembled, make_run
+from hfpatch.planner.answer import WHOLE, Plan, Run, assembled, make_run
 from hfpatch.planner.models import text_config_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.simulate.adapters import PACKED
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
 
+STEPS_FOR_LENGTH = 6  # simulated while the longest sequence is sought
+LONGEST = 1 << 24  # tokens
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
@@ -54,21 +59,47 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Counted:
     """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer and of its
-    embedding, and its layers."""
+    embedding, its layers, what is trained, bytes; and whether tokens meet by a state too, which no closed form of ours has."""
 
     parameters: int
     layer_parameters: int
     embedding_parameters: int
     num_layers: int
-    adapters: None = None
+    adapters: Adapters | None = None
+    trained_parameters: int = 0
+    carries_states: bool = False
+    nbytes: int = 0
+    trained_bytes: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, layers) -> "Counted":
-        return cls(_count(model), max(map(_count, layers)), _count(model.get_input_embeddings()), len(layers))
+    def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
+        """adapters: those that are in the model."""
+        sizes = _count(model), max(map(_count, layers)), _count(model.get_input_embeddings()), len(layers)
+        held = [
+            *model.parameters(),
+            *(b for m in model.modules() if isinstance(m, tuple(PACKED.values())) for b in m.buffers()),
+        ]
+        nbytes = sum(t.numel() * t.element_size() for t in held)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return cls(
+            *sizes, adapters, trained, carries_states(type(find_decoder(model).stack)), nbytes, _trained_bytes(model)
+        )
+
+    def parameter_bytes(self) -> int:
+        """Of all of them, with the scales of those that are packed."""
+        return self.nbytes
+
+    def trained_itemsize(self, itemsize: int) -> int:
+        """As a ModelShape's."""
+        return (self.adapters and self.adapters.itemsize) or itemsize
 
 
 def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def _pattern(kinds: list) -> tuple[int, int]:
@@ -125,31 +156,50 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy):
         ) from error
 
 
-def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> tuple[StepMemory, Flops]:
-    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell."""
+def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> tuple[StepMemory, Flops, dict]:
+    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run whole, and how many."""
+    adapters = counted.adapters
     fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
 
     def cut(n):
-        model = build(config)
+        model = build(config, adapters=adapters)
         del _layers(model)[n:]
         return model
 
     model = cut(more)
-    parameters = _count(model)
-    low = 2 * (_count(_layers(model)[:bottom]) + counted.embedding_parameters)
+    gradients = _trained_bytes(model)
+    low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
     found = _run(model, batch, seq_len, policy)
     less = _run(cut(fewer), batch, seq_len, policy) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = _moments(found.ledger, low)
     moments = (
-        Moment("simulated, of the highest total", late[0] + 2 * (counted.parameters - parameters), layer=late[1]),
+        Moment("simulated, of the highest total", late[0] + counted.trained_bytes - gradients, layer=late[1]),
         Moment("simulated, of the most activations", early[0], layer=onward(lambda s: s.most_beyond_bytes)),
     )
-    memory = StepMemory(2 * counted.parameters, 2 * counted.parameters, moments, onward(lambda s: s.host_peak_bytes))
+    memory = StepMemory(counted.nbytes, counted.trained_bytes, moments, onward(lambda s: s.host_peak_bytes))
     matmul = onward(lambda s: sum(s.flops["matmul"].values()))
     forward, backward = (onward(lambda s: s.flops["attention"].get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
     least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
-    return memory, Flops(matmul, forward, backward, sum(least), least[1])
+    whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
+    return memory, Flops(matmul, forward, backward, sum(least), least[1]), whole
+
+
+def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
+    """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several tiles, FLOPs by tokens and their
+    square. For mixers, whose plain code, which is all that a simulation has, loops over the tokens."""
+    one, two = 2 * tile, 4 * tile
+    (a, fa, _), (b, fb, whole) = step(one), step(two)
+    line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
+
+    def curve(x, y):
+        square = (y / two - x / one) / (two - one)
+        return (x / one - square * one) * tokens + square * tokens**2
+
+    pairs = zip(a.moments, b.moments, strict=True)
+    moments = tuple(replace(n, layer=line(m.layer, n.layer)) for m, n in pairs)
+    flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
+    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -164,27 +214,76 @@ def _layers(model: nn.Module) -> nn.ModuleList:
 
 def _policy(asked, tokens: int) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that open."""
-    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()):
+    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()) or asked.weights == "host":
         raise ValueError(
-            "hfpatch: plain and keep want a model that closed forms describe, another came; leave them out."
+            "hfpatch: plain, keep and weights on the host want a model that closed forms describe, another came; leave them out."
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
-def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments) -> Plan:
+def simulated_plan(
+    model, *, seq_len: int, placement: str = "auto", adapters: Adapters | None = None, max_seq_len: bool = False, **arguments
+) -> Plan:  # fmt: skip
     """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
     attention outputs on the host where layers run tile by tile; seconds are matmuls, attention and the optimizer alone.
 
     Arguments as plan()'s. Raises ValueError for what is unknown.
     """
     config = text_config_of(model)[1]
-    built = build(config)
-    counted = Counted.of(built, _layers(built))
+    built = build(config, adapters=adapters)
+    counted = Counted.of(built, _layers(built), adapters)
     run = make_run(model, seq_len=seq_len, shape=counted, **arguments)
+    at = partial(_at, config, run, candidates(placement, run.gpus, bool(adapters)))
+    found = at(seq_len)
+    if not max_seq_len:
+        return found
+    way = _longest(at, found)
+    said = {"every": "auto", "seq_len": way.seq_len if way else 0, "host_peak_bytes": way.host_peak_bytes if way else 0}
+    return replace(found, max_seq_len=said["seq_len"], longest=[said])
+
+
+def _room(plan: Plan) -> int:
+    """Bytes that stay free where they are the fewest; negative: that are lacking."""
+    host = plan.gpu_usable_bytes if plan.host_usable_bytes is None else plan.host_usable_bytes - plan.host_peak_bytes
+    return min(host, plan.gpu_usable_bytes - plan.gpu_peak_bytes)
+
+
+def _longest(at, first: Plan) -> Plan | None:
+    """The plan of the longest sequence that fits, to a thirtieth in a few steps, since memory grows by a line; None: none fits."""
+    tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
+    for _ in range(STEPS_FOR_LENGTH):
+        least = max((p.seq_len for p in tried if p.fits), default=0)
+        most = min((p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * least + 1024))
+        if most - least <= max(1024, least // 32):
+            break
+        near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
+        slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
+        guess = near.seq_len - _room(near) / slope if slope < 0 else most
+        guess = int(min(max(guess, least + 1024), most - 1024)) // 1024 * 1024
+        if any(p.seq_len == guess for p in tried):
+            break
+        tried.append(at(guess))
+    return max((p for p in tried if p.fits), key=lambda p: p.seq_len, default=None)
+
+
+def _at(config: dict, run: Run, names: list, seq_len: int) -> Plan:
+    """The plan at one length, by the first of the named placements under which it fits."""
+    run, counted = replace(run, seq_len=seq_len), run.shape
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
-    memory, flops = _step(config, counted, run.batch, run.seq_len, policy)
+    tile = policy.tile if isinstance(policy, Policy) else 4096
+    step = partial(_step, config, counted, run.batch, policy=policy)
+    slow = counted.carries_states and run.seq_len > 4 * tile
+    memory, flops, whole = _stretched(step, run.seq_len, tile) if slow else step(run.seq_len)
+    why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
+    why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
+    if isinstance(policy, Policy) and whole:
+        reasons = ", ".join(whole)
+        if sum(whole.values()) == counted.num_layers:
+            policy = f"layers run whole ({reasons}), their inputs to {policy.offload}"
+        else:
+            why += f"; {sum(whole.values())} of {counted.num_layers} layers run whole ({reasons})"
 
     def under(name):
         stays = resident(name, counted, run.gpus, policy)
@@ -197,8 +296,7 @@ def simulated_plan(model, *, seq_len: int, placement: str = "auto", **arguments)
             *(0.0,) * 6,
             optimizer=optimizer_seconds(run.gpu, memory, stays),
         )
-        why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
         return assembled(run, name, policy, why, memory, flops, time, stays.link)
 
-    plans = [under(name) for name in candidates(placement, run.gpus)]
+    plans = [under(name) for name in names]
     return next((p for p in plans if p.fits), min(plans, key=lambda p: p.gpu_peak_bytes))

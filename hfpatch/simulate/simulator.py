@@ -11,7 +11,7 @@ measurement a process where figures of several implementations are wanted.
 import contextlib
 import gc
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -30,7 +30,8 @@ class Simulation:
     peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
     was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
     the highest such difference at any moment, which is what counts where gradients leave the device as they come.
-    host_peak_bytes: of the memory the session takes. curve: (bytes on the device) after each event.
+    host_peak_bytes: of the memory the session takes. curve: (bytes on the device) after each event. whole: why layers of a
+    patched model run whole, and how many.
     """
 
     peak_bytes: int
@@ -47,6 +48,7 @@ class Simulation:
     phases: list = field(repr=False)
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
+    whole: dict = field(default_factory=dict)
     ledger: Ledger = field(default=None, repr=False)
 
     def to_dict(self) -> dict:
@@ -169,7 +171,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
         ops = sys.modules.get("hfpatch.ops.attention")
         if ops is not None and cuda:  # a trial of it on fake tensors would say nothing
-            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: "a simulation has none"))
+            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: "it was not tried on such a GPU"))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             for found in _sessions(model):
@@ -180,6 +182,18 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             if policy is not None:
                 stack.enter_context(mock.patch.object(module.Session, "_resolve", lambda self, *batch: policy))
         yield
+
+
+def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
+    """Why layers of a patched model run whole, and how many, as they decide it here."""
+    found = Counter()
+    for layer in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
+        answers = layer._hfpatch_answers
+        if answers is not None:
+            asked = sys.modules["hfpatch.ops.attention"].Pattern(softcap=answers.softcap)
+            found[answers.reason or layer.why_no_kernels(torch.device("cpu"), dtype, asked)] += 1
+    found.pop(None, None)
+    return dict(found)
 
 
 def _sessions(model: nn.Module) -> list:
@@ -344,9 +358,12 @@ def simulate(
                                 if isinstance(value, Tensor):
                                     follower.track(value, category="optimizer")
                         stepper.zero_grad()
+            whole = _whole(model, next(model.parameters()).dtype)
         finally:
             model.zero_grad()
             weights.restore()
             model.train(was_training)
             gc.collect()
-    return summarize(follower.ledger)
+    result = summarize(follower.ledger)
+    result.whole = whole
+    return result

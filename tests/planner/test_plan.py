@@ -1,5 +1,6 @@
 """`hfpatch plan` as a caller meets it: answers, exit codes, JSON keys, errors of one sentence."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import tiny
 
 import hfpatch
 from hfpatch.commands import main as cli
-from hfpatch.memory.formula import step_memory
+from hfpatch.memory.adapters import Adapters
+from hfpatch.memory.flops import Flops
+from hfpatch.memory.formula import Moment, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
@@ -248,20 +251,28 @@ def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     assert cli.main(arguments) == 0
 
 
-def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys):
+def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys, monkeypatch):
     """What caps scores was never run there: nothing promises Gemma 2 the memory of tiles, the simulator runs whole layers."""
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit"]
-    assert cli.main([*arguments, "--max-seq-len"]) == 2
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192"]
+    assert cli.main([*arguments, "--gpus", "2", "--sp-size", "2"]) == 2
     said = capsys.readouterr().err
-    assert "soft caps need flex_attention" in said and "--max-seq-len" in said
-    assert cli.main([*arguments, "--json"]) == 0
+    assert "soft caps need flex_attention" in said and "--sp-size" in said
+    assert cli.main([*arguments, "--placement", "gpu8bit", "--json"]) == 0
     captured = capsys.readouterr()
     capped = json.loads(captured.out)
     assert "runs on fake tensors" in captured.err.splitlines()[0]
     tiled = step_memory(ModelShape.from_config(small), Policy("host", tile=1024), batch=1, tokens=8192)
     assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
+    assert capped["policy"].startswith("layers run whole (soft caps of scores need flex_attention")
+    # On a machine whose GPU serves it, the plan asks what apply asks there, and layers are tiled.
+    monkeypatch.setattr(
+        "hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: None if softcap == 50.0 else "no"
+    )
+    monkeypatch.setattr("hfpatch.planner.measure.measure_this", lambda: GPUS["h100"])
+    here = plan(small, seq_len=8192, gpu="this", host_ram="64GiB", placement="gpu8bit")
+    assert here.closed_form and here.policy["tile"]
     assert capped["why"].startswith("simulated")
 
 
@@ -280,6 +291,21 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert answer["step_seconds"] > 0
 
 
+def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
+    """LoRA's gradients are the adapters' alone, and memory at the longest length, and a little above it, is as is said."""
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
+    card = dataclasses.replace(GPUS["h100"], memory_bytes=2 * GiB)
+    asked = {"gpu": card, "checkpointing": "stock", "adapters": Adapters(8)}
+    found = plan(values, seq_len=4096, max_seq_len=True, **asked)
+    linears = {"qkv": (64, 192), "dense": (64, 64), "up": (64, 128), "down": (128, 64)}
+    trained = 2 * Adapters(8).over(linears)
+    assert found.gpu_bytes["gradients"] <= 2 * trained and not found.closed_form
+    assert found.gpu_bytes["parameters"] > 2 * trained and found.adapters["rank"] == 8
+    longest = plan(values, seq_len=found.max_seq_len, **asked)
+    assert longest.fits and not plan(values, seq_len=found.max_seq_len * 33 // 32 + 1024, **asked).fits
+
+
 # A pattern of two kinds of layers: what a few of them take says what all of them take, to the byte of what is
 # beyond gradients.
 @pytest.mark.parametrize("policy", [Policy("host", tile=256), "stock"])
@@ -292,15 +318,31 @@ def test_a_few_layers_tell_all(policy, monkeypatch):
     layers = simulated._layers(build(values))
     counted = simulated.Counted.of(build(values), layers)
     assert simulated.depths(layers) == (3, 5, 2, 2) and simulated.depths(layers, every=3)[:3] == (0, 9, 0)
-    memory, flops = simulated._step(values, counted, 1, 512, policy)
+    memory, flops, reasons = simulated._step(values, counted, 1, 512, policy)
     monkeypatch.setattr(simulated, "depths", lambda layers, every: (0, 9, 0, 2))
-    whole, their_flops = simulated._step(values, counted, 1, 512, policy)
+    whole, their_flops, their_reasons = simulated._step(values, counted, 1, 512, policy)
     rounding = 512 * sum(
         1 for layer in layers[5:] for _ in layer.parameters()
     )  # of the gradients that were not followed
     assert 0 <= max(m.total for m in whole.moments) - max(m.total for m in memory.moments) < rounding
     assert max(m.beyond for m in memory.moments) == max(m.beyond for m in whole.moments)
-    assert (memory.host, flops) == (whole.host, their_flops)
+    assert (memory.host, flops, reasons) == (whole.host, their_flops, their_reasons)
+
+
+def test_a_long_step_is_told_by_two_shorter_ones():
+    """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square that attention adds."""
+    from hfpatch.planner.simulated import _stretched
+
+    def step(tokens):
+        moments = (Moment("late", 900, layer=50 + 7 * tokens), Moment("early", 0, layer=10 + 9 * tokens))
+        flops = Flops(11.0 * tokens, tokens**2 / 2, 5 * tokens**2 / 4, 9.0 * tokens, 3.0 * tokens**2)
+        return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}
+
+    asked = []
+    found, flops, whole = _stretched(lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096)
+    wanted, their_flops, _ = step(131072)
+    assert found == wanted and whole == {"a reason": 2} and max(asked) == 16384
+    assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
 
 
 def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):
