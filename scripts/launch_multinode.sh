@@ -10,6 +10,7 @@
 #   MASTER_PORT    a free port on machine 0 (default 29500)
 #   GPUS           processes on this machine (default: its GPUs, or 1)
 #   LAUNCHER       accelerate (default) or torchrun
+#   MASTER_WAIT    seconds until MASTER_ADDR must be a known name (default 60: machines start one after the other)
 #   CONFIG_FILE    an accelerate YAML such as fsdp_configs/fsdp2.yaml (accelerate only)
 # DRY_RUN=1 prints the command and runs nothing.
 # Exit code: the launcher's, or 2 where no command could be built.
@@ -62,6 +63,24 @@ else
         command+=(--mixed_precision no --dynamo_backend no) # the script's own flags decide both
     fi
     command+=("$@")
+fi
+if [ "${DRY_RUN:-0}" != 1 ]; then
+    case $1 in -*) ;; *) [ -f "$1" ] || fail "expected a script to launch, there is no file $1; check the path." ;; esac
+    wait=$(number MASTER_WAIT "${MASTER_WAIT:-60}" 0 86400) || exit
+    python - "$address" "$wait" <<'WAIT' || exit 2
+import socket, sys, time
+address, seconds = sys.argv[1], float(sys.argv[2])
+end = time.monotonic() + seconds
+while True:
+    try:
+        socket.getaddrinfo(address, None)
+        break
+    except (OSError, UnicodeError) as error:
+        if time.monotonic() > end:
+            print(f"hfpatch: MASTER_ADDR: no host {address} is known after {seconds:.0f} s ({error}); correct it.", file=sys.stderr)
+            sys.exit(2)
+        time.sleep(1)
+WAIT
 fi
 echo "${command[*]}"
 [ "${DRY_RUN:-0}" = 1 ] && exit 0

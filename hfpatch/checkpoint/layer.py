@@ -27,7 +27,7 @@ from hfpatch.checkpoint.groups import Grouped
 from hfpatch.checkpoint.heads import Attention, groups_of
 from hfpatch.checkpoint.kept import Kept
 from hfpatch.checkpoint.offload import Saved
-from hfpatch.checkpoint.weights import AsInForward, WeightGradients
+from hfpatch.checkpoint.weights import AsInForward, AsThen, WeightGradients
 from hfpatch.compat import autocast, autocast_dtype, backward_from
 from hfpatch.memory.cuts import tile_bounds
 
@@ -39,7 +39,7 @@ class LayerCall(Kept):
     layer: nn.Module
     session: "object"
     ask: "object"  # models.layer.Ask: pre and post of a tile
-    places: list
+    then: AsThen  # what it computes with
     random: bool  # whether something in the layer draws random numbers
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
@@ -216,7 +216,7 @@ class LayerCall(Kept):
             for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
                 if call is not base:
                     call.x = None
-                with self.session.weights.again(call.layer, then.layer), AsInForward(call.places):
+                with self.session.weights.again(call.layer, then.layer), AsInForward(call.then):
                     x = call.forward(x, where="again")[0]
         self.x = self._for_now(x)
         self.transfers.settle()
@@ -237,7 +237,7 @@ class LayerCall(Kept):
         return call
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
-        """(dx or None, gradients of the arguments that want one and of self.places).
+        """(dx or None, gradients of the arguments that want one and of what is trained).
 
         private: dy may be overwritten; retain: the graph stays for another pass.
         """
@@ -258,7 +258,7 @@ class LayerCall(Kept):
 
         streamed = self.session.weights.again(self.layer, None if before is None else before.first_again.layer)
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
-        weights = WeightGradients(self.places, several=several)
+        weights = WeightGradients(self.then, several=several)
         with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
             dx = run(dy_BTD, private, need_x, weights, retain)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.lease import Shelf
 from hfpatch.checkpoint.offload import Saved, Slot, Ticket, Transfers
 from hfpatch.checkpoint.shards import tensor_parallel_group
-from hfpatch.checkpoint.weights import is_sharded
-from hfpatch.compat import buffers_of, is_fake, modules_of, not_for_deepspeed, parameters_of
+from hfpatch.checkpoint.weights import REPLACED, edited, is_sharded
+from hfpatch.compat import buffers_of, is_fake, modules_of, not_for_deepspeed, parameters_of, storage_of
 from hfpatch.memory.formula import WEIGHT_SLOTS
 
 ALIGNED = 256  # bytes; where a tensor starts in its block
@@ -93,6 +93,7 @@ class _Piece:
     nbytes: int
     strides: tuple
     host: Tensor | None = None
+    storage: int | None = None  # of `host`
 
     def cut(self, bytes_N: Tensor) -> Tensor:
         """Its bytes of a block or slot."""
@@ -148,10 +149,15 @@ class _Packed:
         for piece in self.pieces:
             piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
             not_for_deepspeed(piece.tensor, True)
+            piece.storage = storage_of(piece.tensor)
 
     def trained_by_now(self) -> str | None:
         """A parameter that was frozen and is not any more."""
         return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
+
+    def given_others(self) -> bool:
+        """Whether something of this, at rest, was given other values by its `.data`: they lie elsewhere."""
+        return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
 
     def move_to(self, bytes_N: Tensor) -> None:
         for piece in self.pieces:
@@ -199,7 +205,7 @@ class StreamedWeights:
                         f"hfpatch: expected the weights that wait on the host to stay frozen, {packed.kind}'s {name} wants a "
                         "gradient now; call hfpatch.undo(model) and hfpatch.apply(model) again."
                     )
-                if _same(packed.tables, _noted(layer)):
+                if _same(packed.tables, _noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
                 for index, other in list(self.packed.items()):  # and those that borrow of its block
@@ -280,9 +286,16 @@ class StreamedWeights:
 
     def again(self, layer: nn.Module, then: nn.Module | None):
         """The same in backward. then: whose turn it is next."""
-        if not self.on:
-            return nullcontext()
-        return self._on_device(layer._hfpatch_index, None if then is None else then._hfpatch_index)
+        return self._again(layer._hfpatch_index, then) if self.on else nullcontext()
+
+    @contextmanager
+    def _again(self, index: int, then: nn.Module | None):
+        with self.lock:
+            packed = self.packed.get(index)
+            if packed is not None and packed.given_others():
+                raise edited(f"a weight of a {packed.kind}", REPLACED)
+            with self._on_device(index, None if then is None else then._hfpatch_index):
+                yield
 
     @contextmanager
     def _on_device(self, index: int, then: int | None, promised: int | None = None):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
-from hfpatch.checkpoint.weights import noted
+from hfpatch.checkpoint.weights import AsThen
 from hfpatch.compat import applying, keeps_graph, modules_in
 from hfpatch.memory.policy import Policy
 
@@ -52,10 +52,10 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
     modules = modules_in(layer)
-    places = noted(layer, modules)
-    tensors = ask.arguments.wanted() + [p.now() if p.tensor is None else p.tensor for p in places if p.trained]
+    then = AsThen(layer, modules, session.weights.on)
+    tensors = ask.arguments.wanted() + then.trained()
     call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, places=places,
+        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
         random=any([m.training and m.p > 0 for m in modules if isinstance(m, DROPOUTS)]),
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
@@ -66,13 +66,15 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
             return call.forward(x, where=None)
     call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
     if call.keep != policy.keep and session.checkpointing.keep != "auto":
-        raise ValueError(
-            f"hfpatch: expected layers that can keep {', '.join(policy.keep)}, a {type(layer).__name__} came that spares itself "
-            'nothing by some of it (adapters, autocast, or another block); leave keep "auto".'
+        lost = ", ".join(name for name in policy.keep if name not in call.keep)
+        session.tell(
+            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing (hooks, adapters, autocast, or "
+            "another block)."
         )
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
     outputs = _apply(call, x, *tensors)
+    then.ran()
     session.linked(call, outputs[0])
     return list(outputs)

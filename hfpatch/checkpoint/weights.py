@@ -3,9 +3,9 @@
 The nested graphs are built on detached stand-ins, so the parameters' own hooks (tensor hooks, post-accumulate hooks, those of
 DDP, FSDP and ZeRO) see nothing until the layer's autograd function returns the final gradients, once.
 
-The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may have been left by then);
-where one was written to since, that is said. Engines that gather weights around each call swap and refill them as they like:
-there the tensors of the moment are the same weights.
+The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may have been left by then), as
+its modules went then (in training or not, with these adapters); where a tensor was written to since, that is said. Engines that
+gather weights around each call swap and refill them as they like: there the tensors of the moment are the same weights.
 """
 
 from functools import partial
@@ -13,44 +13,58 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_shard, is_view_of_flat, parameters_of, storage_of, version
+from hfpatch.compat import (
+    buffers_of,
+    is_shard,
+    is_view_of_flat,
+    merged_into,
+    modules_in,
+    parameters_of,
+    storage_of,
+    version,
+    ways_of,
+)
 
 STANDS_FOR = "_hfpatch_stands_for"
+REPLACED = "given other values by its .data"
 _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
 
 class Place:
     """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it)."""
 
-    __slots__ = ("module", "name", "storage", "tensor", "version", "trained")
+    __slots__ = ("module", "name", "storage", "tensor", "version", "trained", "buffer")
 
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool):
-        self.module, self.name, self.trained = module, name, tensor.requires_grad
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool, moves: bool, buffer: bool):
+        self.module, self.name, self.trained, self.buffer = module, name, tensor.requires_grad, buffer
         self.tensor = None if gathered else tensor
-        self.version = version(tensor)
-        # Frozen ones may come and go by `.data` (streamed.py); a trained one that does is somebody's edit.
-        self.storage = storage_of(tensor) if self.trained and not gathered else None
+        self.version: int | None = version(tensor)  # None where its layer writes to it
+        self.storage = None if gathered or moves else storage_of(tensor)
 
-    def now(self) -> Tensor:
+    def table(self) -> dict:
+        """What holds it by its name now."""
         own = parameters_of(self.module)
-        return own[self.name] if self.name in own else vars(self.module)[self.name]
+        if self.name in own:
+            return own
+        return buffers_of(self.module) if self.buffer else self.module.__dict__
 
-    def put(self, tensor: Tensor) -> None:
-        own = parameters_of(self.module)
-        (own if self.name in own else vars(self.module))[self.name] = tensor
-
-    def in_forward(self) -> Tensor:
-        """The tensor that forward used. RuntimeError where it was written to since."""
+    def in_forward(self, now: Tensor) -> Tensor:
+        """The tensor that forward used; now: the one that is there. RuntimeError where it was written to since."""
         if self.tensor is None:
-            return self.now()
+            return now
         replaced = self.storage is not None and storage_of(self.tensor) != self.storage
-        if replaced or version(self.tensor) != self.version:
-            how = "given other values by its .data" if replaced else "modified in place"
-            raise RuntimeError(
-                f"hfpatch: expected the weights that forward used, {type(self.module).__name__}.{self.name} was {how} before "
-                "its backward; step the optimizer (or edit weights) after backward."
-            )
+        if replaced or self.version not in (None, version(self.tensor)):
+            what = f"{type(self.module).__name__}.{self.name}"
+            raise edited(what, REPLACED if replaced else "modified in place")
         return self.tensor
+
+
+def edited(what: str, how: str) -> RuntimeError:
+    """The error of a backward whose weights are gone."""
+    return RuntimeError(
+        f"hfpatch: expected the weights that forward used, {what} was {how} before its backward; step the optimizer (or edit "
+        "weights) after backward."
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -62,60 +76,111 @@ def _is_sharded(module: nn.Module, tensors) -> bool:
     return "FSDPModule" in [c.__name__ for c in type(module).__mro__] or any(map(is_shard, tensors))
 
 
-def noted(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
-    """Every tensor that the layer of these modules computes with, each once.
+class AsThen:
+    """What a layer computes with, as it was at a forward of it: every tensor, each once, and the ways that its modules go.
 
-    Sharding engines may hold the gathered weight as a plain attribute in place of the parameter (FSDP1 does): those
-    count too.
+    places: where the tensors are. Sharding engines may hold the gathered weight as a plain attribute in place of the parameter
+    (FSDP1 does): those count too. modules: the layer's; streamed: whether its frozen weights wait on the host (streamed.py), from
+    where they come and go by `.data`; where they do not, who does that is somebody's edit.
     """
-    found = {}
-    for module in modules:
-        own, values = parameters_of(module), module.__dict__
-        plain = [n for n in values if n not in _OF_ALL and isinstance(values[n], Tensor) and not values[n].is_leaf]
-        for name in (*own, *plain):
-            tensor = own[name] if name in own else values[name]
-            if tensor is None or id(tensor) in found:
-                continue
-            if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
-                tensor = tensor.__dict__[STANDS_FOR]
-                Place(module, name, tensor, False).put(tensor)
-            found[id(tensor)] = (module, name, tensor, name not in own or is_view_of_flat(tensor))
-    sharded = _is_sharded(layer, [tensor for _, _, tensor, _ in found.values()])
-    return [Place(module, name, tensor, sharded or gathered) for module, name, tensor, gathered in found.values()]
+
+    __slots__ = ("layer", "kind", "modules", "merged", "places", "ways")
+
+    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool):
+        self.layer, self.kind, self.modules = layer, layer.__class__, modules
+        found, self.ways, self.merged = {}, ways_of(modules), merged_into(modules)
+        for module in modules:
+            own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
+            plain = [n for n in values if n not in _OF_ALL and isinstance(values[n], Tensor) and not values[n].is_leaf]
+            for name in (*own, *buffers, *plain):
+                table = own if name in own else buffers if name in buffers else values
+                tensor = table[name]
+                if tensor is None or id(tensor) in found:
+                    continue
+                if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
+                    tensor = table[name] = tensor.__dict__[STANDS_FOR]
+                gathered = name in plain or is_view_of_flat(tensor)
+                moves = streamed and not tensor.requires_grad
+                found[id(tensor)] = (module, name, tensor, gathered, moves, name in buffers)
+        sharded = _is_sharded(layer, [row[2] for row in found.values()])
+        self.places = [Place(*row[:3], sharded or row[3], *row[4:]) for row in found.values()]
+
+    def trained(self) -> list[Tensor]:
+        """Its tensors that want a gradient, in the order of the places."""
+        return [p.table()[p.name] if p.tensor is None else p.tensor for p in self.places if p.trained]
+
+    def refuse_others(self) -> None:
+        """RuntimeError where the layer is made of other modules now."""
+        if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
+            raise RuntimeError(
+                f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has others before its backward; "
+                "change the model (adapters, undo) after backward."
+            )
+        if merged_into(self.modules) != self.merged:
+            raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
+
+    def ran(self) -> None:
+        """After the forward: buffers that it writes to itself it will write to again."""
+        for place in self.places:
+            if place.buffer and place.tensor is not None and version(place.tensor) != place.version:
+                place.version = None
 
 
-class WeightGradients:
+class AsInForward:
+    """Context in which the layer has the tensors that forward used, without a gradient of theirs, and goes the ways it went."""
+
+    def __init__(self, then: AsThen):
+        self.then, self.before = then, []
+
+    def __enter__(self):
+        self.then.refuse_others()
+        try:
+            for table, name, value in self.then.ways:
+                if table[name] != value:
+                    self._put(table, name, value)
+            for place in self.then.places:
+                table = place.table()
+                now = table[place.name]
+                tensor = self._of(place, place.in_forward(now))
+                if tensor is not now:
+                    self._put(table, place.name, tensor)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _of(self, place: Place, tensor: Tensor) -> Tensor:
+        """What stands for the tensor: itself, unless it was trained then and is frozen now, or the other way round."""
+        return tensor if tensor.requires_grad == place.trained else tensor.detach().requires_grad_(place.trained)
+
+    def _put(self, table: dict, name: str, value) -> None:
+        self.before.append((table, name, table[name]))
+        table[name] = value
+
+    def __exit__(self, *exc):
+        for table, name, value in self.before:
+            table[name] = value
+
+
+class WeightGradients(AsInForward):
     """Context in which the layer's trained tensors are leaves of their own, whose gradients add up here.
 
     several: more than one tile will contribute, so gradients narrower than float32 add up in float32 and `round()` brings
     them back; with one tile they stay in the leaves until then.
     """
 
-    def __init__(self, places: list[Place], several: bool):
-        self.several, self.leaves = several, []
-        self.trained = [place for place in places if place.trained]
-        self.originals = [place.in_forward() for place in self.trained]
-        self.frozen = [place for place in places if not place.trained]
-        self.sums: list[Tensor | None] = [None] * len(self.trained)
-        self.before: list[tuple[Place, Tensor]] = []
+    def __init__(self, then: AsThen, several: bool):
+        super().__init__(then)
+        self.several, self.leaves, self.originals = several, [], []
+        self.sums: list[Tensor | None] = []
 
-    def __enter__(self):
-        try:
-            with torch.no_grad():
-                for index, (place, original) in enumerate(zip(self.trained, self.originals)):
-                    self._swap(place, place.now(), self._stand_in(index, original))
-            for place in self.frozen:
-                then, now = place.in_forward(), place.now()
-                if then is not now:
-                    self._swap(place, now, then)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _swap(self, place: Place, now: Tensor, tensor: Tensor) -> None:
-        self.before.append((place, now))
-        place.put(tensor)
+    def _of(self, place: Place, tensor: Tensor) -> Tensor:
+        if not place.trained:
+            return super()._of(place, tensor)
+        index = len(self.originals)
+        self.originals.append(tensor)
+        self.sums.append(None)
+        return self._stand_in(index, tensor)
 
     def _stand_in(self, index: int, original: Tensor) -> Tensor:
         stand_in = original.detach()
@@ -152,15 +217,3 @@ class WeightGradients:
         for leaf in self.leaves:
             leaf.grad = None
         return sums
-
-    def __exit__(self, *exc):
-        for place, tensor in self.before:
-            place.put(tensor)
-
-
-class AsInForward(WeightGradients):
-    """Context in which the layer has the tensors that forward used, without a gradient."""
-
-    def __init__(self, places: list[Place]):
-        super().__init__(places, several=False)
-        self.frozen, self.trained, self.originals = self.frozen + self.trained, [], []

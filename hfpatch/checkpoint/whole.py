@@ -7,10 +7,11 @@ tier and comes back one layer ahead of its use.
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hfpatch.compat import same_storage
+from hfpatch.checkpoint.weights import AsInForward, AsThen, edited
+from hfpatch.compat import modules_in, same_storage, version
 
 
 class _Held:
@@ -36,11 +37,31 @@ class _Held:
         return x
 
 
-def offloaded_checkpoint(session, policy, run, x_BTD: Tensor):
+class _AsFirst:
+    """run(x), which computes with this layer and mask; called again, with the tensors and in the ways of the first call."""
+
+    def __init__(self, run, layer: nn.Module, mask, streamed: bool):
+        self.run, self.layer, self.streamed, self.then = run, layer, streamed, None
+        self.mask, self.version = mask, version(mask) if isinstance(mask, Tensor) else None
+
+    def __call__(self, x):
+        if self.then is not None:
+            if self.version is not None and version(self.mask) != self.version:
+                raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
+            with AsInForward(self.then):
+                return self.run(x)
+        self.then = AsThen(self.layer, modules_in(self.layer), self.streamed)
+        y = self.run(x)
+        self.then.ran()
+        return y
+
+
+def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
     """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on the device.
 
-    `run` is called again in backward.
+    `run`, which computes with this layer and this mask of attention (None, a tensor, another object), is called again in backward.
     """
+    run = _AsFirst(run, layer, mask, session.weights.on)
     if policy is None:
         return checkpoint(run, x_BTD, use_reentrant=False)
     if policy.offload == "gpu":

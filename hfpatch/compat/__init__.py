@@ -43,6 +43,7 @@ from hfpatch.compat.models import (
 from hfpatch.compat.modules import (
     buffers_of,
     forward_hooks,
+    merged_into,
     modules_in,
     modules_of,
     other_hooks,
@@ -51,6 +52,7 @@ from hfpatch.compat.modules import (
     submodule,
     twin_of,
     user_hooks,
+    ways_of,
 )
 from hfpatch.compat.tensors import (
     applying,

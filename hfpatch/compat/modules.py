@@ -17,7 +17,24 @@ def parameters_of(module: nn.Module) -> dict:
 
 def buffers_of(module: nn.Module) -> dict:
     """The same of buffers."""
-    return vars(module).get("_buffers", {})
+    own = module.__dict__
+    return own["_buffers"] if "_buffers" in own else {}
+
+
+# By what a module's forward goes another way from one call to the next; but the first PEFT's.
+_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling")
+
+
+def ways_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
+    """How modules go now: (where that stands, its name, a value of its own that says it)."""
+    rows = [(own, n, own[n]) for own in [module.__dict__ for module in modules] for n in _WAYS if n in own]
+    return [(own, n, dict(v) if v.__class__ is dict else list(v) if v.__class__ is list else v) for own, n, v in rows]
+
+
+def merged_into(modules: list[nn.Module]) -> int:
+    """How many adapters are merged into these modules' weights, by PEFT, which writes past the weights' versions."""
+    tables = [module.__dict__ for module in modules]
+    return sum([len(own["merged_adapters"]) for own in tables if "merged_adapters" in own])
 
 
 def modules_of(module: nn.Module) -> dict:

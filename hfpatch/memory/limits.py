@@ -54,14 +54,44 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
          "vocab_size")  # fmt: skip
 
 
+# The same of a config's numbers, where they are given.
+_NUMBERS = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), (0, [1])),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), (0, None)),
+    "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (1, None),
+}  # fmt: skip
+_ROPE = ("rope_parameters", "rope_scaling")  # theirs, or by kind of layer
+
+
 def check_sizes(read) -> None:
-    """ValueError for a size of a config that is no whole number above 0. read: name -> value, None where it has none."""
+    """ValueError for a size of a config that is no whole number above 0, for heads that share no keys evenly, and for numbers of
+    a norm, a dropout, a window or of RoPE out of range. read: name -> value, None where it has none."""
     for name in SIZES:
         value = read(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config.")
         if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):  # hours of adding up
             raise ValueError(f"hfpatch: {name} is {value}, which no model has; check the config.")
+    heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, {heads} and {kv_heads} came; check the "
+            "config."
+        )
+    _check_numbers(read)
+
+
+def _check_numbers(read) -> None:
+    for name, (least, most) in _NUMBERS.items():
+        value = read(name)
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or _beyond(value, least, 1) or _beyond(value, most, -1):
+            raise ValueError(f"hfpatch: {name} must be {_words(least, most)}, {value!r} came; check the config.")
+    for rope in filter(lambda x: isinstance(x, Mapping), map(read, _ROPE)):
+        for values in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):
+            _check_numbers(values.get)
 
 
 def _beyond(number, end, sign: int) -> bool:

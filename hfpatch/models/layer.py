@@ -401,7 +401,7 @@ class TiledLayer:
             with our_attention(self._hfpatch_configs if batch is not None else (), batch):
                 return whole(h)
 
-        return offloaded_checkpoint(session, policy, run, x)
+        return offloaded_checkpoint(session, policy, self, kwargs.get("attention_mask"), run, x)
 
 
 def _ancestors(path: str) -> list[str]:

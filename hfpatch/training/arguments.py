@@ -170,8 +170,20 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         data = _share_rows(model, data, values, config)
     try:
         return model, data, _make(TrainArguments, values)
-    except ValueError as error:  # TrainingArguments' own checks
-        raise ValueError(f"hfpatch: {str(error).strip().splitlines()[0]}") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # TrainingArguments' own checks
+        why = (str(error).strip().splitlines() or [""])[0].removeprefix("hfpatch: ")
+        kind = (
+            ""
+            if isinstance(error, ValueError)
+            else f"TrainingArguments does not take these flags, {type(error).__name__}: "
+        )
+        raise ValueError(f"hfpatch: {kind}{why}") from error
 
 
 def _take_lengths(parser) -> None:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import socket
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ _SIZES = (
 )  # fmt: skip
 # Restored with the optimizer's state, whatever the flags say.
 _OPTIMIZER = ("learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+HOST_SECONDS = 30  # until MASTER_ADDR must be known: machines start one after the other
 _MAY_DIFFER = (
     "max_steps", "num_train_epochs", "lr_scheduler_type", "warmup_steps", "lr_floor", "lr_restarts", "max_grad_norm",
     "bf16", "fp16",
@@ -41,7 +45,38 @@ def environment() -> None:
     environment_number("RANK", 0, 0, ranks - 1 if launched else None)
     environment_number("LOCAL_WORLD_SIZE", 1, 1)
     environment_number("MASTER_PORT", 29500, 1, 65535)
+    if launched and ranks > 1:
+        _known_host(os.environ.get("MASTER_ADDR", "localhost"))
     host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
+
+
+def _known_host(address: str) -> None:
+    """ValueError for a name that nobody knows after HOST_SECONDS: torch would wait for it half an hour."""
+    end = time.monotonic() + HOST_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"hfpatch: expected a host in the environment's MASTER_ADDR, {address!r} is not known after "
+                    f"{HOST_SECONDS} s ({error}); correct it."
+                ) from error
+        time.sleep(0.5)
+
+
+def _offload_folder(model) -> None:
+    """ValueError for an --offload that no folder can be made of: the first step would say so, when the model is loaded."""
+    settings = checkpointing_of(model)
+    directory = settings.directory if model.impl == "hfpatch" and isinstance(settings, Checkpointing) else None
+    if directory is None:
+        return
+    path = Path(directory).absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "which may not be written to" if there.is_dir() else "which is no folder"
+        raise ValueError(f"hfpatch: expected a folder for --offload, {there} came, {what}; name another.")
 
 
 def flags(model, data, args) -> None:
@@ -100,6 +135,7 @@ def flags(model, data, args) -> None:
         value = getattr(model, name)
         if value != "auto" and not (value.isdigit() and int(value) > 0):
             raise ValueError(f"hfpatch: expected auto or a whole number above 0 for --{name}, {value!r} came.")
+    _offload_folder(model)
     if data.validation_split and data.eval_data:
         raise ValueError("hfpatch: expected one of --validation_split and --eval_data, both came; keep one.")
     if data.streaming and data.validation_split:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.activations import ACT2FN
 
 from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.presets import preset_config
@@ -82,22 +83,24 @@ def _hub(name: str, data, split: str) -> Source:
 
 def load_config(model):
     """The model's config: of a preset with its overrides, or of --model; lengthened as asked. Raises ValueError."""
-    if model.preset:
-        values = preset_config(model.preset) | _overrides(model.config_overrides)
-        config = LlamaConfig(**values)
-    else:
-        with _loading("no model loads", model.model):
+    with _loading("no model loads", model.preset or model.model):
+        if model.preset:
+            config = LlamaConfig(**preset_config(model.preset) | _overrides(model.config_overrides))
+        else:
             config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
-            text = config.get_text_config()
-            sizes = {
-                name: value for name, value in vars(text).items() if not isinstance(value, list)
-            }  # a list: one a layer
-            check_sizes(sizes.get)
-            positions, dtype = getattr(text, "max_position_embeddings", None), getattr(text, "dtype", None)
-            if positions is not None and not (isinstance(positions, int) and positions > 0):
-                raise ValueError(f"max_position_embeddings of 1 or more was expected, {positions!r} came")
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a dtype such as bfloat16 was expected, {dtype!r} came")
+        text = config.get_text_config()
+        sizes = {
+            name: value for name, value in vars(text).items() if not isinstance(value, list)
+        }  # a list: one a layer
+        check_sizes(sizes.get)
+        positions, dtype = getattr(text, "max_position_embeddings", None), getattr(text, "dtype", None)
+        if positions is not None and not (isinstance(positions, int) and positions > 0):
+            raise ValueError(f"max_position_embeddings of 1 or more was expected, {positions!r} came")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a dtype such as bfloat16 was expected, {dtype!r} came")
+        activation = getattr(text, "hidden_act", None)
+        if activation is not None and activation not in ACT2FN:
+            raise ValueError(f"hidden_act of transformers was expected, {activation!r} came")
     return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
 
 
@@ -265,7 +268,11 @@ def with_lora(made, model):
 
 
 def _first(error) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    """What an error says first; a line that ends in a colon with the one that it announces."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].rstrip(".").endswith(":") and lines[1:]:
+        lines[0] += f" {lines[1].strip()}"
+    return lines[0].rstrip(".")
 
 
 @dataclass(frozen=True)

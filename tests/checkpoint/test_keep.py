@@ -136,12 +136,19 @@ def test_adapters_keep_what_still_spares_them_something():
     assert same(*found)
 
 
-def test_what_cannot_be_kept_is_said():
-    model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(keep=("mid",), plain=0))
-    with pytest.raises(ValueError, match='^hfpatch: expected layers that can keep mid, .* leave keep "auto".$'):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(tokens(), labels=tokens())
+def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
+    """Asked for by hand, but a hook reads what would be left out."""
+    plain, model = tiny_llama(), tiny_llama()
+    for m, keep in ((plain, ()), (model, KEEPABLE)):
+        hfpatch.apply(m, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0))
+        for layer in m.model.layers:
+            layer.mlp.register_forward_hook(lambda module, args, out: 2 * out)
+            layer.mlp.up_proj.register_forward_hook(lambda module, args, out: 3 * out)
+    for _ in range(2):
+        for m in (plain, model):
+            m(tokens(), labels=tokens()).loss.backward()
+    assert same(gradients(plain), gradients(model))
+    assert capsys.readouterr().err.count("hfpatch: LlamaDecoderLayers compute gate_up again: keeping that") == 1
 
 
 # The common block with and without experts, blocks of other kinds: what memory/shape.py promises of a family, its layers keep.

@@ -212,6 +212,15 @@ def test_weights_written_to_at_rest_are_those_of_the_next_forward():
         m.unmerge_adapter()
         m.load_state_dict(other)
     assert torch.equal(ours(tiny.ids()).logits, resident(tiny.ids()).logits)
+    for m in (resident, ours):
+        m.merge_adapter(safe_merge=True)  # which gives weights other values by their .data
+    assert torch.equal(ours(tiny.ids()).logits, resident(tiny.ids()).logits)
+    loss = ours(**tiny.labelled()).loss
+    weight = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    weight.data = weight.data / 2
+    with pytest.raises(RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"):
+        loss.backward()
+    assert at_rest(ours) is False and tiny.step(ours, tiny.labelled()) and at_rest(ours)  # packed anew
 
 
 def test_an_exception_leaves_weights_on_the_host():

@@ -104,7 +104,9 @@ def test_leading_zeros_are_no_octal():
 
 
 def test_no_command_is_a_failure(tmp_path):
-    for found in (run(GPUS=1), run("--launcher", GPUS=1)):
+    there = str(SCRIPT)
+    for found in (run(GPUS=1), run("--launcher", GPUS=1), run("none.py", GPUS=1),
+                  run(there, GPUS=1, WORLD_SIZE=2, MASTER_ADDR="no.host.invalid", MASTER_WAIT=0)):  # fmt: skip
         assert found.returncode == 2 and found.stderr.startswith("hfpatch: ") and found.stdout == ""
     # No torch to count GPUs with; and no launcher.
     for name in ("bash", "env", "accelerate"):

@@ -20,7 +20,7 @@ from hfpatch.commands.failures import explain, guarded
 from hfpatch.commands.main import main
 from hfpatch.memory.limits import RANGES, check_ranges, parse_length
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import arguments, placement, prepare
+from hfpatch.training import arguments, checks, placement, prepare
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
@@ -44,7 +44,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "cut.json").write_text('{"model_type": ')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for name, change in {"heads": {"num_attention_heads": 0}, "word": {"num_hidden_layers": "2"},
+    for name, change in {"heads": {"num_attention_heads": 0}, "dropout": {"attention_dropout": -0.1},
+                         "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+                         "shared": {"num_attention_heads": 4, "num_key_value_heads": 3}, "word": {"num_hidden_layers": "2"},
                          "window": {"model_type": "mistral", "sliding_window": "x"}, "other": {"model_type": "theirs"},
                          "experts": {"model_type": "mixtral", "num_local_experts": "a"},
                          "rope": {"rope_scaling": {"rope_type": "nope", "factor": "x"}}}.items():  # fmt: skip
@@ -70,6 +72,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan --model @/bytes.json": "is no JSON",
         "plan --model @/list.json": "a list came",
         "plan --model @/heads.json": "num_attention_heads must be a whole number of at least 1, 0 came",
+        "plan --model @/dropout.json": "attention_dropout must be a number of 0 or more and less than 1, -0.1 came",
+        "plan --model @/theta.json": "rope_theta must be a number of more than 0, 'x' came",
+        "plan --model @/shared.json": "a multiple of num_key_value_heads, 4 and 3 came",
         "plan --model @/word.json": "num_hidden_layers must be a whole number of at least 1, '2' came",
         "plan --model @/window.json": "expected the values of a model's config.json (invalid literal",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
@@ -110,6 +115,11 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"output_dir": tmp_path / "file" / "run"}, "expected a folder, a file stands in the way"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
         ({"cache_dir": tmp_path / "file"}, "expected a folder, a file stands in the way"),
+        ({"offload": tmp_path / "file"}, "file came, which is no folder"),
+        ({"offload": tmp_path / "file" / "below"}, "file came, which is no folder"),
+        ({"offload": "somewhere"}, "offload must be"),
+        ({"config_overrides": "num_attention_heads=3"}, "is not a multiple of the number of attention heads"),
+        ({"config_overrides": "hidden_act=swoosh"}, "hidden_act of transformers was expected, 'swoosh' came"),
         ({"preset": None, "config_overrides": None, "model": model}, "no model loads from"),
     ):
         code, _, err, _ = run_train("refused", **flags)
@@ -125,12 +135,14 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
     ({"RANK": "-1"}, "0 or more in the environment's RANK"),
     ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"}, "0 or more and 1 or less in the environment's RANK, '2' came"),
     ({"LOCAL_WORLD_SIZE": ""}, "the environment's LOCAL_WORLD_SIZE, '' came"),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "1", "MASTER_ADDR": "no.host.invalid"}, "'no.host.invalid' is not known"),
     ({"MASTER_PORT": "70000"}, "65535 or less in the environment's MASTER_PORT"),
     ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY to be a number of bytes, '²' came"),
 ])  # fmt: skip
 def test_what_stands_in_the_environment_is_checked(values, words, run_train, monkeypatch):  # noqa: F811
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "HOST_SECONDS", 0)
     code, _, err, folder = run_train(packing=False)
     assert code == 2 and words in err and "Traceback" not in err and not folder.exists()
 

@@ -69,6 +69,107 @@ def test_weights_replaced_before_backward_are_noticed(settings):
     model(ids, labels=ids).loss.backward()  # and nothing of it stays
 
 
+class Gained(torch.nn.Module):
+    """A layer's MLP with a buffer that it reads, one that it writes, and dropout behind it."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.drop = mlp, torch.nn.Dropout(0.5)
+        self.register_buffer("gain", torch.tensor(1.3, dtype=torch.float64))
+        self.register_buffer("seen", torch.tensor(0.0))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.drop(self.mlp(x) * self.gain)
+
+
+def halved(tensor):
+    tensor.data = tensor.data / 2
+
+
+EDITS = {
+    # what is done to layer 1 (a gained one, frozen) between forward and backward -> what is said, None where gradients are as ever
+    "frozen .data": (lambda m, layer: halved(layer.mlp.mlp.up_proj.weight), "Linear.weight was given other values"),
+    "frozen norm's .data": (lambda m, layer: halved(layer.input_layernorm.weight), "LlamaRMSNorm.weight was given other"),
+    "buffer's .data": (lambda m, layer: halved(layer.mlp.gain), "Gained.gain was given other values"),
+    "buffer in place": (lambda m, layer: layer.mlp.gain.mul_(2), "Gained.gain was modified in place"),
+    "another buffer": (lambda m, layer: setattr(layer.mlp, "gain", layer.mlp.gain * 2), None),
+    "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()), "a LlamaDecoderLayer has others"),
+    "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
+    "eval": (lambda m, layer: m.eval(), None),
+    "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
+    "frozen from now on": (lambda m, layer: m.model.layers.requires_grad_(False), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_layer_is_between_forward_and_backward(edit, whole):
+    """It runs again as it was, or says that it cannot; a frozen layer below trained ones is run again too."""
+    change, said = EDITS[edit]
+    _, model = pair()
+    for layer in model.model.layers:
+        layer.mlp = Gained(layer.mlp)
+    model.model.layers[1].requires_grad_(False)
+    hfpatch.apply(model, checkpointing=WAYS[0])
+    if whole:
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_: None)
+    ids, found = tokens(), []
+    for edited in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = model(ids, labels=ids).loss
+        if edited:
+            change(model, model.model.layers[1])
+        if edited and said:
+            with pytest.raises(RuntimeError, match=f"hfpatch: .*{said}.*after backward"):
+                loss.backward()
+            return
+        loss.backward()
+        found.append(model.model.embed_tokens.weight.grad.clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
+def test_adapters_that_are_on_again_at_the_backward(whole):
+    """`with model.disable_adapter():` around a forward alone; and what is merged into a weight is noticed."""
+    from peft import LoraConfig, get_peft_model
+
+    stock, model = pair()
+    hfpatch.apply(model, checkpointing=WAYS[0])
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    if whole:
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_: None)
+    ids = tokens()
+    for m in (stock, model):
+        m.get_input_embeddings().weight.requires_grad_(True)
+    stock_loss(stock, ids, input_ids=ids).backward()
+    with adapted.disable_adapter():
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    got, expected = (m.get_input_embeddings().weight.grad for m in (model, stock))
+    assert (got - expected).abs().max() < BUDGET
+    loss = model(ids, labels=ids).loss
+    adapted.merge_adapter()
+    with pytest.raises(
+        RuntimeError, match="a weight of a LlamaDecoderLayer was merged with an adapter before its backward"
+    ):
+        loss.backward()
+
+
+def test_a_mask_that_is_written_to_before_backward_is_noticed():
+    """A layer that runs whole reads it again; stock has made another tensor of it by then."""
+    _, model = pair()
+    hfpatch.apply(model, checkpointing=WAYS[0])
+    ids, mask = tokens(), torch.ones(37, 37, dtype=torch.bool).tril()[None, None]
+    loss = model(ids, labels=ids, attention_mask=mask).loss
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="the mask of a LlamaDecoderLayer was modified in place before its backward"):
+        loss.backward()
+
+
 def test_an_optimizer_step_between_backwards_of_one_forward_is_noticed():
     _, model = pair()
     hfpatch.apply(model, checkpointing=WAYS[0])
