@@ -62,6 +62,14 @@ def test_prompt_padding_completion(counted, way):
     tiny.assert_as_good(tiny.patched(stock, checkpointing=WAYS[way]), stock, given)
 
 
+@pytest.mark.parametrize("length", [tiny.TOKENS - 4, tiny.TOKENS + 6])
+def test_a_mask_of_another_length(length):
+    """Beside the cache that it makes in training too, transformers cuts it, or hides what it is short of."""
+    stock = tiny.llama()
+    given = batch(attention_mask=torch.ones(1, length, dtype=torch.long))
+    tiny.assert_as_good(tiny.patched(stock), stock, given)
+
+
 def test_padding_with_labels_counts_as_in_stock():
     """Labels that nobody masked: what padded positions predict is in transformers' loss, so it is in ours."""
     stock = tiny.llama()

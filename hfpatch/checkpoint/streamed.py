@@ -149,6 +149,7 @@ class _Packed:
         for piece in self.pieces:
             piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
             not_for_deepspeed(piece.tensor, True)
+        for piece in self.pieces:  # only now: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)
 
     def trained_by_now(self) -> str | None:

@@ -136,7 +136,7 @@ class AsInForward:
         self.then.refuse_others()
         try:
             for table, name, value in self.then.ways:
-                if table[name] != value:
+                if table[name] is not value and table[name] != value:
                     self._put(table, name, value)
             for place in self.then.places:
                 table = place.table()

@@ -23,12 +23,13 @@ def buffers_of(module: nn.Module) -> dict:
 
 # By what a module's forward goes another way from one call to the next; but the first PEFT's.
 _WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling")
+_SAYS = (bool, str, float, int, list, dict)  # no tensors: comparing those waits for the device
 
 
 def ways_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     """How modules go now: (where that stands, its name, a value of its own that says it)."""
     rows = [(own, n, own[n]) for own in [module.__dict__ for module in modules] for n in _WAYS if n in own]
-    return [(own, n, dict(v) if v.__class__ is dict else list(v) if v.__class__ is list else v) for own, n, v in rows]
+    return [(own, n, v.copy() if v.__class__ in (dict, list) else v) for own, n, v in rows if v.__class__ in _SAYS]
 
 
 def merged_into(modules: list[nn.Module]) -> int:

@@ -16,12 +16,14 @@ RANGES = {
     "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None), "max_grad_norm": (0, None),
     "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None), "logging_steps": ([0], None),
     "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
-    "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
+    "dataloader_num_workers": (0, 1024), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
     "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None),
     "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_length": (2, None), "pad_multiple": (1, None),
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None), "tile": (1, None),
-    "every": (1, None), "sp_size": (1, None),
+    "every": (1, None), "sp_size": (1, None), "label_smoothing_factor": (0, 1), "neftune_noise_alpha": (0, None),
+    "ddp_timeout": (1, None), "ddp_bucket_cap_mb": (1, None), "eval_accumulation_steps": (1, None), "eval_delay": (0, None),
+    "torch_empty_cache_steps": (1, None), "dataloader_prefetch_factor": (1, None),
 }  # fmt: skip
 
 
@@ -32,7 +34,8 @@ def check_ranges(values: Mapping) -> None:
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 continue
-            if not math.isfinite(number) or _beyond(number, least, 1) or _beyond(number, most, -1):
+            endless = not math.isfinite(number) or isinstance(number, int) and number >= 1 << 63
+            if endless or _beyond(number, least, 1) or _beyond(number, most, -1):
                 flag = f"--{name}" if name.startswith("per_") or "_" in name else f"--{name.replace('_', '-')}"
                 raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
 

@@ -147,8 +147,13 @@ class OurAttention:
             positions = here.positions
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
-        rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
         sequence = None if cache is not None else sequence_now(config, self.training)
+        cached = cache is None and use_cache is None and sequence is None and bool(getattr(config, "use_cache", False))
+        of_rows = cached and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B
+        if of_rows and mask.shape[1] != T:
+            # Beside its cache transformers cuts a mask to the tokens, and hides what it is short of.
+            mask = kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, T - mask.shape[1]))
+        rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
         if sequence is not None:
             require_positions(kwargs.get("position_ids"))
             rows_mask, positions, idle = whole_rows(sequence, B, rows_mask, positions, idle)
@@ -163,7 +168,6 @@ class OurAttention:
             refuse_packed(
                 type(self), "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack"
             )
-        cached = cache is None and use_cache is None and bool(getattr(config, "use_cache", False))
         if cache is None and use_cache is None:
             use_cache = cached and not (self.training and torch.is_grad_enabled())
             if use_cache and packed():

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import typing
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -168,22 +169,23 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     config = _use_engine(values, explicit)
     if model.sp_size > 1:
         data = _share_rows(model, data, values, config)
-    try:
+    with refusals((ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
         return model, data, _make(TrainArguments, values)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # TrainingArguments' own checks
-        why = (str(error).strip().splitlines() or [""])[0].removeprefix("hfpatch: ")
+
+
+@contextmanager
+def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
+    """Within, what transformers raises of flags that it does not take is a ValueError with a sentence."""
+    try:
+        yield
+    except kinds as error:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+        if isinstance(error, ModuleNotFoundError) or text.startswith("hfpatch: "):
+            raise
         kind = (
-            ""
-            if isinstance(error, ValueError)
-            else f"TrainingArguments does not take these flags, {type(error).__name__}: "
+            "" if isinstance(error, ValueError) else f"transformers does not take these flags, {type(error).__name__}: "
         )
-        raise ValueError(f"hfpatch: {kind}{why}") from error
+        raise ValueError(f"hfpatch: {kind}{(text.splitlines() or [''])[0]}") from error
 
 
 def _take_lengths(parser) -> None:

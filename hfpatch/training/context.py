@@ -7,6 +7,8 @@ import json
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hfpatch.memory.limits import check_sizes
+
 _FROM_ORIGINAL = ("yarn", "llama3", "longrope")  # types that reckon from the length before
 
 
@@ -78,6 +80,12 @@ def _asked(scaling: str) -> dict:
             'hfpatch: expected a JSON object for --rope_scaling, such as {"rope_type": "yarn", "factor": 4.0}, '
             f"{scaling!r} came."
         )
+    if not {"type", "rope_type"} & asked.keys() and asked.keys() - {"rope_theta", "partial_rotary_factor"}:
+        raise ValueError(
+            f"hfpatch: expected a rope_type beside the numbers of --rope_scaling, {scaling!r} came, which transformers takes for "
+            "no scaling; add it."
+        )
+    check_sizes({"rope_parameters": {n: v for n, v in asked.items() if not isinstance(v, str)}}.get)
     asked["rope_type"] = asked.pop("type", asked.get("rope_type", "default"))
     if asked["rope_type"] == "dynamic":
         raise ValueError(

@@ -13,6 +13,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
 from hfpatch.training import folders, schedule
+from hfpatch.training.arguments import refusals
 from hfpatch.training.positions import IGNORE, PositionTrainer
 from hfpatch.training.sequence import evaluation_loss, sequence_under, share_rows, shares_rows
 
@@ -32,7 +33,8 @@ class Trainer(PositionTrainer):
         self.bytes_per_token, self.record = bytes_per_token, record or {}
         self._eval_sum = self._staging = None
         self._unpushed = False
-        super().__init__(*args, **kwargs)
+        with refusals():
+            super().__init__(*args, **kwargs)
         self.add_callback(_NoStepMore)
         # Noted before an engine wraps the model: FSDP1 flattens parameters, ZeRO-3 empties them.
         shapes = ((n, getattr(p, "ds_shape", p.shape)) for n, p in self.model.named_parameters())
@@ -53,7 +55,16 @@ class Trainer(PositionTrainer):
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
             self._created_lr_scheduler = True
-        return super().create_scheduler(num_training_steps, optimizer)
+        with refusals():
+            return super().create_scheduler(num_training_steps, optimizer)
+
+    def create_optimizer(self, *args, **kwargs):
+        with refusals():
+            return super().create_optimizer(*args, **kwargs)
+
+    def _determine_best_metric(self, *args, **kwargs):
+        with refusals((KeyError,)):
+            return super()._determine_best_metric(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         """Notes that a step's batches are here before its first is queued: later ones then wait for nothing but themselves."""

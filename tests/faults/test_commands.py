@@ -118,6 +118,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"offload": tmp_path / "file"}, "file came, which is no folder"),
         ({"offload": tmp_path / "file" / "below"}, "file came, which is no folder"),
         ({"offload": "somewhere"}, "offload must be"),
+        ({"accelerator_config": '{"a": 1}'}, "transformers does not take these flags, TypeError: AcceleratorConfig"),
         ({"config_overrides": "num_attention_heads=3"}, "is not a multiple of the number of attention heads"),
         ({"config_overrides": "hidden_act=swoosh"}, "hidden_act of transformers was expected, 'swoosh' came"),
         ({"preset": None, "config_overrides": None, "model": model}, "no model loads from"),
@@ -127,6 +128,19 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         assert code == 2 and len(sentences) == 1 and words in sentences[0], (flags, err)
         assert "Traceback" not in err
         assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"report_to": "nonsense"}, "nonsense is not supported"),
+    ({"optim": "galore_adamw"}, "ImportError: You need to install `galore_torch`"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
+    ({"metric_for_best_model": "nope", "load_best_model_at_end": True, "validation_split": 0.3, "eval_strategy": "steps",
+      "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}, "which is not found in the evaluation metrics"),
+])  # fmt: skip
+def test_what_trainer_refuses_is_a_sentence(flags, words, run_train):  # noqa: F811
+    code, _, err, _ = run_train(max_steps=1, **flags)
+    sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
+    assert code == 2 and words in sentences[-1] and "Traceback" not in err
 
 
 @pytest.mark.parametrize("values, words", [
@@ -177,7 +191,7 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
     ("config.json", {"dtype": 0}, "a dtype such as bfloat16 was expected, 0 came"),
     ("config.json", {"num_attention_heads": 0}, "no model loads from"),
     ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings of 1 or more was expected, 0 came"),
-    ("config.json", {"hidden_act": "x"}, "no weights load from .*: KeyError 'x'"),
+    ("config.json", {"hidden_act": "x"}, "no model loads from .*: hidden_act of transformers was expected, 'x' came"),
     ("tokenizer_config.json", [], "no tokenizer loads from"),
 ])  # fmt: skip
 def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenizer, tmp_path):  # noqa: F811

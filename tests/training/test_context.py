@@ -69,6 +69,13 @@ def test_limit_and_base_alone():
         (LlamaConfig(), 0, None, "of 1 or more, 0 came"),
         (LlamaConfig(), None, "yarn", "expected a JSON object"),
         (LlamaConfig(), None, '{"rope_type": "moon"}', "knows the types default, linear"),
+        (LlamaConfig(), None, '{"factor": 4.0}', "expected a rope_type beside"),
+        (
+            LlamaConfig(),
+            None,
+            '{"rope_type": "linear", "factor": -1.0}',
+            "factor must be a number of more than 0, -1.0 came",
+        ),
         (LlamaConfig(), None, '{"rope_type": "dynamic", "factor": 2.0}', "use yarn or linear"),
         (LlamaConfig(), None, '{"rope_type": "llama3", "factor": 2.0}', "does not serve this model"),
         (LlamaConfig(), None, '{"rope_type": "linear", "factor": "two"}', "does not serve this model"),
