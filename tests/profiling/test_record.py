@@ -6,6 +6,8 @@ from torch import nn
 
 from hfpatch.profiling import record
 
+CPU = torch.profiler.ProfilerActivity.CPU
+
 
 class Fails(nn.Module):
     def forward(self, x):
@@ -33,7 +35,7 @@ def owned():
     net = Net()
     x = torch.ones(256, 64)
     with record.module_markers(net):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.profiler.profile(activities=[CPU], profile_memory=True, acc_events=True) as profiler:
             with record.phase("forward"):
                 loss = net(x)
             with record.phase("backward"):

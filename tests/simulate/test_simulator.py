@@ -237,7 +237,7 @@ def test_attention_backward_scratch_and_causal_flops():
 
 def test_grouped_products_count_every_row_once():
     op = torch.ops.aten._grouped_mm
-    count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)), {}, None)  # noqa: E731
+    count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)), {})  # noqa: E731
     assert count((96, 16), (4, 16, 8)) == 2 * 96 * 16 * 8  # rows by experts' weights
     assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8  # a weight's gradient: sums over each expert's rows
     assert count((4, 16, 8), (8, 96)) == 2 * 96 * 16 * 8
