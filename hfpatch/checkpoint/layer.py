@@ -116,7 +116,7 @@ class LayerCall(Kept):
     def _qkv(self, tiles):
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
         whole = None
-        for index, x_t in tiles:
+        for index, x_t in self.ask.phase(tiles):
             # Detached: a view taken without a graph says that it wants a gradient, and has none.
             parts = self._pre(x_t.detach(), index)
             if len(self.bounds) == 1:
@@ -180,7 +180,7 @@ class LayerCall(Kept):
             if self.by_group:
                 self.transfers.settle()
             whole = None
-            for index, (a, b) in enumerate(self.bounds):
+            for index, (a, b) in self.ask.phase(enumerate(self.bounds)):
                 noted = dict.fromkeys(inside)
                 tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False, noted=noted)[0]
                 if inside:
@@ -316,7 +316,7 @@ class LayerCall(Kept):
         if need_x:
             dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
         douts = None
-        for index, x_t, out_t, known in self.tiles(next(passes)):
+        for index, x_t, out_t, known in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             x_t = (known["mid"][0] if x_t is None else x_t).detach().requires_grad_(need_x)
             out_t = out_t if outs is None else [o[:, a:b] for o in outs]
@@ -358,7 +358,7 @@ class LayerCall(Kept):
         if parked is not None:
             dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
             tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
-        for index, x_t, _, _ in self.tiles(next(passes)):
+        for index, x_t, _, _ in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             if parked is not None:
                 with torch.no_grad():

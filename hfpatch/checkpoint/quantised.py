@@ -15,17 +15,19 @@ from hfpatch.memory.adapters import Adapters, layer_linears
 from hfpatch.memory.shape import ModelShape
 
 
-def _kinds(module: nn.Module) -> set[str]:
-    """package.Class of a module's class and of those above it."""
-    return {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(module).__mro__}
+def kinds_of(kind: type) -> set[str]:
+    """package.Class of a class and of those above it."""
+    return {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in kind.__mro__}
 
 
 def base_of(module: nn.Module) -> nn.Module | None:
-    """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's output (DoRA, IA3)."""
+    """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's output (DoRA, IA3) or writes to
+    it (AdaLoRA)."""
     base = modules_of(module).get("base_layer")
     if base is None:
         return module
-    plain = "peft.LoraLayer" in _kinds(module) and not getattr(module, "lora_variant", None)
+    lora = "peft.LoraLayer" in kinds_of(type(module)) and type(module).__module__.startswith("peft.tuners.lora")
+    plain = lora and not getattr(module, "lora_variant", None)
     return base_of(base) if plain else None
 
 
@@ -49,13 +51,24 @@ _QUANTISED = {
 
 
 def _quantised(module: nn.Module) -> tuple:
-    return next((row for kind, row in _QUANTISED.items() if kind in _kinds(module)), (None, None))
+    return next((row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None))
 
 
 def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
     """A function that makes the dense weight [out, in] of a quantised Linear for a gradient of some dtype; None for others."""
     make = _quantised(module)[1]
     return None if make is None else partial(make, module)
+
+
+def is_written_out(module: nn.Module) -> bool:
+    """Whether this is a Linear of 4 bits whose products are those of its dense weight in the dtype that it computes in."""
+    if _quantised(module)[0] != "4bit" or (module.bias is not None and module.bias.requires_grad):
+        return False
+    state = getattr(module.weight, "quant_state", None)  # bitsandbytes'; by rows for a CPU it has products of its own
+    if state is None:
+        return not hasattr(module, "compute_dtype")
+    settled = module.compute_type_is_set and state.dtype in (module.compute_dtype, torch.float32)
+    return settled and not getattr(state, "packing_format_for_cpu", False)
 
 
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:

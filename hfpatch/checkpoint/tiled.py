@@ -7,7 +7,7 @@ from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
-from hfpatch.compat import applying, keeps_graph, modules_in
+from hfpatch.compat import applying, keeps_graph
 from hfpatch.memory.policy import Policy
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
@@ -51,12 +51,12 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
-    modules = modules_in(layer)
+    modules = ask.modules
     then = AsThen(layer, modules, session.weights.on)
     tensors = ask.arguments.wanted() + then.trained()
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
-        random=any([m.training and m.p > 0 for m in modules if isinstance(m, DROPOUTS)]),
+        random=ask.random or any([m.training and m.p > 0 for m in modules if isinstance(m, DROPOUTS)]),
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip

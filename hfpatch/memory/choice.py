@@ -17,6 +17,7 @@ from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.seconds import step_time
 
 TILES = (1024, 2048, 4096, 8192, 16384)
+DENSE_TILE = 2048  # up to which weights of 4 bits may be written out for all tiles at once
 # Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 # Of pinned memory that is kept for speed alone: what a minute of the first step pins.
@@ -138,11 +139,15 @@ class Search:
     def bases(self, several: bool):
         """Every policy but for `plain`, `park`, `stream_attention` and `by_group`."""
         weights = "host" if self.settings.weights == "host" else "gpu"
+        packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
                     for keep in self.keeps() if every == 1 else [()]:
-                        yield Policy(place, every, save, False, tile, keep=keep, weights=weights)
+                        base = Policy(place, every, save, False, tile, keep=keep, weights=weights)
+                        yield base
+                        if packed and tile <= DENSE_TILE and tile < self.sizes["batch"] * self.sizes["tokens"]:
+                            yield replace(base, dense=True)
 
     def streamed(self, base: Policy) -> list[Policy]:
         """The same with dx parked during attention's backward, with attention outputs fetched per group, with both, and with

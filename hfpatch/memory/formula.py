@@ -206,6 +206,12 @@ def _widened(z: _Sizes, layer: int, t: int, single: bool) -> int:
     return len(adapted) * t * shape.hidden_size * z.g
 
 
+def _written_out(z: _Sizes, layer: int) -> int:
+    """Bytes of the dense weights that stand behind attention, of a frozen base of few bits."""
+    behind = {n: size for n, size in attention_linears(z.shape).items() if n == "o_proj"}
+    return z.shape.dense_bytes(behind | mlp_linears(z.shape, layer), z.s, together=True)
+
+
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
     inner, shape = _inner(z, layer, z.rows), z.shape
@@ -301,7 +307,8 @@ def _tiled(z: _Sizes, policy: Policy):
             *firsts, (late, dw) = _experts_tile(z, index, t)
             tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
         else:
-            tile = max(5 * inner, 4 * inner + mlp_dw) + beside + (4 if known else 3) * tile_D + join - known - spared
+            made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + mlp_dw)
+            tile = made + beside + (4 if known else 3) * tile_D + join - known - spared
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
@@ -325,7 +332,10 @@ def _tiled(z: _Sizes, policy: Policy):
         # What the forward holds anyway is among what stays on the device.
         twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
         by_groups = groups if policy.by_group else 0
-        forward = _forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups)
+        # What is on its way to the host stays until the layer has run, and dense weights as long as their phase.
+        leaving = qkv if off and "qkv" in policy.keep else 0
+        leaving += _written_out(z, n - 1) if policy.dense else 0
+        forward = _forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups, leaving)
         moments.append(forward)
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
@@ -355,11 +365,11 @@ def _tiled(z: _Sizes, policy: Policy):
 
 
 def _forward_moment(
-    z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0
+    z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0, leaving: int = 0
 ) -> Moment:
     """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
     the attention's output, or that output, the layer's and a tile's MLP. by_groups: how many groups of heads come one after
-    the other, 0 where all are there at once."""
+    the other, 0 where all are there at once; leaving: bytes that stay beside the MLP (q, k and v, dense weights)."""
     shape = z.shape
     inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
     if shape.is_sparse(layer):  # gathered, given by the experts, weighted
@@ -369,10 +379,10 @@ def _forward_moment(
     acts = 3 if not shape.adapters else (2 if shape.joined else 1) * (1 + 2 * wide) + (shape.gated and not shape.joined)
     beside += wide * tile_D * (wide > 1)  # the copy that the adapter reads
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
-    working, out = max(z.q + z.kv, z.u + mlp), z.out
+    working, out = max(z.q + z.kv, leaving + z.u + mlp), z.out
     if by_groups:
         passing = min(2, by_groups) * (z.q + z.kv + z.out) // by_groups
-        working, out = max(passing, z.u + mlp + 2 * t * shape.out_size * z.s), 0
+        working, out = max(passing, leaving + z.u + mlp + 2 * t * shape.out_size * z.s), 0
     return Moment("last layer's forward", 0, on_device, 2 * z.u + out + z.lse + working + z.always)
 
 

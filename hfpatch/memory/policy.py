@@ -128,6 +128,7 @@ class Policy:
         the device a group of KV heads, or a tile, at a time.
     again: how many of the last tiled layers run the attention forward again where the others keep its output.
     weights: where the layers' frozen weights wait, "gpu", or "host": each layer's then come a layer ahead of their use.
+    dense: frozen weights of 4 bits are written out once for all tiles of a phase, which holds them, not once a tile.
     """
 
     offload: str = "host"
@@ -141,6 +142,7 @@ class Policy:
     by_group: bool = False
     again: int = 0
     weights: str = "gpu"
+    dense: bool = False
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
         """What it says of one tiled layer."""
@@ -166,4 +168,5 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
         verb = "keeps" if tiled == 1 else "keep"
         said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
     said += ["frozen weights come from the host"] if policy.weights == "host" else []
+    said += ["weights of 4 bits are written out once for all tiles"] if policy.dense else []
     return "; ".join(said)

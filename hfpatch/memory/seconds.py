@@ -211,7 +211,8 @@ def step_time(
         sums = (SUM_BYTES * count + SUM_BYTES_ONCE) * weights / gpu.bandwidth
     chunks = loss_chunk_rows(shape, rows, itemsize)[1]
     if shape.adapters:
-        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * count / gpu.bandwidth
+        times = 1 if tiled and policy.dense else count
+        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * times / gpu.bandwidth
         fore, back = fore + dense, back + 2 * dense
     logits = 3 * rows * shape.vocab_size * (itemsize if tiled or policy == "off" else 4)
     wide = 8 * shape.trained_head * chunks if chunks > 1 and (tiled or policy == "off") else 0

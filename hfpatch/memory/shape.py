@@ -411,11 +411,12 @@ class ModelShape:
             lambda i: self.layer_bytes_of(i, itemsize)
         )
 
-    def dense_bytes(self, linears: dict, itemsize: int = 2) -> int:
-        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, 0 where none is."""
+    def dense_bytes(self, linears: dict, itemsize: int = 2, together: bool = False) -> int:
+        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, or those of all together;
+        0 where none is."""
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
-        return max((i * o for i, o in linears.values()), default=0) * itemsize
+        return (sum if together else max)([i * o for i, o in linears.values()] or [0]) * itemsize
 
     def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
         """Bytes read and written where a layer makes dense copies of all its quantised weights once."""

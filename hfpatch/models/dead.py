@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import applying, autocast_dtype, submodule, user_hooks
+from hfpatch.compat import applying, autocast_dtype, is_fake, submodule, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
@@ -78,6 +78,9 @@ def can_go_without(module: nn.Module | None) -> bool:
         and (type(module).forward is nn.Linear.forward or dense_of(module) is not None)
         and forward_now(module) is None
         and not hasattr(module.weight, "placements")
+        and (
+            not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight)
+        )  # torchao's has no mm of its own
     )
 
 
@@ -97,9 +100,9 @@ def unwatched(layer: nn.Module, name: str) -> bool:
     return True
 
 
-def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0) -> list:
+def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0, dense_of=dense_of) -> list:
     """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
-    with an expanded `value`. Those that are neither here and now are left out, and compute.
+    with an expanded `value`. Those that are neither here and now are left out, and compute. dense_of: as quantised's.
     """
     if autocast_dtype(device) is not None:  # whose casts are F.linear's own
         return []

@@ -20,12 +20,14 @@ from hfpatch.compat import (
     collecting,
     engine_hook,
     forward_hooks,
+    modules_in,
     other_hooks,
     submodule,
     under_zero3,
 )
 from hfpatch.memory.cuts import tile_bounds
 from hfpatch.memory.policy import KEEPABLE
+from hfpatch.models.adapters import TOLD, look
 from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import (
@@ -50,6 +52,7 @@ from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
 from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
 from hfpatch.models.silent import by_tiles, nobody_differentiates
+from hfpatch.models.written import WrittenOut
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -86,6 +89,9 @@ class Ask:
     # Looked up once a call: a layer has many tiles.
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
     parts: Block | None = None
+    modules: list = field(default_factory=list)  # the layer's, found once a call
+    random: bool = False  # whether adapters in the layer may draw random numbers of their own
+    written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
 
     @property
     def n_calls(self) -> int:
@@ -135,10 +141,16 @@ class Ask:
         return parts
 
     def _idle(self, names: tuple[str, ...], device: str) -> list:
-        """Looked up once a call: a layer has many tiles."""
+        """What `without_values` takes, and other forwards for now. Looked up once a call: a layer has many tiles."""
         if names not in self.found_idle:
-            self.found_idle[names] = idle(self.layer, names, device) if names else []
+            dense = {} if self.written is None else {"dense_of": self.written.dense_of}
+            found = idle(self.layer, names, device, **dense) if names else []
+            self.found_idle[names] = found if self.written is None else found + self.written.forwards(found)
         return self.found_idle[names]
+
+    def phase(self, tiles):
+        """The tiles of one pass, over which weights are written out once."""
+        return tiles if self.written is None else self.written.phase(tiles)
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """Those of memory.policy.KEEPABLE that spare this layer something: without them it would compute more."""
@@ -359,7 +371,10 @@ class TiledLayer:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
-        reason = self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now"
+        modules = modules_in(self)
+        adapter, draws = look(modules)
+        reason = adapter and f"an adapter in it has {adapter}"
+        reason = reason or (self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now")
         if reason is None:
             able = partial(_able, self, answers, KEEPABLE, x.device.type)
             policy = session.policy(self, x, batch.sequence, able=able)
@@ -372,7 +387,8 @@ class TiledLayer:
             arguments = Arguments(*((args, kwargs) if cache is None else _without_cache(args, kwargs)), *x.shape[:2])
             lists = collected_now()
             ask = Ask(
-                self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists)
+                self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists),
+                modules=modules, random=draws, written=WrittenOut(self) if policy.dense else None,
             )  # fmt: skip
             try:
                 with session.weights.forward(self, x.device):
@@ -384,6 +400,10 @@ class TiledLayer:
             ask.hand_on(extras, lists)
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
+            return whole(x)
+        if adapter in TOLD and not getattr(self, "gradient_checkpointing", False):
+            # By hooks that PEFT takes away when the model's forward ends, but for gradient_checkpointing.
+            session.tell(f"{type(self).__name__}s run whole and keep everything: {reason}.")
             return whole(x)
         if cut and takes and reason != answers.reason:  # which the report has
             session.tell(f"{type(self).__name__}s run whole, their inputs offloaded: {reason}.")

@@ -1,4 +1,4 @@
-"""LoRA over a bf16 base that waits on the host, planned; with --simulate each plan's step also runs on fake tensors.
+"""LoRA over a bf16 base that waits on the host, planned; with --simulate each plan's policy also runs a step on fake tensors.
 
 python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 """
@@ -7,7 +7,7 @@ import csv
 import sys
 
 from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.policy import Checkpointing
+from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.planner.models import config_of
 from hfpatch.planner.plan import plan
 
@@ -22,10 +22,14 @@ FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "b
 
 
 def simulated(name: str, found) -> str:
-    """GiB beyond parameters and gradients of the plan's step, run on fake tensors."""
-    from hfpatch.planner.simulated import simulated_bytes
+    """GiB beyond parameters and gradients of a step under the plan's policy, on fake tensors: of two segments of layers, since
+    what more there are waits on the host."""
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.simulate.simulator import simulate
 
-    return f"{simulated_bytes(config_of(name)[1], found, at_peak=True)[0] / GiB:.1f}"
+    config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy["every"])}
+    model = prepare(build(config, adapters=Adapters(16)), "hfpatch")
+    return f"{simulate(model, 1, found.seq_len, policy=Policy(**found.policy)).most_beyond_bytes / GiB:.1f}"
 
 
 def main(gpu="rtx4090", tokens=131072) -> None:

@@ -82,6 +82,15 @@ def norms(trainer) -> list[float]:
     return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
 
 
+def refused(run) -> str:
+    """The sentence with which a base on the host is refused where its weights are sharded."""
+    try:
+        run()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def report(folder, **found) -> None:
     """Writes what this rank found, then leaves without gloo's teardown, which aborts about one run in ten."""
     rank = int(os.environ.get("RANK", 0))
@@ -97,13 +106,15 @@ KINDS = ("plain", "tied", "lora", "lora-first")
 
 
 def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Module:
-    """plain, tied, lora (apply, then adapters on every projection) or lora-first (adapters, then apply)."""
+    """plain, tied, lora (apply, then adapters on every projection), lora-host (its base waiting on the host) or lora-first
+    (adapters, then apply)."""
     model = make_model(tied=kind == "tied")
 
     def patch():
         if patched:
             # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer that keeps everything.
-            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv",), plain=1))
+            more = {"weights": "host"} if kind == "lora-host" else {"keep": ("qkv",), "plain": 1}
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, **more))
 
     if kind != "lora-first":
         patch()

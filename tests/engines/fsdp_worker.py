@@ -85,8 +85,9 @@ def main(name: str, folder: str) -> None:
         mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
         stock = gradients("plain", 2, patched=False, **mixed)
         found["bfloat16"] = common.worst("plain", gradients("plain", 2, **mixed), stock, torch.bfloat16)
+    refused = common.refused(lambda: gradients("lora-host", version))
     common.report(
-        folder, losses=common.losses(whole), resumed=common.losses(resumed), local=local, classes=classes,
+        folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed), local=local, classes=classes,
         dtensors=all(isinstance(p, DTensor) for p in parameters), worst=found,
     )  # fmt: skip
 

@@ -91,6 +91,9 @@ def assert_gradients(reports: list[dict], kinds: set[str]) -> None:
             assert not late, (kind, late)
 
 
+SHARDED = 'expected whole weights for Checkpointing(weights="host"), a '
+
+
 def half_of(single) -> int:
     return sum(w.numel() for w in single[1]["float32"].values()) // 2
 
@@ -101,7 +104,7 @@ def test_fsdp(name, single, tmp_path):
     wrapper = "FSDPLlamaDecoderLayer" if name == "fsdp2" else "FullyShardedDataParallel"
     for report in reports:
         assert wrapper in report["classes"]
-        assert report["dtensors"] is (name == "fsdp2")
+        assert report["dtensors"] is (name == "fsdp2") and SHARDED in report["refused"]
         assert report["local"] == half_of(single)
         assert_losses(report["losses"], single)
         assert report["resumed"] == report["losses"]
@@ -122,12 +125,18 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
     )  # fmt: skip
     assert len(reports) == 2
     for report in reports:
-        assert report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"]
+        assert report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"] and SHARDED in report["refused"]
         assert report["offloaded"] == ["cpu", "cpu"]
         assert report["local"] == half_of(single)
         assert_losses(report["losses"], single)
         assert report["resumed"] == report["losses"]
-    more = {"plain without offload", "plain, stage 2", "tied, stage 1", "lora, stage 2 with offload"}
+    more = {
+        "plain without offload",
+        "plain, stage 2",
+        "tied, stage 1",
+        "lora, stage 2 with offload",
+        "lora-host, stage 2",
+    }
     assert_gradients(reports, KINDS | more)
     assert_weights(tmp_path / "final" / "model.safetensors", single)
     out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))

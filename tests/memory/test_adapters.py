@@ -81,6 +81,9 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
     ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False, by_group=True)),
+    ("bf16", 16384, Policy("host", tile=1024, keep=("qkv",))),
+    ("4bit", 16384, Policy("host", tile=1024, dense=True)),
+    ("4bit", 32768, Policy("host", tile=1024, save_attention=False, by_group=True, dense=True)),
     ("bf16", 16384, Policy("host", tile=4096, weights="host")), ("4bit", 16384, Policy("gpu", every=2, weights="host")),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(base, tokens, policy):

@@ -160,6 +160,7 @@ def test_settings_reach_the_policy(tmp_path):
         "by_group": False,
         "again": 0,
         "weights": "gpu",
+        "dense": False,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
