@@ -77,7 +77,12 @@ class Trainer(PositionTrainer):
         return samples, count
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
-        """The mean over a step's tokens under Ulysses too, where stock takes the mean over rows of each row's own."""
+        """The mean over a step's tokens under Ulysses too, where stock takes the mean over rows of each row's own.
+
+        In evaluation the mean over this rank's: stock divides by the mean count of all ranks, whose rows are not equally long.
+        """
+        if self._eval_sum is not None and self._parts() == 1:
+            num_items_in_batch = None
         if num_items_in_batch is None or not self.model.training or self._sequence() is None:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
@@ -101,8 +106,7 @@ class Trainer(PositionTrainer):
         inputs = self._without_repeats(inputs)
         labelled = "labels" in inputs and self._eval_sum is not None
         count = (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device) if labelled else None
-        config = self.accelerator.parallelism_config
-        ranks = 1 if config is None else config.cp_size  # that give a part each of the same rows' loss
+        ranks = self._parts()
         share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
         sequence = self._sequence()
         if labelled and sequence is not None and shares_rows(self.model):
@@ -114,6 +118,11 @@ class Trainer(PositionTrainer):
             total = loss * count if share is None else loss * share.to(loss) / self.args.world_size
             self._eval_sum += torch.stack([total, count.to(self._eval_sum) / ranks])
         return result
+
+    def _parts(self) -> int:
+        """How many ranks give a part each of the same rows' loss in evaluation."""
+        config = self.accelerator.parallelism_config
+        return 1 if config is None else config.cp_size
 
     def _without_repeats(self, inputs):
         """The batch without labels in the rows that accelerate repeats, so that every rank's last batch is full."""

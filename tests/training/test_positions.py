@@ -82,6 +82,8 @@ def test_rows_that_fill_the_last_batch_count_once(tmp_path, monkeypatch, ranks):
     )  # fmt: skip
     run = trainer.Trainer(model, args, data_collator=dataset.Collator(), eval_dataset=(rows() * 3)[:5])
     wanted, parts = run.evaluate(), []
+    # As over ranks, whose rows are not equally long: transformers then divides by their mean.
+    monkeypatch.setattr(run, "_get_num_items_in_batch", lambda *_: torch.tensor(7.0), raising=False)
     monkeypatch.setattr(run.accelerator, "reduce", lambda x, reduction: parts.append(x) or x)
     for rank in range(ranks):
         deal = functools.partial(prepare_data_loader, num_processes=ranks, process_index=rank)
