@@ -474,8 +474,13 @@ def test_compile_fullgraph_logits():
 breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
+MASKED = pytest.mark.xfail(
+    torch.__version__ < "2.12", reason="in torch 2.11's graphs transformers builds it all the same", strict=True
+)
+
+
 @breaks
-@pytest.mark.parametrize("way", ["off", "tiled"])
+@pytest.mark.parametrize("way", [pytest.param("off", marks=MASKED), "tiled"])
 def test_compile_never_builds_a_mask(way, monkeypatch):
     """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart from every other size."""
     tokens = 211

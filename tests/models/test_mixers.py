@@ -144,6 +144,7 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
         assert_close(step(ours, counted)[2], wanted)
 
 
+@OWN_MASK
 def test_documents_are_apart_also_where_the_model_drops_positions():
     """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers would see across."""
     stock = families.small_model("falcon_mamba")
