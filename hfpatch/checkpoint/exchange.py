@@ -99,7 +99,7 @@ class ExchangedAttention(Attention):
     """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this rank's tokens."""
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
-        super().__init__()
+        super().__init__(apart=True)
         self.sequence, self.ahead = sequence, ahead
         self.rounds: list[Rounds] = []  # of each call
 
@@ -269,6 +269,10 @@ class ExchangedAttention(Attention):
         heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
         return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
+    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
+        """Whole: its rounds take heads of every rank."""
+        return super().room(like, tokens, 1)
+
 
 def _added(sums, grads, alone: bool):
     """Sums in float32 over a KV head's rounds; the gradients themselves where one round is all."""
@@ -281,4 +285,6 @@ def _added(sums, grads, alone: bool):
 def attention_for(sequence: Sequence | None, policy) -> Attention:
     """Attention of a layer's call: over rows that this process has whole, or over those of `sequence`."""
     # A policy that streams attention outputs is short of memory.
-    return Attention() if sequence is None else ExchangedAttention(sequence, ahead=not policy.stream_attention)
+    if sequence is not None:
+        return ExchangedAttention(sequence, ahead=not policy.stream_attention)
+    return Attention(apart=policy.stream_attention or policy.by_group, wide=policy.wide)

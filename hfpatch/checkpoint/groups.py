@@ -14,6 +14,22 @@ from hfpatch.checkpoint.offload import Saved, Transfers
 UNDER_WAY = 2  # copies to the tier that may go on beside what computes the next
 
 
+class ByGroups:
+    """A tensor [B, T, H, E] on the device, written by tiles of tokens and read by groups of heads, each of which lies apart: a
+    kernel that wants its input contiguous takes it without a copy."""
+
+    def __init__(self, like: Tensor, tokens: int, groups: int):
+        B, _, H, E = like.shape
+        self.width = H // groups
+        self.parts = like.new_empty(groups, B, tokens, self.width, E)
+
+    def __setitem__(self, where, x: Tensor) -> None:
+        self.parts[:, :, where[1]] = x.unflatten(2, (-1, self.width)).movedim(2, 0)
+
+    def __getitem__(self, where) -> Tensor:
+        return self.parts[where[2].start // self.width]
+
+
 class InTier:
     """One tensor [B, T, ...] in the tier, read by tiles of tokens."""
 

@@ -1,4 +1,7 @@
-"""Attention of one layer's call over whole rows, a group of KV heads at a time, forward and backward.
+"""Attention of one layer's call over whole rows: forward in one launch, backward a group of KV heads at a time.
+
+Only the backward has scratch, which the group bounds. Where attention outputs come and go by groups (a policy that is short of
+memory), or a kernel is given copies of its inputs, forward goes by the same groups.
 
 Behind the attention calls come the layer's mixers (models/mixers.py), which run forward, and again in backward, themselves.
 
@@ -10,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
+from hfpatch.checkpoint.groups import ByGroups
+from hfpatch.ops.attention import attention_backward, attention_forward, copies_inputs, heads_per_group, pick
+
+ALL = slice(None)
 
 
 @dataclass
@@ -39,17 +45,25 @@ def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
 class Attention:
     """Every attention call of a layer's forward: its groups, and what the kernels keep between forward and backward."""
 
-    def __init__(self):
+    def __init__(self, apart: bool = False, wide: bool = False):
+        """apart: an output a group, for each of which forward is launched; wide: all heads are one group."""
+        self.apart, self.wide = apart, wide
         self.heads: list[Heads] = []
         self.states: list = []
         self.mixers: list = []
 
     def counts(self) -> list[int]:
-        """How many groups, hence outputs, each call has."""
+        """How many groups, hence outputs where they are apart, each call has."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
+    def groups(self, B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
+        """Of one call's heads."""
+        return [(slice(0, H), slice(0, K))] if self.wide else groups_of(B, T, H, K)
+
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] from those of its groups."""
+        """Each call's out [B, t, H, E] from what forward gave of a tile."""
+        if not self.apart:
+            return list(outs)
         joined, outs = [], list(outs)
         for n in self.counts():
             mine, outs = outs[:n], outs[n:]
@@ -59,7 +73,8 @@ class Attention:
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, T, G, E] and lse of every group, behind them the mixers' outs [B, T, D].
+        """out [B, T, H, E] and lse of every call or, apart, out [B, T, G, E] and lse of every group; behind them the mixers'
+        outs [B, T, D].
 
         asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's input [B, T, D]; keep: whether
         `backward` comes next, with nothing but other tiles in between. What is read of them may be no tensors, but
@@ -68,15 +83,24 @@ class Attention:
         self.heads, self.mixers, results = [], mixers, []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
-            groups = groups_of(B, T, H, k.shape[2])
+            groups = self.groups(B, T, H, k.shape[2])
             heads = Heads(ask, groups)
             self.heads.append(heads)
-            for hs, ks in groups:
+            whole, by_group = None, self.apart or copies_inputs(q, v, ask.pattern)
+            for hs, ks in groups if by_group else [(ALL, ALL)]:
                 part = q[:, :, hs], k[:, :, ks], v[:, :, ks]
-                heads.backend = heads.backend or pick(*part[:2])
-                out, *rest = attention_forward(*part, **heads.part(hs))
-                results.append((out if isinstance(q, Tensor) else q.beside(out), *rest))
-                del part, out
+                heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
+                out, lse, state = attention_forward(*part, **heads.part(hs))
+                if self.apart:
+                    results.append((out if isinstance(q, Tensor) else q.beside(out), lse, state))
+                elif len(groups) > 1 and by_group:
+                    whole = whole or _room_for(out, lse, H)
+                    whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
+                else:
+                    whole = out, lse
+                del part, out, lse
+            if whole is not None:
+                results.append((*whole, state))
         outs, lses, self.states = (list(r) for r in zip(*results)) if results else ([], [], [])
         outs += [mixer.forward(x, keep) for mixer, x in zip(mixers, parts[3 * len(asked) :])]
         return outs, lses
@@ -84,33 +108,49 @@ class Attention:
     def backward(self, parts, douts, outs, lses, into) -> list:
         """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`.
 
-        outs: a function giving a group's out.
+        outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs; each is let go once it is used.
 
         Returns the gradients of each call's sinks (None where it has none).
         """
-        g, dsinks = 0, []
+        i, dsinks = 0, []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
             dsinks.append([])
-            for hs, ks in heads.groups:
+            for group, (hs, ks) in enumerate(heads.groups):
+                if self.apart or not group:
+                    out, lse, state, lses[i] = outs(i), lses[i], self.states[i], None
+                    i += 1
+                # Kernels read lse as if it were contiguous.
+                alone = self.apart or len(heads.groups) == 1
+                mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
                 grads = attention_backward(
-                    dout[:, :, hs],
-                    q[:, :, hs],
-                    k[:, :, ks],
-                    v[:, :, ks],
-                    outs(g),
-                    lses[g],
-                    self.states[g],
-                    **heads.part(hs),
+                    dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], *mine, state, **heads.part(hs)
                 )
-                lses[g] = None
+                del mine
                 for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
                     whole[:, :, part] = grad
                     del grad
                 dsinks[-1] += grads[3:]
                 del grads
-                g += 1
+            del out, lse
         n = len(self.heads)
         for mixer, x, dout, dx in zip(self.mixers, parts[3 * n :], douts[n:], into[3 * n :]):
             mixer.backward(x, dout, dx)
         return [torch.cat(d) if d else None for d in dsinks]
+
+    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
+        """Room for the gradient of one call's out, of which this is a tile."""
+        if groups > 1:
+            return ByGroups(like, tokens, groups)
+        return like.new_empty(like.shape[0], tokens, *like.shape[2:])
+
+
+def _heads_of(lse: Tensor, hs: slice) -> Tensor:
+    """lse [B, H, T], or packed in a kernel [H, N], of some heads."""
+    return lse[hs] if lse.dim() == 2 else lse[:, hs]
+
+
+def _room_for(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Room for all heads' out and lse, of which these are a group's."""
+    shape = (heads, *lse.shape[1:]) if lse.dim() == 2 else (lse.shape[0], heads, *lse.shape[2:])
+    return out.new_empty(*out.shape[:2], heads, out.shape[3]), lse.new_empty(shape)

@@ -5,7 +5,7 @@ them to `offload.py`. Backward:
 
     A  for each tile: post(x, out) again under autograd; dx over the incoming gradient, dout into one buffer
     B  q, k, v again, tile by tile
-    C  attention backward per group of KV heads; dq over q, dk over k, dv over v
+    C  attention backward, per group of KV heads where memory is short; dq over q, dk over k, dv over v
     D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
 
 x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D. What is kept
@@ -102,7 +102,7 @@ class LayerCall(Kept):
         return self._random("attend", 0, partial(self.attention.backward, parts, douts, outs, lses, into))
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool, **kept):
-        """post() over the tile's attention outputs, given group by group: [y, what was recorded...] and the joined outs.
+        """post() over the tile's attention outputs, as attention gave them: [y, what was recorded...] and the joined outs.
 
         kept: what is `known` inside the tile, or to be `noted`.
         """
@@ -145,7 +145,7 @@ class LayerCall(Kept):
     def _whole_douts(self, douts: list[Tensor]) -> list:
         tokens = self.bounds[-1][1]
         if not self.by_group:
-            return [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts]
+            return [self.attention.room(d, tokens, n) for d, n in zip(douts, self.attention.counts())]
         return [Grouped(self.transfers, d, tokens, n) for d, n in zip(douts, self.attention.counts())]
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -259,10 +259,12 @@ class LayerCall(Kept):
         streamed = self.session.weights.again(self.layer, None if before is None else before.first_again.layer)
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
         weights = WeightGradients(self.then, several=several)
+        self.ask.adds_up(weights.adding if several else None)
         with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
             run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
             dx = run(dy_BTD, private, need_x, weights, retain)
             weights.round()
+        self.ask.adds_up(None)
         if not retain:
             self.release()
         self.out_buffers = None

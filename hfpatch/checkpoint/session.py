@@ -27,7 +27,7 @@ from hfpatch.memory.cuts import head_groups, tile_bounds
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND, at_place, place_of
 from hfpatch.memory.limits import environment_number
-from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile, describe
+from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.ops.attention import deterministic_scratch
 
 
@@ -72,6 +72,7 @@ class Session:
         self.planned: dict[tuple, int] = {}  # by policy, B and T: bytes on the device, by the closed form
         self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
+        self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self.weights = StreamedWeights(checkpointing.weights == "host")
         self._private: dict[type, tuple] = {}
@@ -143,6 +144,7 @@ class Session:
                 policy = open_shape() if group is None else together(group, open_shape)
             self.opened.add(opened)
         self.policies[key] = policy  # last: what failed before is tried again
+        self.loss_bytes = policy.loss_bytes
         if room is not None and training:
             (room.begin if first else room.also)(self.planned.get((policy, B, longest)))
         return policy
@@ -332,7 +334,7 @@ class Session:
             sizes[rows * s.hidden_size * itemsize] += 1
         if whole:
             return sizes
-        groups = head_groups(B, T, self._shared())
+        groups = head_groups(B, T, self._shared(), policy.wide)
         saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)
         if policy.by_group:
             sizes[rows * s.hidden_size * itemsize] += policy.every - 1  # of the segment that runs again
@@ -340,8 +342,9 @@ class Session:
             unsaved = policy.again or not policy.save_attention
             for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * bool(unsaved)):
                 sizes[rows * columns // groups * computed] += groups
-        for nbytes in (rows * s.out_size // groups * computed, rows * s.num_heads // groups * max(4, computed)):
-            sizes[nbytes] += saved * groups
+        pieces = groups if policy.stream_attention or policy.by_group or self.sequence is not None else 1
+        for nbytes in (rows * s.out_size // pieces * computed, rows * s.num_heads // pieces * max(4, computed)):
+            sizes[nbytes] += saved * pieces
         if policy.every > 1:
             return +sizes
         if "qkv" in policy.keep:

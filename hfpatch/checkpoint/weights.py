@@ -24,6 +24,7 @@ from hfpatch.compat import (
     version,
     ways_of,
 )
+from hfpatch.ops._wide_sums import into, sums_in_matmul
 
 STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
@@ -165,14 +166,15 @@ class AsInForward:
 class WeightGradients(AsInForward):
     """Context in which the layer's trained tensors are leaves of their own, whose gradients add up here.
 
-    several: more than one tile will contribute, so gradients narrower than float32 add up in float32 and `round()` brings
-    them back; with one tile they stay in the leaves until then.
+    several: more than one tile will contribute, so gradients narrower than float32 add up in float32 (those of matrices in their
+    matmuls, where the device can: `adding`) and `round()` brings them back; with one tile they stay in the leaves until then.
     """
 
     def __init__(self, then: AsThen, several: bool):
         super().__init__(then)
         self.several, self.leaves, self.originals = several, [], []
         self.sums: list[Tensor | None] = []
+        self.index: dict[int, int] = {}  # of stand-ins, by their ids
 
     def _of(self, place: Place, tensor: Tensor) -> Tensor:
         if not place.trained:
@@ -188,6 +190,7 @@ class WeightGradients(AsInForward):
         stand_in.__dict__ |= original.__dict__
         stand_in.__dict__[STANDS_FOR] = original
         stand_in.requires_grad = True
+        self.index[id(stand_in)] = index
         if self.several:  # and no leaf is held here: its hook holds this, and no collector sees through it
             stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
         else:
@@ -196,10 +199,25 @@ class WeightGradients(AsInForward):
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
+        if grad is None:  # it has gone to `_add`
+            return
         if self.sums[index] is not None:
             self.sums[index].add_(grad)
         else:
             self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+    def adding(self, stand_in: Tensor):
+        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot."""
+        index = self.index.get(id(stand_in))
+        if index is None or not self.several or not sums_in_matmul(stand_in, stand_in.dtype):
+            return None
+        return partial(self._add, index)
+
+    def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
+        first = self.sums[index] is None
+        if first:
+            self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
+        into(self.sums[index], dy_NO.t(), x_NI, first)
 
     def round(self) -> None:
         """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by one."""

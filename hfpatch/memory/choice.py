@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
 
+from hfpatch.memory.cuts import head_groups
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import GiB, ModelShape, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
-from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
+from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE_FREE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.seconds import step_time
 
 TILES = (1024, 2048, 4096, 8192, 16384)
@@ -79,10 +80,13 @@ def reserve(nbytes: int) -> int:
 
 
 class Search:
-    """The policies that settings allow for one batch shape, each priced once."""
+    """The policies that settings allow for one batch shape, each priced once. scarce: nothing is taken for speed alone."""
 
-    def __init__(self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, able: tuple = KEEPABLE):
+    def __init__(
+        self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, able: tuple = KEEPABLE, scarce=False
+    ):  # fmt: skip
         self.settings, self.shape, self.gpu, self.able = settings, shape, gpu or GPUS[NOMINAL], able
+        self.scarce = scarce
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
         self.price, self.memory = cache(self.price), cache(self.memory)
 
@@ -137,7 +141,7 @@ class Search:
         return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain`, `park`, `stream_attention` and `by_group`."""
+        """Every policy but for `plain`, `park`, `stream_attention`, `by_group` and `wide`."""
         weights = "host" if self.settings.weights == "host" else "gpu"
         packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
         for place in self.places():
@@ -159,6 +163,11 @@ class Search:
         if len(parks) > 1 and not base.keep and self.shape.ranks == 1:
             ways.append(replace(base, stream_attention=len(streams) > 1, by_group=True))
         return [way for way in ways if way != base]
+
+    def wide(self, base: Policy) -> list[Policy]:
+        """The same with all heads in one launch of attention's backward, where they went by groups."""
+        groups = head_groups(self.sizes["batch"], self.sizes["tokens"], self.shape)
+        return [replace(base, wide=True)] if groups > 1 and self.shape.ranks == 1 and not self.scarce else []
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def best(self, budget: Budget) -> Option | None:
@@ -188,7 +197,8 @@ class Search:
 
     def _fitting(self, budget: Budget, several: bool) -> list[Option]:
         """One option a base, attention streamed where it does not fit otherwise."""
-        ways = ([base, *self.streamed(base)] for base in self.bases(several))
+        bases = list(self.bases(several))
+        ways = [[base, *self.streamed(base)] for base in bases] + [self.wide(base) for base in bases]
         found = (next((o for way in tries if (o := self._most_plain(way, budget))), None) for tries in ways)
         return [option for option in found if option]
 
@@ -229,7 +239,7 @@ class Search:
         def priced(several):
             asked = self.settings.keep != "auto"
             bases = (base for base in self.bases(several) if asked or not base.keep)
-            ways = [way for base in bases for way in (base, *self.streamed(base))]
+            ways = [way for base in bases for way in (base, *self.streamed(base), *self.wide(base))]
             return [self.price(self._within_host(replace(way, plain=self.plains()[0]), budget)) for way in ways]
 
         every, several = priced(several=False), ()
@@ -301,11 +311,24 @@ def decide(
         tries = [search] if gpu_free is not None else _cautious(checkpointing, shape, sizes)
         found = next((option for one in tries if (option := one.best(budget))), None)
         if found is not None:
-            return found
-    found = search.least(budget)
+            return _larger_loss(search, found, budget)
+    found = _larger_loss(search, search.least(budget), Budget(None, host))
     if not budget.admits_host(found):
         raise ValueError(_host_too_small(search, found, budget))
     return found
+
+
+def _larger_loss(search: Search, option: Option, budget: Budget) -> Option:
+    """The option with more of the loss's logits at a time, where that makes the step shorter and fits; where nobody knows what is
+    free, or the least is asked for, where the step takes no more for it."""
+    most = LOSS_WORKSPACE_FREE
+    while most > option.policy.loss_bytes:
+        more = search.price(replace(option.policy, loss_bytes=most))
+        fits = budget.device is not None and budget.admits_device(more) or more.device <= option.device
+        if fits and more.seconds < option.seconds:
+            return more
+        most //= 2
+    return option
 
 
 def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:
@@ -316,7 +339,7 @@ def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[S
         keep=auto(settings.keep, ()),
     )  # fmt: skip
     places = ("host", "gpu") if settings.offload == "auto" else (settings.offload,)
-    return [Search(replace(settings, offload=place), shape, **sizes) for place in places]
+    return [Search(replace(settings, offload=place), shape, **sizes, scarce=True) for place in places]
 
 
 def _host_too_small(search: Search, found: Option, budget: Budget) -> str:

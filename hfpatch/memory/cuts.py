@@ -1,9 +1,9 @@
 """How a batch is cut up: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
 
+from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.memory.sequence import rounds_of
 from hfpatch.memory.shape import ModelShape
 
-LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 LOSS_BYTES_PER_TOKEN = 48
 ALIGNED = 128  # rows that matmuls of a tile come in
 
@@ -25,8 +25,11 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
 
 
-def head_groups(batch: int, tokens: int, shape: ModelShape) -> int:
-    """In how many parts a layer's heads go through attention: groups of KV heads, or rounds of ranks that share the rows."""
+def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
+    """In how many parts a layer's heads go through attention's backward: groups of KV heads, or rounds of ranks that share the
+    rows. wide: as a policy says."""
+    if wide:
+        return 1
     if shape.ranks > 1:
         return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
     return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
@@ -39,11 +42,13 @@ def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
     return next(n for n in range(1, K + 1) if K % n == 0 and (n >= wanted or n == K))
 
 
-def loss_chunk_rows(shape: ModelShape, rows: int, s: int) -> tuple[int, int]:
+def loss_chunk_rows(shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE) -> tuple[int, int]:
     """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
-    most = max(1, (LOSS_WORKSPACE - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
+    most = max(1, (workspace - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
     size = most // 128 * 128 or most
     count = max(1, -(-(rows - (most - size)) // size))
+    if count > 1 and size > ALIGNED:
+        size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
     last = rows - (count - 1) * size
     return (max(size, last) if count > 1 else rows), count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hfpatch.memory.adapters import attention_linears, mlp_linears
 from hfpatch.memory.cuts import head_groups, heads_per_group, loss_chunk_rows, tiles
-from hfpatch.memory.policy import Policy
+from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape
 
@@ -114,8 +114,8 @@ class _Sizes:
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
         self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
 
-    def embedding_moments(self, fused: bool) -> list:
-        """The backward of the token embedding, all other gradients being there."""
+    def embedding_moments(self, fused: bool, workspace: int = LOSS_WORKSPACE) -> list:
+        """The backward of the token embedding, all other gradients being there. workspace: the loss's."""
         if self.shape.adapters:
             return []
         D, V = self.shape.hidden_size, self.shape.vocab_size
@@ -127,7 +127,7 @@ class _Sizes:
             scratch = _embedding_partials(self.rows, V, columns)
         slices += self.embedding if self.shape.tied else 0
         moments = [Moment("embedding backward", self.gradients, layer=self.u + slices + self.always, workspace=scratch)]
-        if self.shape.tied and fused and loss_chunk_rows(self.shape, self.rows, self.s)[1] > 1:
+        if self.shape.tied and fused and loss_chunk_rows(self.shape, self.rows, self.s, workspace)[1] > 1:
             # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
             moments.append(Moment("embedding sum", self.gradients, layer=2 * self.embedding + self.always))
         return moments
@@ -150,8 +150,8 @@ def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize:
     return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
 
 
-def _loss_moment(z: _Sizes, checkpoints: int) -> Moment:
-    rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s)
+def _loss_moment(z: _Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> Moment:
+    rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s, workspace)
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one chunk.
@@ -239,7 +239,8 @@ def _tiled(z: _Sizes, policy: Policy):
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
-    group, groups = heads_per_group(z.batch, z.tokens, shape), head_groups(z.batch, z.tokens, shape)
+    group = shape.num_kv_heads if policy.wide else heads_per_group(z.batch, z.tokens, shape)
+    groups = head_groups(z.batch, z.tokens, shape, policy.wide)
     scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
     grads = (z.q + z.kv) // groups
     if shape.ranks > 1:
@@ -266,7 +267,7 @@ def _tiled(z: _Sizes, policy: Policy):
         ring = (2 if single else RING_SLOTS) * t * max(D, columns) * s
 
     tile_D = t * D * s
-    join = t * O * s if groups > 1 else 0
+    join = t * O * s if groups > 1 and (stream or policy.by_group or shape.ranks > 1) else 0
     fetched = z.out if save and off and not stream else 0  # the attention outputs, whole on the device
     qkv = z.q + z.kv
     whole_outs = fetched, z.lse if save and off else 0, stream
@@ -307,7 +308,9 @@ def _tiled(z: _Sizes, policy: Policy):
             *firsts, (late, dw) = _experts_tile(z, index, t)
             tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
         else:
-            made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + mlp_dw)
+            # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
+            own = mlp_dw if shape.adapters or s > 2 else 0
+            made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
             tile = made + beside + (4 if known else 3) * tile_D + join - known - spared
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
@@ -327,7 +330,7 @@ def _tiled(z: _Sizes, policy: Policy):
             Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
         ]
 
-    moments = [_loss_moment(z, on_device + plain)]
+    moments = [_loss_moment(z, on_device + plain, policy.loss_bytes)]
     if n:
         # What the forward holds anyway is among what stays on the device.
         twice = (min(n, 2) if policy.every == 1 else 1) * z.u + (each[1] if save else 0)
@@ -340,7 +343,7 @@ def _tiled(z: _Sizes, policy: Policy):
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
-        return moments + z.embedding_moments(fused=True), 0
+        return moments + z.embedding_moments(True, policy.loss_bytes), 0
     after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
     if not off or policy.plain:
         moments += layer_moments("last layer", n - 1, after, on_device, 0, not off, save and not unsaved)
@@ -360,7 +363,7 @@ def _tiled(z: _Sizes, policy: Policy):
     again = z.out + z.lse if k > 1 and not policy.by_group else 0
     here = z.head_gradient + z.body - z.first
     moments += layer_moments("first layer", 0, here, first, again, not off, unsaved < n or k > 1)
-    moments += z.embedding_moments(fused=True)
+    moments += z.embedding_moments(True, policy.loss_bytes)
     return moments, host
 
 

@@ -10,6 +10,9 @@ PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
+LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
+# Where memory is free: chunks of 8,192 rows of Llama 3's vocabulary. Each passes over the float32 sums of the head's gradient.
+LOSS_WORKSPACE_FREE = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class Policy:
     again: how many of the last tiled layers run the attention forward again where the others keep its output.
     weights: where the layers' frozen weights wait, "gpu", or "host": each layer's then come a layer ahead of their use.
     dense: frozen weights of 4 bits are written out once for all tiles of a phase, which holds them, not once a tile.
+    loss_bytes: workspace of the loss, which sets how many tokens' logits there are at a time.
+    wide: attention's backward takes all heads at once, whose scratch is that of all: its launches wait for fewer last blocks.
     """
 
     offload: str = "host"
@@ -143,6 +148,8 @@ class Policy:
     again: int = 0
     weights: str = "gpu"
     dense: bool = False
+    wide: bool = False
+    loss_bytes: int = LOSS_WORKSPACE
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
         """What it says of one tiled layer."""

@@ -10,13 +10,14 @@ from hfpatch.memory.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, ModelShape, StepMemory, kept_columns
 from hfpatch.memory.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
-from hfpatch.memory.policy import Policy
+from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.sequence import filled_up, sent_bytes
 
 # Layers of transformers' own make about twice as many passes: norms in float32, rotation and activation unfused.
 STOCK_FACTOR = 2
-# A float32 sum over tiles: read and written, the tile's bfloat16 part read; the first tile's is not read, the last sum rounded.
-SUM_BYTES, SUM_BYTES_ONCE = 10, 2
+# A float32 sum over tiles, added up in its matmul (ops/_wide_sums.py): read and written in the place of a bfloat16 gradient that is
+# written; the first tile's is not read, the last sum rounded.
+SUM_BYTES, SUM_BYTES_ONCE = 6, 2
 # Rows of keys that one block of a flash attention backward works through, and the share of its time that a launch waits
 # for its last block: list scheduling wastes at most one block a launch (Graham, 1969), half of one is assumed.
 BLOCK_ROWS, TAIL_SHARE = 128, 0.5
@@ -150,10 +151,11 @@ def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int
     return forward, forward * max(0, again - 2) // n
 
 
-def _tails(gpu: Gpu, shape: ModelShape, batch: int, tokens: int) -> float:
+def _tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
-    all queries that see it."""
-    groups = head_groups(batch, tokens, shape)
+    all queries that see it. A layer that runs whole has one launch, as has a policy that is wide."""
+    tiled = 1 - min(policy.plain, shape.num_layers) / shape.num_layers if isinstance(policy, Policy) else 0
+    groups = 1 + tiled * (head_groups(batch, tokens, shape, getattr(policy, "wide", False)) - 1)
     tokens *= shape.ranks
     seen = sum(k * min(w or tokens, tokens) for w, k in shape.window_counts.items())
     block = 5 * BLOCK_ROWS * seen * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
@@ -186,8 +188,7 @@ def first_step(
     if policy in (STOCK, STOCK_CHECKPOINTING):
         return found
     tried, own = min(tokens * shape.ranks, TRIAL_TOKENS), -(-shape.num_heads // shape.ranks)
-    heads = own // head_groups(batch, tokens, shape)
-    once = heads * tried**2 * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    once = own * tried**2 * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     trial = once / gpu.attention_forward + 2.5 * once / gpu.attention_backward
     return found | {"compiling": COMPILE_SECONDS, "attention_choice": TRIALS * trial}
 
@@ -209,7 +210,7 @@ def step_time(
     if several:
         weights = shape.over(shape.trained_of, 0, n)
         sums = (SUM_BYTES * count + SUM_BYTES_ONCE) * weights / gpu.bandwidth
-    chunks = loss_chunk_rows(shape, rows, itemsize)[1]
+    chunks = loss_chunk_rows(shape, rows, itemsize, policy.loss_bytes if tiled else LOSS_WORKSPACE)[1]
     if shape.adapters:
         times = 1 if tiled and policy.dense else count
         dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * times / gpu.bandwidth
@@ -221,7 +222,7 @@ def step_time(
     matmul = flops.matmul / gpu.matmul_flops
     ahead = flops.attention_forward / gpu.attention_forward
     behind = flops.attention_backward / gpu.attention_backward
-    tails = _tails(gpu, shape, batch, tokens)
+    tails = _tails(gpu, shape, policy, batch, tokens)
 
     # A third of what the mathematics needs is forward; each direction of the link hides behind its own pass. An engine
     # that keeps weights on the host sends them down in both passes and gradients up in the second.

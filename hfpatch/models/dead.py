@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import applying, autocast_dtype, is_fake, submodule, user_hooks
+from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 
 
 class _Valueless(torch.autograd.Function):
-    """F.linear's backward under a forward without a matmul. weight: a tensor, or a function that makes a frozen one."""
+    """F.linear's backward under a forward without a matmul. weight: a tensor, or a function that makes a frozen one; add: where
+    the weight's gradient goes, None for autograd."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, value, columns):
-        ctx.make = None if isinstance(weight, Tensor) else weight
+    def forward(ctx, x, weight, bias, value, columns, add):
+        ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x, which would live on beside its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
         ctx.biased, ctx.columns = bias is not None, x.shape[-1]
@@ -35,16 +36,45 @@ class _Valueless(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = ctx.make(dy.dtype) if weight is None else weight
             dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], ctx.columns)
-        dw = dy_NO.t().mm(x.reshape(-1, ctx.columns)) if ctx.needs_input_grad[1] else None
-        return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            x_NI = x.reshape(-1, ctx.columns)
+            dw = dy_NO.t().mm(x_NI) if ctx.add is None else ctx.add(dy_NO, x_NI)
+        return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None, None
 
 
 _without_value = applying(_Valueless)
 
 
-def _valueless_forward(module: nn.Linear, dense, value: float, input: Tensor) -> Tensor:
+class _AddingUp(torch.autograd.Function):
+    """F.linear whose weight's gradient goes to `add`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, add):
+        ctx.save_for_backward(x, weight)
+        ctx.add, ctx.make, ctx.biased, ctx.columns = add, None, bias is not None, x.shape[-1]
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_Valueless.backward(ctx, dy)[:3], None
+
+
+_adding_up = applying(_AddingUp)
+
+
+def _valueless_forward(module: nn.Linear, dense, value: float, adding, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its values are not wanted. dense: as quantised.dense_of has it."""
-    return _without_value(input, dense or module.weight, module.bias, value, module.out_features)
+    add = adding and not dense and adding(module.weight) or None
+    return _without_value(input, dense or module.weight, module.bias, value, module.out_features, add)
+
+
+def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
+    """Stands for `module.forward` while its weight's gradients add up."""
+    add = adding(module.weight) if input.dtype == module.weight.dtype else None
+    if add is None:
+        return nn.Linear.forward(module, input)
+    return _adding_up(input, module.weight, module.bias, add)
 
 
 class DeadRotation(torch.autograd.Function):
@@ -100,16 +130,30 @@ def unwatched(layer: nn.Module, name: str) -> bool:
     return True
 
 
-def idle(layer: nn.Module, names, device: str = "cpu", value: float = 0.0, dense_of=dense_of) -> list:
+def idle(
+    layer: nn.Module, names, device: str = "cpu", value: float = 0.0, dense_of=dense_of, adding=None
+) -> list:  # fmt: skip
     """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
-    with an expanded `value`. Those that are neither here and now are left out, and compute. dense_of: as quantised's.
+    with an expanded `value`. Those that are neither here and now are left out, and compute. dense_of: as quantised's; adding: as
+    add_up has it.
     """
     if autocast_dtype(device) is not None:  # whose casts are F.linear's own
         return []
     names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
     modules = (m for name in names if can_go_without(m := base_of(submodule(layer, name))) and not user_hooks(m))
     dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
-    return [(m, partial(_valueless_forward, m, dense(m), value)) for m in modules]
+    return [(m, partial(_valueless_forward, m, dense(m), value, adding)) for m in modules]
+
+
+def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
+    """The same of the layer's other plain Linears whose weights' gradients can add up in their matmuls. adding: a function that
+    gives of a weight the function that takes them, or None (WeightGradients.adding)."""
+    if autocast_dtype(device) is not None:
+        return []
+    taken = {id(m) for m, _ in idle}
+    linears = (m for m in modules_in(layer) if isinstance(m, nn.Linear) and id(m) not in taken)
+    plain = (m for m in linears if type(m).forward is nn.Linear.forward and can_go_without(m))
+    return [(m, partial(_adding_forward, m, adding)) for m in plain if adding(m.weight) is not None]
 
 
 def without_values(idle: list):

@@ -44,7 +44,7 @@ from hfpatch.models.asking import (
 )
 from hfpatch.models.block import Block
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
-from hfpatch.models.dead import can_go_without, idle, unwatched, without_values
+from hfpatch.models.dead import add_up, can_go_without, idle, unwatched, without_values
 from hfpatch.models.documents import refuse_packed
 from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
@@ -92,6 +92,7 @@ class Ask:
     modules: list = field(default_factory=list)  # the layer's, found once a call
     random: bool = False  # whether adapters in the layer may draw random numbers of their own
     written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
+    adding: object = None  # in backward over several tiles: checkpoint.weights.WeightGradients.adding
 
     @property
     def n_calls(self) -> int:
@@ -118,7 +119,7 @@ class Ask:
             self.arguments.wanted()
         )  # an argument's gradient may read any value, and goes to the tile's stand-in for it
         dead = dead and not wanted
-        nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type)
+        nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
         run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
         return _within([without_values(nobody_reads)] if nobody_reads else [], run)
 
@@ -140,13 +141,22 @@ class Ask:
             parts += [x for _, x in mixed]
         return parts
 
-    def _idle(self, names: tuple[str, ...], device: str) -> list:
-        """What `without_values` takes, and other forwards for now. Looked up once a call: a layer has many tiles."""
-        if names not in self.found_idle:
+    def _idle(self, names: tuple[str, ...], device: str, again: bool) -> list:
+        """What `without_values` takes, and other forwards for now. Looked up once a call: a layer has many tiles. again: gradients
+        come next, of weights to where they add up."""
+        adding = self.adding if again else None
+        key = names, adding
+        if key not in self.found_idle:
             dense = {} if self.written is None else {"dense_of": self.written.dense_of}
-            found = idle(self.layer, names, device, **dense) if names else []
-            self.found_idle[names] = found if self.written is None else found + self.written.forwards(found)
-        return self.found_idle[names]
+            found = idle(self.layer, names, device, **dense, adding=adding) if names else []
+            found += [] if self.written is None else self.written.forwards(found)
+            self.found_idle[key] = found + (add_up(self.layer, found, device, adding) if adding else [])
+        return self.found_idle[key]
+
+    def adds_up(self, adding) -> None:
+        """Where weights' gradients go from now on (WeightGradients.adding), None for where autograd takes them."""
+        if adding is not self.adding:
+            self.adding, self.found_idle = adding, {}
 
     def phase(self, tiles):
         """The tiles of one pass, over which weights are written out once."""
@@ -176,7 +186,7 @@ class Ask:
         if known:
             sources = _sources(self.layer, self.answers)
             names = (*names, *(module for name in known for module in sources[name]))
-        nobody_reads = self._idle(names, x_BtD.device.type)
+        nobody_reads = self._idle(names, x_BtD.device.type, dead)
         around = [without_values(nobody_reads)] if nobody_reads else []
         around += [collecting(found)] if self.collected else []
         around += [keeping(noted or {}, known or {})] if noted or known else []

@@ -29,6 +29,7 @@ from hfpatch.compat import (
     set_own_loss,
     step_under_ulysses,
 )
+from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
@@ -322,10 +323,18 @@ class FusedCausalLM:
         loss = logits.cross_entropy(
             target.to(logits.hidden.device), shift=shift, ignore_index=ignore_index, num_items=num_items_in_batch,
             num_valid=valid if target.device.type == "cuda" else None, inplace_hidden=self._hidden_is_ours(kwargs),
+            workspace_bytes=self._workspace(),
         )  # fmt: skip
         if valid == 0 and num_items_in_batch is None:
             loss = loss + math.nan  # the mean of no loss at all, as in transformers
         return as_stock(loss)
+
+    def _workspace(self) -> int:
+        """Bytes of the loss beside its gradients: as the policy of the layers below says."""
+        path = self._hfpatch_norm_path
+        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
+        session = getattr(stack, "_hfpatch_session", None)
+        return LOSS_WORKSPACE if session is None else session.loss_bytes
 
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether nobody else can hold the normed hidden states, so that their gradient may be written over them."""

@@ -12,23 +12,21 @@ half the vocabulary each: the first slab has exactly the bytes of the rounded dW
 the float32 rows already read, and the second slab is freed. No moment holds the sum and the rounded dW side by side.
 """
 
-import contextlib
-import contextvars
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hfpatch.compat import assert_async, is_fake, shapes_of_out_dtype
+from hfpatch.compat import assert_async, is_fake
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 from hfpatch.ops._linear_ce_shards import VocabShard
+from hfpatch.ops._wide_sums import into, on_cuda, sums_in_matmul
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
 BYTES_PER_TOKEN = 48  # loss, lse, best, label, sort key and order of every token, from the workspace
 STATS_BYTES_PER_TOKEN = 56  # where entropy and its kin are asked for: three numbers, twice, and the backward's factors
-_AS_CUDA = contextvars.ContextVar("hfpatch_linear_ce_as_cuda", default=False)
 
 
 class Options(NamedTuple):
@@ -73,28 +71,13 @@ class Forward(NamedTuple):
     grads: tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias of total
 
 
-@contextlib.contextmanager
-def as_on_cuda():
-    """Inside, fake CPU tensors take the route of CUDA tensors, and so their allocations (matmuls add in float32)."""
-    token = _AS_CUDA.set(True)
-    try:
-        with shapes_of_out_dtype():
-            yield
-    finally:
-        _AS_CUDA.reset(token)
-
-
-def _sums_in_epilogue(x: Tensor) -> bool:
-    return x.is_cuda or (_AS_CUDA.get() and is_fake(x))
-
-
 def readable(x: Tensor) -> bool:
     """True where a value of x can be looked at without waiting for a device."""
     return x.device.type == "cpu" and not is_fake(x)
 
 
 def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int) -> list[tuple[int, int]]:
-    """[start, end) of each chunk: multiples of 128 rows that fit workspace_bytes, as few as that allows.
+    """[start, end) of each chunk: multiples of 128 rows that fit workspace_bytes, as few as that allows, of one length.
 
     A last chunk may exceed the others by what the budget leaves over, so that one token more than a round number
     does not cost one chunk more. A budget of less than 128 rows gives chunks as long as it allows.
@@ -107,6 +90,8 @@ def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int) -> list[tupl
         )
     size = most // ROWS * ROWS or most
     count = max(1, -(-(tokens - (most - size)) // size)) if tokens else 0
+    if count > 1 and size > ROWS:
+        size = min(size, -(-tokens // (count * ROWS)) * ROWS)
     return [(i * size, tokens if i == count - 1 else (i + 1) * size) for i in range(count)]
 
 
@@ -171,7 +156,7 @@ class WeightGrad:
     def _matmul(self, out_RD: Tensor, d_logits_CR: Tensor, hidden_CD: Tensor) -> None:
         if out_RD.numel() == 0:
             return
-        aten, same = torch.ops.aten, out_RD.dtype == d_logits_CR.dtype
+        same = out_RD.dtype == d_logits_CR.dtype
         if same and self.empty:
             torch.mm(d_logits_CR.t(), hidden_CD, out=out_RD)
         elif same:
@@ -179,10 +164,8 @@ class WeightGrad:
         elif self.single and wide_dtype(out_RD.dtype) != out_RD.dtype:
             # Autocast in one 16-bit dtype over weights of the other.
             out_RD.copy_(torch.mm(d_logits_CR.t(), hidden_CD))
-        elif _sums_in_epilogue(out_RD) and self.empty:
-            aten.mm.dtype_out(d_logits_CR.t(), hidden_CD, out_RD.dtype, out=out_RD)
-        elif _sums_in_epilogue(out_RD):
-            aten.addmm.dtype_out(out_RD, d_logits_CR.t(), hidden_CD, out_RD.dtype, out=out_RD)
+        elif sums_in_matmul(out_RD, d_logits_CR.dtype):
+            into(out_RD, d_logits_CR.t(), hidden_CD, self.empty)
         else:
             hidden_CD = hidden_CD.to(out_RD.dtype)
             rows = max(1, self.scratch_bytes // (out_RD.element_size() * max(1, d_logits_CR.shape[0])))
@@ -233,12 +216,12 @@ def sweep(
     order, kept_count = kept
     dtype, device = opts.dtype, hidden_ND.device
     (tokens, hidden_size), vocab_size = hidden_ND.shape, weight_VD.shape[0]
-    on_cuda = _sums_in_epilogue(hidden_ND)
+    cuda = on_cuda(hidden_ND)
     # A row stride of 16 bytes keeps the fast matmuls for vocabularies that are no multiple of 8.
-    stride = -(-vocab_size // 8) * 8 if on_cuda else vocab_size
+    stride = -(-vocab_size // 8) * 8 if cuda else vocab_size
     widest = stride if shard is None else -(-shard.widest // 8) * 8
     gather, scatter = order is not None or hidden_ND.dtype != dtype, order is not None or hidden_ND.dtype != dtype
-    upcast = need_dw and not on_cuda and wide_dtype(dtype) != dtype
+    upcast = need_dw and not sums_in_matmul(hidden_ND, dtype) and wide_dtype(dtype) != dtype
     row_bytes = max(1, widest) * dtype.itemsize
     row_bytes += hidden_size * ((gather + (scatter and need_dx)) * dtype.itemsize + upcast * wide_dtype(dtype).itemsize)
     scratch_bytes = opts.workspace_bytes // 16

@@ -1,8 +1,8 @@
 """Causal attention with its two directions apart: forward gives out and lse, backward takes them back.
 
 `scaled_dot_product_attention` hides the log-sum-exp, so a checkpointed layer runs its forward twice. Here both directions
-are called directly, per group of KV heads, so that the scratch of the backward (an fp32 dq accumulator and dk, dv expanded to
-the query heads; Dao, FlashAttention-2, 2023) is one group's, not the whole layer's.
+are called directly, and the backward for a group of KV heads at a time where the caller wants, so that its scratch (an fp32 dq
+accumulator and dk, dv expanded to the query heads; Dao, FlashAttention-2, 2023) is one group's, not the whole layer's.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a group is some KV heads and their query heads.
 Layout in memory is [B, T, heads, E]; the kernels get transposed views.
@@ -185,9 +185,10 @@ def _by_flex(pattern: Pattern, head_dim: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _measured(
-    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
+    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int, groups: int
 ) -> str:
-    """The fastest backend that is right on this CUDA device, by one forward and backward each on a short sequence.
+    """The fastest backend that is right on this CUDA device, by one forward and backward each on a short sequence: forward of
+    all heads, backward of each of so many groups, cut out of what forward gave.
 
     One that raises, or that differs from FA2 by more than rounding, is left out. torch.OutOfMemoryError where the device has no
     room for a trial: then nothing is known about any of them.
@@ -203,14 +204,19 @@ def _measured(
     )
     scale = head_dim**-0.5
     expected = None
-    for name in ("flash", "cudnn", "fa3"):
+
+    def run(name):
         forward, backward = BACKENDS[name]
+        out, lse, state = forward(q, k, v, scale)
+        cut = list(zip(*(x.chunk(groups, 1) for x in (dout, q, k, v, out, lse))))
+        return [out, *(g for *part, lse in cut for g in backward(*part, lse.contiguous(), state, scale))]
+
+    for name in ("flash", "cudnn", "fa3"):
         try:
             for trial in range(3):
                 torch.cuda.synchronize(device)
                 start = perf_counter()
-                out, lse, state = forward(q, k, v, scale)
-                grads = backward(dout, q, k, v, out, lse, state, scale)
+                got = run(name)
                 torch.cuda.synchronize(device)
                 times[name] = min(times.get(name, float("inf")) if trial > 1 else float("inf"), perf_counter() - start)
         except torch.OutOfMemoryError:
@@ -218,7 +224,6 @@ def _measured(
         except RuntimeError:
             times.pop(name, None)
             continue
-        got = [out, *grads]
         if expected is None:
             expected = got
         elif not all((g - e).norm() <= 2e-2 * e.norm() for g, e in zip(got, expected)):
@@ -226,8 +231,9 @@ def _measured(
     return min(times, key=times.get) if times else "efficient"
 
 
-def pick(q_BTHE: Tensor, k_BTKE: Tensor) -> str:
-    """The backend for one group's shapes: measured once a device and shape, for the next power of two of tokens up to 16,384."""
+def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
+    """The backend for these shapes, whose backward goes by so many groups of heads: measured once a device and shape, for the next
+    power of two of tokens up to 16,384."""
     device = q_BTHE.device
     if device.type != "cuda":
         return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
@@ -239,9 +245,16 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor) -> str:
         return "flash"
     tokens = min(16384, 1 << (q_BTHE.shape[1] - 1).bit_length())
     try:
-        return _measured(device, q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens)
+        return _measured(device, q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens, groups)
     except torch.OutOfMemoryError:
         return "flash"  # for now; the next call tries again
+
+
+def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
+    """Whether some kernel for these is given wider, longer or expanded copies of its inputs, which are small of a group alone."""
+    if q_BTHE.shape[3] != v_BTVE.shape[3] or pattern.hidden_BT is not None or pattern.softcap is not None:
+        return True
+    return q_BTHE.dtype not in _HALF and q_BTHE.device.type != "cpu"
 
 
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
@@ -353,7 +366,7 @@ def attention_forward(
         B, T = out.shape[:2]
         per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
         share = torch.sigmoid(per_head - sinks).transpose(1, 2)[..., None]
-        out = torch.mul(out, share).to(out.dtype)
+        out.mul_(share)
         per_head.copy_(torch.logaddexp(per_head, sinks))
     return out, lse, state
 

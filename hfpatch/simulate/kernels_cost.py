@@ -99,13 +99,25 @@ def _bytes_of(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
+def _wider_sum(func, kwargs) -> int:
+    """What a matmul that adds to a sum wider than its inputs moves more than one that writes a gradient as wide as they are."""
+    out = kwargs.get("out")
+    if out is None or "dtype" not in func.__name__:
+        return 0
+    read = 1 if func.overloadpacket in (aten.addmm, aten.baddbmm) else 0
+    return _bytes_of(out) * (1 + read) - _bytes_of(out) // 2
+
+
 def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
-    """Bytes that an operation reads and writes; 0 for matmuls and attention, whose time their FLOPs are, and for views."""
+    """Bytes that an operation reads and writes; 0 for attention and matmuls, whose time their FLOPs are, but for wide sums in
+    these, and for views."""
     name = func.overloadpacket.__name__
     if name in _MOVE_NOTHING or not outputs or not inputs:
         return 0
-    if matmul_flops(func, args, kwargs) or func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
+    if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
         return 0
+    if matmul_flops(func, args, kwargs):
+        return _wider_sum(func, kwargs)
     storages = {id(x.untyped_storage()) for x in inputs}
     if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
         return 0

@@ -154,9 +154,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
     """
     with contextlib.ExitStack() as stack:
-        loop = sys.modules.get("hfpatch.ops._linear_ce_loop")
-        if loop is not None and cuda:
-            stack.enter_context(loop.as_on_cuda())
+        sums = sys.modules.get("hfpatch.ops._wide_sums")
+        if sums is not None and cuda:
+            stack.enter_context(sums.as_on_cuda())
         for name in (
             "checkpoint.heads",
             "checkpoint.exchange",
@@ -164,7 +164,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         ):  # of tiled layers, and of those that run whole
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:
-                stack.enter_context(mock.patch.object(user, "pick", lambda q, k: "flash"))
+                stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
         for name in ("ops.attention", "models.layer", "models.asking"):
             user = sys.modules.get(f"hfpatch.{name}")
             if user is not None and cuda:

@@ -239,9 +239,9 @@ def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
         calls["attention"] += 1
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(heads_module, "attention_forward", counted)
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True))
+    monkeypatch.setattr(heads_module, "attention_forward", counted)  # behind apply(), which tries a small model
     up = model.model.layers[1].mlp.up_proj
     up.register_forward_hook(lambda m, args, out: calls.__setitem__("up", calls["up"] + args[0].shape[1]))
     ids = tokens(1, 40)
@@ -640,8 +640,53 @@ def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
         found[by_group] = [p.grad for p in model.parameters()]
         with torch.no_grad():
             found[by_group].append(model(tokens(2, 22), labels=tokens(2, 22), use_cache=False).loss)
-        assert all((q.untyped_storage().nbytes() == q.numel() * q.element_size()) == by_group for q in largest)
+        alone = [q.untyped_storage().nbytes() == q.numel() * q.element_size() and q.shape[2] == 2 for q in largest]
+        assert all(alone) if by_group else not any(alone)
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
+
+
+@pytest.mark.parametrize(
+    "offload, save, every, copied",
+    [("gpu", True, 1, False), ("host", True, 1, False), ("host", False, 2, False), ("host", True, 1, True)],
+)
+@pytest.mark.parametrize("tile", [14, 4096])
+def test_attention_forward_is_one_launch(offload, save, every, copied, tile, monkeypatch):
+    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are those of a launch a group,
+    to the bit. Where kernels are given copies of q, k and v, it is a group's at a time. Two rows: what is cut out of lse is not
+    contiguous, and kernels read it as if it were."""
+    import dataclasses
+
+    from hfpatch.checkpoint.session import Session
+
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
+    resolve, found, launched = Session._resolve, {}, []
+    forward, backward = heads_module.attention_forward, heads_module.attention_backward
+
+    def noted(douts, q, k, v, out, lse, *args, **kwargs):
+        assert out.shape == q.shape and lse.shape[-2] == q.shape[2]  # packed [H, N], else [B, H, T]
+        assert name != "one" or lse.is_contiguous()
+        # In several tiles the kernel finds its group of this one apart, and copies nothing.
+        assert tile == 4096 or douts.is_contiguous()
+        launched.append(-q.shape[2])
+        return backward(douts, q, k, v, out, lse, *args, **kwargs)
+
+    patched = (("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)), ("backward", noted))
+    ways = {"apart": {"stream_attention": True}, "one": {}, "wide": {"wide": True}}
+    wanted = {"apart": {2, -2}, "one": {2 if copied else 8, -2}, "wide": {8, -8}}
+    monkeypatch.setattr(heads_module, "copies_inputs", lambda *_: copied)
+    for name, way in ways.items():
+        launched.clear()
+        monkeypatch.setattr(Session, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way))
+        settings = hfpatch.Checkpointing(offload=offload, tile=tile, every=every, save_attention=save)
+        model = tiny_llama(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+        hfpatch.apply(model, checkpointing=settings)
+        with monkeypatch.context() as here:
+            for direction, function in patched:
+                here.setattr(heads_module, f"attention_{direction}", function)
+            model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
+        found[name] = [p.grad for p in model.parameters()]
+        assert set(launched) == wanted[name]
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found.values()))
 
 
 @pytest.mark.parametrize("tile", [14, 4096])

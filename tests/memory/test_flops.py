@@ -1,14 +1,18 @@
 """FLOPs by the closed form: windows, experts, what runs again, and what nobody reads."""
 
+from dataclasses import replace
+
 import pytest
 
 from hfpatch.memory.choice import decide
 from hfpatch.memory.flops import attended, step_flops
+from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise
+from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise, step_time
 from hfpatch.memory.shape import GiB, ModelShape
+from hfpatch.planner.placements import resident
 
 
 def shape_of(name, **change):
@@ -135,3 +139,21 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
     assert forward == pytest.approx(counted["forward"], rel=0.05)
     assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
+
+
+@pytest.mark.parametrize("gpu, tokens, seconds, low, high", [
+    # A patched transformers Llama of 2024 on one A100, its optimizer on the host.
+    ("a100-80gb", 131072, 187.0, 1.0, 1.3),
+    # ALST (Arctic Long Sequence Training) on one H100 at 22% MFU, in FA2.
+    ("fa2 on h100", 500_000, None, 0.85, 1.15),
+])  # fmt: skip
+def test_published_steps_stand_beside_the_step_model(gpu, tokens, seconds, low, high):
+    """Both run attention's forward twice, with every layer's input on the host. What is planned is no slower than what was
+    measured by others, and no more than a third faster, where the attention kernel is theirs."""
+    row = GPUS.get(gpu) or replace(GPUS["h100"], attention_forward=335e12, attention_backward=0.75 * 335e12)
+    shape, policy, sizes = shape_of("llama-3.1-8b"), Policy(save_attention=False), {"batch": 1, "tokens": tokens}
+    memory, flops = step_memory(shape, policy, **sizes), step_flops(shape, policy, **sizes)
+    stays = resident("zero3-offload", shape, 1, policy)
+    planned = step_time(row, flops, memory, policy, shape, stays, **sizes)[0].total
+    measured = seconds or flops.model / (0.22 * row.peak_flops)
+    assert low <= measured / planned <= high

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hfpatch.memory import free as memory
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import HOST_SHARE, SAME, TILES, Budget, Search, best_interval, choose, frontier, reserve
+from hfpatch.memory.cuts import loss_chunk_rows
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
@@ -43,7 +45,7 @@ def test_settings_take_a_directory(tmp_path):
 
 
 def test_nothing_known_is_offloaded_and_saved():
-    assert chosen() == Policy("host", 1, True, False, 8192)
+    assert chosen() == Policy("host", 1, True, False, 8192, loss_bytes=2 << 30)  # which costs nothing at this length
 
 
 # The host's room falls: attention outputs go first, then every other layer, and so on; the GPU is the last resort.
@@ -94,7 +96,8 @@ def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
 
 def test_what_was_set_is_kept():
     settings = Checkpointing(offload="gpu", every=4, save_attention=False, tile=777)
-    assert chosen(settings=settings, host_free=GiB, gpu_free=GiB) == Policy("gpu", 4, False, False, 777)
+    policy = chosen(settings=settings, host_free=GiB, gpu_free=GiB)
+    assert dataclasses.replace(policy, loss_bytes=512 << 20) == Policy("gpu", 4, False, False, 777)
 
 
 def test_small_checkpoints_stay_on_the_device():
@@ -129,12 +132,12 @@ def every_policy(shape, tokens):
     """All there are, whether they make sense or not."""
     keeps = [k for n in range(len(KEEPABLE) + 1) for k in combinations(KEEPABLE, n)]
     tiles = [t for t in TILES if t < tokens] + ([TILES[-1]] if tokens <= TILES[-1] else [])
-    for place, every, save, stream, tile, plain, keep in product(
-        ("gpu", "host"), range(1, shape.num_layers + 1), (True, False), (True, False), tiles,
+    for place, every, save, (stream, wide), tile, plain, keep in product(
+        ("gpu", "host"), range(1, shape.num_layers + 1), (True, False), ((True, False), (False, False), (False, True)), tiles,
         range(shape.num_layers + 1), keeps,
     ):  # fmt: skip
         if every == 1 or not (keep or save or stream):
-            yield Policy(place, every, save, stream, tile, plain, keep)
+            yield Policy(place, every, save, stream, tile, plain, keep, wide=wide)
 
 
 # From what hardly holds one layer to what holds all of them; a host that is large, small, and slow to reach.
@@ -169,6 +172,38 @@ def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
     sizes = {"gpu_free": 20 * GiB, "host_free": 480 * GiB, "tokens": 32768}
     kept = [chosen(**sizes, able=able).keep for able in (KEEPABLE, ("qkv",), ())]
     assert kept == [KEEPABLE, ("qkv",), ()]
+
+
+def test_attention_takes_all_heads_at_once_where_memory_is_free():
+    """Its launches wait for their last blocks: one for all heads waits once; short of memory it goes by groups."""
+    assert chosen(32768, gpu_free=40 * GiB, host_free=200 * GiB).wide
+    assert not chosen(131072, settings=Checkpointing.of("least"), gpu_free=40 * GiB, host_free=200 * GiB).wide
+    assert not chosen(32768).wide  # nobody knows what is free
+    narrow, sizes = Policy("host", tile=4096), {"batch": 1, "tokens": 32768}
+    one, more = (step_memory(LLAMA_8B, dataclasses.replace(narrow, wide=w), **sizes) for w in (True, False))
+    assert max(m.beyond for m in one.moments) > max(m.beyond for m in more.moments)
+    search = Search(Checkpointing(), LLAMA_8B, **sizes)
+    assert search.price(dataclasses.replace(narrow, wide=True)).seconds < 0.99 * search.price(narrow).seconds
+
+
+def test_the_loss_takes_larger_chunks_where_memory_is_free():
+    """Fewer passes over the float32 sums of the head's gradient, none at 8k; and its smallest matmul, of 128 x 256 tiles, then
+    fills 108 and 132 processors in all but a tenth of its time."""
+    shape, room = LLAMA_8B, {"gpu_free": 45 * GiB, "host_free": 200 * GiB}
+    for tokens in (8192, 32768, 131072):
+        policy = chosen(tokens, **room)
+        rows, chunks = loss_chunk_rows(shape, tokens, 2, policy.loss_bytes)
+        assert (rows, chunks) == (8192, tokens // 8192)
+        pieces = -(-rows // 128) * -(-shape.hidden_size // 256)
+        assert all(pieces / processors / -(-pieces // processors) > 0.9 for processors in (108, 132))
+    for aim in (Checkpointing.of("least"), Checkpointing(aim="fastest")):  # nobody knows what is free
+        policy = chosen(16384, settings=aim, host_free=200 * GiB)
+        more = dataclasses.replace(policy, loss_bytes=2 * policy.loss_bytes)
+        one, two = (max(m.beyond for m in step_memory(shape, p, batch=1, tokens=16384).moments) for p in (policy, more))
+        assert two > one
+    frozen = dataclasses.replace(shape, adapters=Adapters(rank=8))
+    sizes = {"batch": 1, "tokens": 8192}
+    assert choose(Checkpointing(), frozen, **sizes, **room).loss_bytes == 512 << 20  # no sums: nothing is gained
 
 
 def test_free_memory_buys_speed():

@@ -282,7 +282,7 @@ def test_what_is_picked_without_a_trial(monkeypatch):
     monkeypatch.setattr(A, "_measured", measured)
     picked = [A.pick(on_cuda(n), on_cuda(n)) for n in (200, 200, 200_000, 1)]
     assert picked == ["flash", "cudnn", "cudnn", "flash"]
-    assert tried == [(1, 4, 4, 16, 256)] * 2 + [(1, 4, 4, 16, 16384)]
+    assert tried == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
     assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
     assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

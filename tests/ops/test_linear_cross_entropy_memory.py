@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfpatch.ops._library import INTERPRET
-from hfpatch.ops._linear_ce_loop import as_on_cuda, chunk_bounds
+from hfpatch.ops._linear_ce_loop import chunk_bounds
+from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 
 pytestmark = pytest.mark.skipif(

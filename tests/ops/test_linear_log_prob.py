@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfpatch.ops._library import INTERPRET
-from hfpatch.ops._linear_ce_loop import as_on_cuda
+from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
 from tests.ops.test_linear_cross_entropy import DTYPES, MANY_CHUNKS, ONE_CHUNK, exact, make, near, plain
 from tests.ops.test_linear_cross_entropy_memory import PeakBytes

@@ -161,6 +161,8 @@ def test_settings_reach_the_policy(tmp_path):
         "again": 0,
         "weights": "gpu",
         "dense": False,
+        "wide": True,
+        "loss_bytes": 2 << 30,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 

@@ -1,0 +1,58 @@
+"""Weight gradients over several tiles that add up in float32 in their matmuls, as a device that can does it; here plain torch
+stands for its kernel."""
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.checkpoint import weights
+from hfpatch.ops import _wide_sums
+
+
+def in_float32(out, a, b, first):
+    out.copy_(a.float() @ b.float()) if first else out.addmm_(a.float(), b.float())
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tile", [4, 64])
+def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
+    """Each Linear's of each tile, dead ones too, none by autograd; closer to float64 than what is rounded a tile. One tile has
+    no sums."""
+    added = []
+    monkeypatch.setattr(weights, "into", lambda out, a, b, first: added.append(first) or in_float32(out, a, b, first))
+    ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
+    exact = gradients(tiny.llama().to(torch.bfloat16).double(), ids)
+    errors, hooked = [], []
+    for able in (False, True):
+        monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype, able=able: able and dtype == torch.bfloat16)
+        model = tiny.llama().to(torch.bfloat16)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0), verdict=False)
+        linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+        linears[0].register_full_backward_hook(lambda *_, able=able: hooked.append(able))
+        found = gradients(model, ids)
+        errors.append(sum((found[n].double() - exact[n]).norm() for n in exact if "_proj" in n))
+        assert len(added) == (able and tile < 64) * len(linears) * 64 // tile
+    assert sum(added) == (tile < 64) * len(linears)  # the first of each is no sum yet
+    assert errors[1] <= errors[0] and hooked.count(True) == hooked.count(False) >= 64 // tile
+
+
+def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
+    """The CPU has no such matmul; one that rounds in between is not taken for one."""
+    device, tried = torch.device("cpu"), _wide_sums.exact_there.__wrapped__
+    assert tried(device, torch.bfloat16) is False
+    monkeypatch.setattr(_wide_sums, "into", in_float32)
+    assert tried(device, torch.bfloat16) is True
+
+    def rounds(out, a, b, first):
+        out.copy_((a @ b).float() if first else out + (a @ b).float())
+
+    monkeypatch.setattr(_wide_sums, "into", rounds)
+    assert tried(device, torch.bfloat16) is False
+    assert not _wide_sums.sums_in_matmul(torch.zeros(2, 2), torch.bfloat16)
