@@ -49,7 +49,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
                          "shared": {"num_attention_heads": 4, "num_key_value_heads": 3}, "word": {"num_hidden_layers": "2"},
                          "window": {"model_type": "mistral", "sliding_window": "x"}, "other": {"model_type": "theirs"},
                          "experts": {"model_type": "mixtral", "num_local_experts": "a"},
-                         "rope": {"rope_scaling": {"rope_type": "nope", "factor": "x"}}}.items():  # fmt: skip
+                         "rope": {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
     plan = "plan --model llama-tiny"
     for line, words in {
