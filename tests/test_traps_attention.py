@@ -97,6 +97,24 @@ def test_packed_documents_are_isolated_everywhere_else(options, mask):
         assert_close(got, reference(stock), reference(tiny.exact(stock)))
 
 
+@pytest.mark.parametrize("own", ["or_mask_function", "and_mask_function"])
+def test_a_mask_function_of_ones_own_counts_inside_documents(own, monkeypatch):
+    """transformers asks it at positions inside each document where rows are packed: a prefix is one of every document."""
+    function = {
+        "or_mask_function": lambda b, h, q, kv: kv < 3,
+        "and_mask_function": lambda b, h, q, kv: (kv < 3) | (q - kv < 2),
+    }
+    create = hf.create_causal_mask
+    monkeypatch.setattr(hf, "create_causal_mask", lambda *x, **how: create(*x, **how, **{own: function[own]}))
+    stock = tiny.llama()
+    batch = packed() | {"use_cache": False}
+    plain, true = tiny.step(stock, batch), tiny.step(tiny.exact(stock), batch)
+    for way in ("off", "tiled"):
+        got = tiny.step(tiny.patched(stock, checkpointing=tiny.WAYS[way], verdict=False), batch)
+        for name in true:
+            assert_close(got[name], plain[name], true[name], name)
+
+
 def test_naive_way_leaks():
     """What the two tests above guard against is real: stock differs from the documents one by one."""
     stock, batch = tiny.llama(), packed()

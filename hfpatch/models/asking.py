@@ -209,6 +209,8 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
         )  # fmt: skip
     if batch is None:  # a model of somebody else's: what it says is all there is
         batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
+    if use_vmap:
+        mask_function = batch.within_documents(mask_function)
     theirs = dict(
         batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, kv_offset=kv_offset,
         attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **kwargs,

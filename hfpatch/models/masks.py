@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import find_packed_sequence_indices
 
 from hfpatch.compat import real_tensors
 from hfpatch.models.documents import Rows, find_rows
@@ -56,6 +57,18 @@ class Batch:
         visible, positions, offsets = self._said
         documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
         return None if documents is None else documents.bounds
+
+    def within_documents(self, function):
+        """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: at positions
+        inside the documents, each of which sees itself alone."""
+        visible, positions, offsets = self._said
+        if positions is None or visible is not None or offsets is not None or self.cached or self.sequence is not None:
+            return function
+        at_BT = positions.expand(self.B, -1).to(self.device)
+        of_BT = find_packed_sequence_indices(at_BT)
+        if of_BT is None:
+            return function
+        return lambda b, h, q, kv: (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at_BT[b, q], at_BT[b, kv])
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
