@@ -33,7 +33,7 @@ from hfpatch.models.head import fuse, head_name, why_not_fused
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.log_probs import TrlHead
 from hfpatch.models.lora import widened
-from hfpatch.models.loss import FusedCausalLM, not_its_own_loss
+from hfpatch.models.loss import FusedCausalLM, TellsPositions, not_its_own_loss
 from hfpatch.models.probe import ask_layer
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
@@ -308,6 +308,9 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
     stack._hfpatch_apart = found.apart
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
+    causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart or None in found.answers
+    if told and causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
+        swap(causal, TellsPositions)
     if not found.apart:
         report.notes.append("rows that hold several documents are refused: its layers would let them see each other.")
     if settings is None:

@@ -141,6 +141,32 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 # --- the model ----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _positions_told(kwargs):
+    """Within, the stack knows the positions that its causal model was given, which some drop (Mamba, Bloom)."""
+    before, given = here.positions, kwargs.get("position_ids")
+    here.positions = before if given is None else given
+    try:
+        yield
+    finally:
+        here.positions = before
+
+
+class TellsPositions:
+    """Mixed over the class of a causal language model whose loss stays its own, where documents would see each other otherwise."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        keeps_signature(cls, TellsPositions)
+
+    def _hfpatch_forward(self, args, kwargs):
+        kwargs |= zip(self._hfpatch_positional, args)
+        if torch.compiler.is_compiling():
+            return super().forward(**kwargs)
+        with _positions_told(kwargs):
+            return super().forward(**kwargs)
+
+
 class FusedCausalLM:
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
     "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
@@ -198,13 +224,12 @@ class FusedCausalLM:
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        before = here.causal, here.positions
-        given = kwargs.get("position_ids")
-        here.causal, here.positions = True, here.positions if given is None else given
+        before, here.causal = here.causal, True
         try:
-            return super().forward(**kwargs)
+            with _positions_told(kwargs):
+                return super().forward(**kwargs)
         finally:
-            here.causal, here.positions = before
+            here.causal = before
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)

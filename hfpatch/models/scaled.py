@@ -15,7 +15,8 @@ TOKENS = 40  # longer than the window, the chunk and the original positions belo
 # What a config calls its sizes, and what a small instance has. Sizes that are absent or None stay so.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 16,
+    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4,
+    "head_dim": 16, "global_head_dim": 16,
     "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,

@@ -144,17 +144,35 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
         assert_close(step(ours, counted)[2], wanted)
 
 
+def test_documents_are_apart_also_where_masks_are_made_without_positions():
+    """OPT embeds them and tells its masks nothing; its keys' biases have no gradient but rounding, which is no difference."""
+    stock = families.small_model("opt")
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=TILE)
+    assert "whole" not in str(report)
+    given, pieces = packed_and_apart(2)
+    got, wanted = step(ours, given)[2], step(stock, None, pieces)[2]
+    shifts = {n for n in wanted if n.endswith("k_proj.bias")}
+    assert max(got[n].norm() for n in shifts) <= 1e-5
+    assert_close(*({n: g for n, g in grads.items() if n not in shifts} for grads in (got, wanted)))
+
+
 @OWN_MASK
 def test_documents_are_apart_also_where_the_model_drops_positions():
     """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers would see across."""
     stock = families.small_model("falcon_mamba")
     ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE)
     given, pieces = packed_and_apart(2)
-    assert_close(step(ours, given)[2], step(stock, None, pieces)[2])
-    hfpatch.apply(ours, checkpointing="off")
-    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
-        ours(**given)
+    wanted = step(copy.deepcopy(stock), None, pieces)[2]
+    for others in ({}, {"loss": False}, {"loss": False, "verdict": False}):
+        hfpatch.apply(ours, checkpointing=TILE, **others)
+        assert_close(step(ours, given)[2], wanted)
+    for others in ({}, {"loss": False}):
+        hfpatch.apply(ours, checkpointing="off", **others)
+        with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+            ours(**given)
+    hfpatch.undo(ours)
+    assert type(ours) is type(stock)
 
 
 def test_what_a_mixer_saves_can_be_run_again(falcon):
