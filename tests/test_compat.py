@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,6 +271,23 @@ ours = tiny.patched(stock)
 tiny.assert_as_good(ours, stock, tiny.labelled())
 print("exact")
 """
+
+
+def called_by(trainer: str):
+    """step_under_ulysses() as transformers' own loss for Ulysses sees it, below a Trainer's loop of these lines."""
+    loss, loop = {"__name__": "transformers.integrations.deepspeed"}, {"__name__": "transformers.trainer"}
+    exec("def deepspeed_sp_compute_loss(ask): return ask()", loss)
+    exec(f"def loop(self, loss, ask):\n {trainer}", loop)
+    return loop["loop"](SimpleNamespace(args="arguments"), loss["deepspeed_sp_compute_loss"], compat.step_under_ulysses)
+
+
+def test_the_step_under_ulysses(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", sys.modules.get("deepspeed", SimpleNamespace()))
+    assert called_by("batch_samples = [1, 2]; return loss(ask)") == ([1, 2], "arguments")
+    assert called_by("return ask()") is None  # somebody else's loss
+    assert called_by("return loss(ask)") == ((), None)  # a Trainer that keeps a step's batches elsewhere
+    assert called_by("found = loss(ask); batch_samples = [1]; return found") == ((), "arguments")  # or has none yet
+    assert called_by("batch_samples = [1]; self = None; return loss(ask)") == ((), None)
 
 
 def test_a_step_is_exact_where_private_names_are_gone():

@@ -9,7 +9,9 @@ from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import WEIGHTS, Checkpointing, Policy
 from hfpatch.memory.presets import MODELS, PRESETS
+from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.planner.answer import WHOLE, judged
+from hfpatch.planner.models import resolve
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.show import picture, sweep_table
@@ -71,9 +73,16 @@ def _adapters(args) -> Adapters | None:
     return None
 
 
+def _uneven(args) -> str | None:
+    """Why heads do not go evenly over the GPUs that share each row; None where they do."""
+    if args.sp_size <= 1:
+        return None
+    shape = resolve(args.model)[1]
+    return why_not_shared_out(shape.num_heads, shape.num_kv_heads, args.sp_size)
+
+
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
-    from hfpatch.planner.models import resolve
     from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
@@ -104,7 +113,7 @@ def main(args) -> int:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
-        names = candidates(args.placement, args.gpus, bool(args.lora_r))
+        names = candidates(args.placement, args.gpus, bool(args.lora_r), _uneven(args))
         plans = [_found(args, n, p, common) for p in names for n in lengths]
         print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
         if args.png:

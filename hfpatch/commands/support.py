@@ -27,7 +27,7 @@ _SHOWN = {
 @dataclass(frozen=True)
 class Support:
     """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile; reasons: why others do not;
-    fused: of PARTS; packed: "isolated", or "as transformers" where layers run whole; notes: the report's sentences."""
+    fused: of PARTS; packed: "isolated", or "refused" where nothing keeps documents apart; notes: the report's sentences."""
 
     model: str
     layers: int

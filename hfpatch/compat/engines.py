@@ -160,6 +160,7 @@ def step_under_ulysses():
         if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith("transformers."):
             called = True
         elif called and module == "transformers.trainer" and "batch_samples" in code.co_varnames:
-            return frame.f_locals["batch_samples"], frame.f_locals["self"].args
+            args = getattr(frame.f_locals.get("self"), "args", None)
+            return (frame.f_locals.get("batch_samples", ()), args) if args is not None else ((), None)
         frame = frame.f_back
     return ((), None) if called else None

@@ -74,9 +74,8 @@ def candidates(name: str, gpus: int, adapters: bool = False, uneven: str | None 
     if uneven:
         possible = [n for n in possible if n.startswith("fsdp2")]
         if name in PLACEMENTS and name not in possible or not possible:
-            raise ValueError(
-                f"hfpatch: {uneven}, which DeepSpeed's Ulysses refuses; pass another --sp-size, or --placement fsdp2."
-            )
+            other = ", or --placement fsdp2" if possible else ""  # which adapters are not planned under
+            raise ValueError(f"hfpatch: {uneven}, which DeepSpeed's Ulysses refuses; pass another --sp-size{other}.")
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:

@@ -1,4 +1,4 @@
-"""Reads and checks ds_configs/ and fsdp_configs/ before any model is loaded. Standard library only.
+"""Reads and checks ds_configs/ and fsdp_configs/ before any model is loaded.
 
 Why a check of our own: DeepSpeed reads its top-level keys one by one and never looks at the rest, so a misspelt or
 misplaced key (`overlap_comm` outside `zero_optimization`) silently does nothing; inside a section it turns "true" into
