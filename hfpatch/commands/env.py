@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hfpatch import OLDEST
+from hfpatch.memory.free import cores, host_free, host_limit
 from hfpatch.memory.locks import left_builds
 from hfpatch.profiling.timeline import size
 
@@ -134,8 +135,6 @@ def _torch_facts() -> dict:
 
 def _limits() -> dict:
     """Host memory, the container's share of it, locked memory, shared memory, disk."""
-    from hfpatch.memory.free import host_free, host_limit
-
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
@@ -146,7 +145,7 @@ def _limits() -> dict:
         "locked_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "shared_memory_bytes": shared,
         "disk_free_bytes": shutil.disk_usage(".").free,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cores(),
     }
 
 

@@ -104,8 +104,25 @@ def gpu_free(device=None) -> int | None:
     if not torch.cuda.is_available():
         return None
     (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    own = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return max(0, min(free, own - reserved)) + reserved - torch.cuda.memory_allocated(device)
+    return max(0, min(free, _share(total, device) - reserved)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def gpu_limit(device=None) -> int:
+    """Bytes of a CUDA device that this process may use at all: the device's, or the share of it that the process set itself."""
+    import torch
+
+    return _share(torch.cuda.mem_get_info(device)[1], device)
+
+
+def _share(total: int, device) -> int:
+    import torch
+
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own(parameter):

@@ -16,7 +16,7 @@ RANGES = {
     "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None), "max_grad_norm": (0, None),
     "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None), "logging_steps": ([0], None),
     "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
-    "dataloader_num_workers": (0, 1024), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
+    "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
     "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None),
     "lr_floor": (0, 1), "lr_restarts": (0, None), "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_length": (2, None), "pad_multiple": (1, None),

@@ -62,6 +62,7 @@ class Plan:
     contradicted: bool = False
     sp_size: int = 1
     closed_form: bool = True
+    num_layers: int | None = None
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -126,7 +127,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
-        closed_form=isinstance(run.shape, ModelShape),
+        closed_form=isinstance(run.shape, ModelShape), num_layers=run.shape.num_layers,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from hfpatch.memory.free import gpu_limit
 from hfpatch.memory.hardware import Gpu
 
 
@@ -56,6 +57,6 @@ def measure_this() -> Gpu:
     host = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=True)
     link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
     return Gpu(
-        name=properties.name, memory_bytes=properties.total_memory, peak_flops=matmul, bandwidth=bandwidth, link=link,
+        name=properties.name, memory_bytes=gpu_limit(device), peak_flops=matmul, bandwidth=bandwidth, link=link,
         attention_forward=fwd, attention_backward=bwd, source="measured on this machine", measured=True,
     )  # fmt: skip

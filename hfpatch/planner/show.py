@@ -22,15 +22,15 @@ def table(rows, header) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def policy_text(policy) -> str:
-    """The policy, a Plan's dict or word, in a few words."""
+def policy_text(policy, num_layers: int | None = None) -> str:
+    """The policy, a Plan's dict or word, in a few words. num_layers: of the model, None where that is not known."""
     if not isinstance(policy, dict):
         return str(policy)
     policy = Policy(**policy)
     streamed = ["attention streamed per KV group"] if policy.stream_attention and not policy.by_group else []
     streamed += ["all heads streamed per KV group"] if policy.by_group else []
     streamed += ["dx parked during attention"] if policy.park else []
-    return "; ".join([describe(policy), *streamed])
+    return "; ".join([describe(policy, num_layers), *streamed])
 
 
 def _points(plan) -> list[str]:
@@ -70,7 +70,7 @@ def text(plan) -> str:
         + ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05),
         f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} FLOPs   "
         f"{gib(plan.link_bytes)} over the host link",
-        f"policy          {policy_text(plan.policy)}",
+        f"policy          {policy_text(plan.policy, plan.num_layers)}",
         f"why             {plan.why}",
         f"rates           {plan.rates}",
     ]

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
@@ -30,8 +30,8 @@ class Simulation:
     peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
     was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
     the highest such difference at any moment, which is what counts where gradients leave the device as they come.
-    host_peak_bytes: of the memory the session takes. curve: (bytes on the device) after each event. whole: why layers of a
-    patched model run whole, and how many.
+    host_peak_bytes: of the memory the session takes, none of files'. curve: (bytes on the device) after each event. whole:
+    why layers of a patched model run whole, and how many.
     """
 
     peak_bytes: int
@@ -321,9 +321,12 @@ def simulate(
     steps run and put back afterwards. optimizer: a function from parameters to a torch optimizer, stepped each step.
     labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
     model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
-    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine.
+    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine. Files are
+    not written: blocks of the host stand for them.
     ranks: that share each row of a patched model; seq_len is what this one has of it.
     """
+    files = policy is not None and policy.offload == "disk"
+    policy = replace(policy, offload="host") if files else policy
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", 32)
     generator = torch.Generator().manual_seed(0)
@@ -366,4 +369,5 @@ def simulate(
             gc.collect()
     result = summarize(follower.ledger)
     result.whole = whole
+    result.host_peak_bytes *= not files
     return result

@@ -15,7 +15,7 @@ from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import choose
 from hfpatch.memory.families import FAMILIES
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
-from hfpatch.memory.free import host_free, host_limit
+from hfpatch.memory.free import cores, gpu_limit, host_free, host_limit
 from hfpatch.memory.limits import check_ranges, environment_number
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.sequence import why_not_shared_out
@@ -73,7 +73,7 @@ def _offload_folder(model) -> None:
     if directory is None:
         return
     path = Path(directory).absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
+    there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "which may not be written to" if there.is_dir() else "which is no folder"
         raise ValueError(f"hfpatch: expected a folder for --offload, {there} came, {what}; name another.")
@@ -82,6 +82,12 @@ def _offload_folder(model) -> None:
 def flags(model, data, args) -> None:
     """Flags out of range, and flags that contradict each other. Raises ValueError."""
     check_ranges(vars(model) | vars(data) | vars(args))
+    most = 16 + 4 * cores()
+    if args.dataloader_num_workers > most:
+        raise ValueError(
+            f"hfpatch: --dataloader_num_workers {args.dataloader_num_workers} is as many processes, this one has {cores()} "
+            f"cores; take {most} or fewer."
+        )
     if args.max_steps == 0:
         raise ValueError(
             "hfpatch: expected --max_steps of 1 or more, 0 came; leave it out to train --num_train_epochs."
@@ -331,7 +337,7 @@ def as_adapted(shape: ModelShape, model) -> ModelShape:
 def device_memory(args) -> tuple[int | None, bool]:
     """Bytes of the device that trains (None if unknown), and whether it is a GPU."""
     if args.device.type == "cuda":
-        return torch.cuda.mem_get_info(args.device)[1], True
+        return gpu_limit(args.device), True
     return host_limit(), False
 
 

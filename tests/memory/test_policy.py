@@ -334,3 +334,4 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     for share, left in ((1.0, 66), (0.5, 36), (0.1, 6)):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share)
         assert memory.gpu_free() == left * GiB
+        assert memory.gpu_limit() == share * 80 * GiB

@@ -230,10 +230,15 @@ def test_command_sweep_and_picture(capsys, tmp_path):
     assert cli.main(["plan", "--model", "llama-tiny", "--png", "x.png"]) == 2
 
 
-def test_command_simulates_too(capsys):
+def test_command_simulates_too(capsys, tmp_path):
     assert cli.main(["plan", "--model", "llama-160m", "--seq-len", "16384", "--simulate", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["simulated_beyond_bytes"] == pytest.approx(answer["gpu_bytes"]["activations"], rel=0.03)
+    # Checkpoints in files: none is written, and none counts as host memory.
+    arguments = ["plan", "--model", "llama-tiny", "--seq-len", "1024", "--simulate", "--checkpointing", str(tmp_path)]
+    assert cli.main([*arguments, "--tile", "256", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["policy"]["offload"] == "disk" and not answer["contradicted"] and not any(tmp_path.iterdir())
 
 
 def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
@@ -385,6 +390,7 @@ def test_a_policy_is_said_in_words():
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the host, in"
     )
     assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
+    assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
     found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(every=4))
     assert "keep one input in 4 on the host" in policy_text(found.policy) and "in 4, as asked" in found.why
     assert (

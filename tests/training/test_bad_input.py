@@ -59,6 +59,7 @@ def refused(run_train, monkeypatch):
         ("expected auto, zero3-offload", {"placement": "moon"}),
         ("a byte-level vocabulary needs 260", {"tokenizer": None, "train_tokenizer": 100}),
         ("invalid choice: 'ours'", {"impl": "ours"}),
+        ("--dataloader_num_workers 100000 is as many processes", {"dataloader_num_workers": 100000}),
     ],
 )
 def test_contradictions_and_what_is_missing(refused, words, flags):
