@@ -312,7 +312,7 @@ class Follower(TorchDispatchMode):
 
     def _cost(self, func, args, kwargs) -> None:
         ledger, phase = self.ledger, self.phase
-        flops = kernels_cost.matmul_flops(func, args, kwargs)
+        flops = kernels_cost.matmul_flops(func, args)
         if flops:
             ledger.matmul_flops[phase] = ledger.matmul_flops.get(phase, 0) + flops
         attention = kernels_cost.attention(func, args, kwargs)
@@ -320,9 +320,7 @@ class Follower(TorchDispatchMode):
             kind, flops = attention
             ledger.attention_flops[kind] = ledger.attention_flops.get(kind, 0) + flops
             ledger.attention_calls[kind] = ledger.attention_calls.get(kind, 0) + 1
-        scratch = (
-            kernels_cost.scratch_bytes(func, args, kwargs) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
-        )
+        scratch = kernels_cost.scratch_bytes(func, args) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
         self.transient(scratch, f"{func.__name__} scratch")
 
 

@@ -66,7 +66,7 @@ def attention(func, args, kwargs):
     return kind, flops if kind == "forward" else flops * 5 // 2
 
 
-def matmul_flops(func, args, kwargs) -> int:
+def matmul_flops(func, args) -> int:
     """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
     if packet in (aten.mm, aten.bmm, aten._int_mm):
@@ -116,7 +116,7 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
         return 0
     if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
         return 0
-    if matmul_flops(func, args, kwargs):
+    if matmul_flops(func, args):
         return _wider_sum(func, kwargs)
     storages = {id(x.untyped_storage()) for x in inputs}
     if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
@@ -125,7 +125,7 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     return sum(map(_bytes_of, (*read, *outputs)))
 
 
-def scratch_bytes(func, args, kwargs) -> int:
+def scratch_bytes(func, args) -> int:
     """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
     if func in ATTENTION_BACKWARD:
         q, k = args[1], args[2]

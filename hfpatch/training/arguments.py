@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import sys
+import traceback
 import typing
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -180,12 +181,18 @@ def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
         yield
     except kinds as error:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
-        if isinstance(error, ModuleNotFoundError) or text.startswith("hfpatch: "):
+        if isinstance(error, ModuleNotFoundError) or text.startswith("hfpatch: ") or _passed_through_us(error):
             raise
         kind = (
             "" if isinstance(error, ValueError) else f"transformers does not take these flags, {type(error).__name__}: "
         )
         raise ValueError(f"hfpatch: {kind}{(text.splitlines() or [''])[0]}") from error
+
+
+def _passed_through_us(error: BaseException) -> bool:
+    """Whether hfpatch's own code called what raised, as where Trainer's callback applies it: no flag is to blame for a bug."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.startswith("hfpatch.") and not name.startswith("hfpatch.training.") for name in names)
 
 
 def _take_lengths(parser) -> None:

@@ -143,6 +143,15 @@ def test_what_trainer_refuses_is_a_sentence(flags, words, run_train):  # noqa: F
     assert code == 2 and words in sentences[-1] and "Traceback" not in err
 
 
+def test_a_bug_while_the_model_is_patched_is_no_flags_fault(run_train, monkeypatch):  # noqa: F811
+    def bug(model):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("hfpatch.patch.find_decoder", bug)
+    with pytest.raises(KeyError, match="a bug"):
+        run_train(max_steps=1)
+
+
 @pytest.mark.parametrize("values, words", [
     ({"WORLD_SIZE": "x"}, "1 or more in the environment's WORLD_SIZE, 'x' came"),
     ({"WORLD_SIZE": "0"}, "1 or more in the environment's WORLD_SIZE, '0' came"),

@@ -229,7 +229,7 @@ def test_attention_backward_scratch_and_causal_flops():
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     args = (q.bfloat16(), q.bfloat16(), k.bfloat16(), k.bfloat16(), q.bfloat16(), lse, 0.0, True)
     accumulator, softmax_d, expanded = 4 * q.numel(), 4 * 4 * 1024, 2 * 2 * q.numel()
-    assert kernels_cost.scratch_bytes(op, args, {}) == accumulator + softmax_d + expanded
+    assert kernels_cost.scratch_bytes(op, args) == accumulator + softmax_d + expanded
     assert kernels_cost.attention(op, args, {}) == ("backward", 5 * 4 * 1024 * 1024 * 64)
     full = (*args[:-1], False)
     assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
@@ -237,7 +237,7 @@ def test_attention_backward_scratch_and_causal_flops():
 
 def test_grouped_products_count_every_row_once():
     op = torch.ops.aten._grouped_mm
-    count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)), {})  # noqa: E731
+    count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)))  # noqa: E731
     assert count((96, 16), (4, 16, 8)) == 2 * 96 * 16 * 8  # rows by experts' weights
     assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8  # a weight's gradient: sums over each expert's rows
     assert count((4, 16, 8), (8, 96)) == 2 * 96 * 16 * 8
