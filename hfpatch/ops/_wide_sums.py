@@ -51,7 +51,10 @@ def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
 
 @lru_cache(maxsize=32)
 def exact_there(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device's matmul takes a float32 sum, and adds as float32 does: tried once, on a small product."""
+    """Whether a device's matmul takes a float32 sum, and adds as float32 does: tried once, on a small product.
+
+    torch.OutOfMemoryError where there is no room to find it: the answer stands for the process.
+    """
     M, K, N = 64, 256, 128
     generator = torch.Generator(device).manual_seed(0)
     a_KM, b_KN = (torch.randn(K, n, generator=generator, device=device, dtype=dtype) for n in (M, N))
@@ -59,6 +62,8 @@ def exact_there(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         for first in (True, False):
             into(sum_MN, a_KM.t(), b_KN, first)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, AttributeError):
         return False
     a_MK, b_KN = a_KM.double().t(), b_KN.double()

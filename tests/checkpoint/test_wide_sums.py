@@ -56,3 +56,10 @@ def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
     monkeypatch.setattr(_wide_sums, "into", rounds)
     assert tried(device, torch.bfloat16) is False
     assert not _wide_sums.sums_in_matmul(torch.zeros(2, 2), torch.bfloat16)
+
+    def full(out, a, b, first):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(_wide_sums, "into", full)
+    with pytest.raises(torch.OutOfMemoryError):  # nothing is known of it: not for the life of the process either
+        tried(device, torch.bfloat16)
