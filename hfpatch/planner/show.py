@@ -34,17 +34,14 @@ def policy_text(policy, num_layers: int | None = None) -> str:
 
 
 def _points(plan) -> list[str]:
-    """Of the frontier those that are a hundredth faster than the one before, and the last, marked where it was chosen."""
-    *before, last = plan.frontier
+    """Of the frontier those that are a hundredth faster than the one before, and among them what was chosen."""
     shown = []
-    for point in before:
-        if point["step_seconds"] > 1.01 * last["step_seconds"]:
-            if not shown or point["step_seconds"] < 0.99 * shown[-1]["step_seconds"]:
-                shown.append(point)
-    said = [f"{p['step_seconds']:.1f} s in {gib(p['gpu_peak_bytes'])}" for p in (*shown, last)]
-    chosen = f"{plan.step_seconds:.1f} s in {gib(plan.gpu_peak_bytes)}"
-    marked = [f"{point} (chosen)" if point == chosen else point for point in said]
-    return marked if chosen in said else [*marked, f"{chosen} (chosen)"]
+    for point in plan.frontier:
+        seconds = point["step_seconds"]
+        if abs(seconds / plan.step_seconds - 1) > 0.01 and (not shown or seconds < 0.99 * shown[-1][1]):
+            shown.append((point["gpu_peak_bytes"], seconds, ""))
+    shown.append((plan.gpu_peak_bytes, plan.step_seconds, " (chosen)"))
+    return [f"{seconds:.1f} s in {gib(n)}{chosen}" for n, seconds, chosen in sorted(shown)]
 
 
 def text(plan) -> str:
@@ -84,8 +81,9 @@ def text(plan) -> str:
             f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the model on fake tensors, "
             f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
         )
-    if len(plan.frontier) > 1:
-        lines.append(f"frontier        {', '.join(_points(plan))}")
+    points = _points(plan)
+    if len(points) > 1:
+        lines.append(f"frontier        {', '.join(points)}")
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
             'angles          apply(rope="float64"): so far out, float32 angles are off by more than bf16 rounds'

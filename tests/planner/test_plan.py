@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -382,6 +383,10 @@ def test_frontier_and_least():
     (line,) = (line for line in str(found).splitlines() if line.startswith("frontier"))
     assert line.endswith(f"{found.step_seconds:.1f} s in {found.gpu_peak_bytes / GiB:.1f} GiB (chosen)")
     assert f"{points[0]['step_seconds']:.1f} s" in line and line.count(" s in ") < len(points)
+    roomy = str(plan("llama-3.1-8b", seq_len=32768, gpu="h200", placement="gpu8bit"))
+    (line,) = (line for line in roomy.splitlines() if line.startswith("frontier"))
+    said = [float(word.split(" s in ")[0].split()[-1]) for word in line.split(",")]
+    assert len(said) > 3 and all(a > b for a, b in pairwise(said))  # no step twice, with a little more memory
 
 
 def test_a_policy_is_said_in_words():
