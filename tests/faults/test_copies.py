@@ -68,7 +68,7 @@ REMOVALS = {
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
-    "_Packed.__init__: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
+    "_Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
     "DiskDirectory._write: self.device.synchronize(event)": DISK,
     "DiskDirectory._read: self.device.synchronize(copied)": DISK,
     "_side_stream: device.wait(event, device.side)": PACKED,

@@ -110,8 +110,12 @@ def test_a_short_device_streams_attention_and_shrinks_tiles():
         return step_memory(LLAMA_8B, policy, batch=1, tokens=131072).beyond
 
     plain = chosen()
-    policy = chosen(gpu_free=beyond(plain) - 1, host_free=200 * GiB)
-    assert policy.stream_attention and beyond(policy) < beyond(plain)
+    parked = chosen(
+        gpu_free=beyond(plain) - 1, host_free=200 * GiB
+    )  # dx waits on the host before attention's outputs do
+    streamed = chosen(gpu_free=4 * GiB, host_free=200 * GiB)
+    assert parked.park and streamed.stream_attention and streamed.tile < plain.tile
+    assert beyond(streamed) < beyond(parked) < beyond(plain)
     policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
     assert beyond(policy) <= beyond(chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB))
 
