@@ -259,8 +259,11 @@ def test_plan_is_held_against_measured_rows(tmp_path):
     row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
     expected = plan.planned(row, plan.gpu_row("h100"))
     assert plan.policy_from(row["policy"]) == Policy("host", 1, True, False, 8192) and plan.policy_from("") is None
-    kept = plan.policy_from("gpu every=1 save=1 stream=0 park=1 by_group=1 again=3 tile=8192 plain=2 keep=qkv,mid")
-    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), park=True, by_group=True, again=3)
+    kept = plan.policy_from(
+        "gpu every=1 save=1 stream=0 park=1 by_group=1 again=3 wide=1 loss=1024 tile=8192 plain=2 keep=qkv,mid"
+    )
+    more = {"park": True, "by_group": True, "again": 3, "wide": True, "loss_bytes": 1024}
+    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), **more)
     GiB = common.GiB
     row |= {
         "peak_gib": expected["gpu"] / GiB,
@@ -284,7 +287,12 @@ def test_plan_is_held_against_measured_rows(tmp_path):
 # gpu8bit holds 6.03 bytes a parameter in place of the 4 of a step without optimizer.
 def test_plan_adds_the_optimizer_that_a_placement_brings():
     plan = load("10_plan")
-    row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "policy": "host every=1 save=1 stream=0 tile=8192"}
+    row = {
+        "impl": "hfpatch",
+        "layers": "32",
+        "tokens": "131072",
+        "policy": "host every=1 save=1 stream=0 wide=1 loss=2147483648 tile=8192",
+    }
     without, with_it = (plan.planned(r, plan.gpu_row("h100"))["gpu"] for r in (row, row | {"placement": "gpu8bit"}))
     parameters = ModelShape.from_config(preset_config("llama-3.1-8b")).parameters
     assert with_it - without == pytest.approx((2 + 2 * 4 / 256) * parameters, rel=1e-6)

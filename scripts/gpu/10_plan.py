@@ -17,7 +17,7 @@ import common
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS, gpu_row
-from hfpatch.memory.policy import Policy
+from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import step_time
 from hfpatch.planner.placements import Resident, resident
@@ -35,13 +35,15 @@ SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*"
 def policy_from(text: str) -> Policy | None:
     """The Policy that step.policy_of wrote, or None."""
     pattern = r"(\w+) every=(\d+) save=(\d) stream=(\d)(?: park=(\d))?(?: by_group=(\d))?(?: again=(\d+))?"
+    pattern += r"(?: wide=(\d) loss=(\d+))?"
     pattern += r" tile=(\d+)(?: plain=(\d+) keep=([\w,]*))?"
     found = re.fullmatch(pattern, text or "")
     if not found:
         return None
-    offload, every, save, stream, park, by_group, again, tile, plain, keep = found.groups()
+    offload, every, save, stream, park, by_group, again, wide, loss, tile, plain, keep = found.groups()
     kept = {"plain": int(plain or 0), "keep": tuple(filter(None, (keep or "").split(",")))}
     kept |= {"park": park == "1", "by_group": by_group == "1", "again": int(again or 0)}
+    kept |= {"wide": wide == "1", "loss_bytes": int(loss or LOSS_WORKSPACE)}
     return Policy(offload, int(every), save == "1", stream == "1", int(tile), **kept)
 
 

@@ -210,7 +210,7 @@ def policy_of(model) -> str:
         if session is not None and session.policies:
             p = list(session.policies.values())[-1]
             flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} park={int(p.park)}"
-            flags += f" by_group={int(p.by_group)} again={p.again}"
+            flags += f" by_group={int(p.by_group)} again={p.again} wide={int(p.wide)} loss={p.loss_bytes}"
             return f"{p.offload} every={p.every} {flags} tile={p.tile} plain={p.plain} keep={','.join(p.keep)}"
     return ""
 
