@@ -277,6 +277,7 @@ def _at(config: dict, run: Run, names: list, seq_len: int) -> Plan:
     slow = counted.carries_states and run.seq_len > 4 * tile
     memory, flops, whole = _stretched(step, run.seq_len, tile) if slow else step(run.seq_len)
     why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
+    why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
     why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)

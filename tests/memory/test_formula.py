@@ -30,8 +30,9 @@ KEEPS = (
 )
 SOME = (
     Policy("host", again=1),
-    Policy("host", again=2, stream_attention=True),
-)  # attention outputs of the first layers alone
+    Policy("host", again=2, stream_attention=True),  # attention outputs of the first layers alone
+    Policy("host", wide=True, loss_bytes=2 << 30),
+)
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (
     Policy("host"), Policy("host", save_attention=False), Policy("gpu"), Policy("host", stream_attention=True),
