@@ -260,11 +260,13 @@ class LayerCall(Kept):
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
         weights = WeightGradients(self.then, several=several)
         self.ask.adds_up(weights.adding if several else None)
-        with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
-            run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
-            dx = run(dy_BTD, private, need_x, weights, retain)
-            weights.round()
-        self.ask.adds_up(None)
+        try:
+            with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
+                run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
+                dx = run(dy_BTD, private, need_x, weights, retain)
+                weights.round()
+        finally:  # also where memory ran out: the graph may outlive that, and would keep the sums
+            self.ask.adds_up(None)
         if not retain:
             self.release()
         self.out_buffers = None

@@ -1,6 +1,9 @@
 """Weight gradients over several tiles that add up in float32 in their matmuls, as a device that can does it; here plain torch
 stands for its kernel."""
 
+import gc
+import weakref
+
 import pytest
 import tiny
 import torch
@@ -63,3 +66,19 @@ def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
     monkeypatch.setattr(_wide_sums, "into", full)
     with pytest.raises(torch.OutOfMemoryError):  # nothing is known of it: not for the life of the process either
         tried(device, torch.bfloat16)
+
+
+def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
+    """They are float32, and the loss that a caller still holds would keep them through the step that is tried again."""
+    monkeypatch.setattr(weights, "into", in_float32)
+    monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype: dtype == torch.bfloat16)
+    model = tiny.llama().to(torch.bfloat16)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=4, plain=0), verdict=False)
+    ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids, labels=ids).loss
+    made = []
+    monkeypatch.setattr(weights.WeightGradients, "round", lambda self: made.append(weakref.ref(self)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    gc.collect()
+    assert made and made[0]() is None
