@@ -61,7 +61,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 _NUMBERS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), (0, [1])),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), (0, None)),
-    "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (1, None),
+    "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (0, None),
 }  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")  # theirs, or by kind of layer
 

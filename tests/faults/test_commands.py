@@ -76,7 +76,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan --model @/theta.json": "rope_theta must be a number of more than 0, 'x' came",
         "plan --model @/shared.json": "a multiple of num_key_value_heads, 4 and 3 came",
         "plan --model @/word.json": "num_hidden_layers must be a whole number of at least 1, '2' came",
-        "plan --model @/window.json": "sliding_window must be a number of 1 or more, 'x' came",
+        "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
         "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": "a llama config.json (KeyError: 'nope')",
         f"{plan} --sweep 8k --png @": "expected a file, a folder came at",

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from hfpatch.memory.families import FAMILIES
+from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.presets import MODELS, find_preset, preset_config
 from hfpatch.memory.shape import ModelShape, UnknownFamily
 
@@ -92,6 +93,15 @@ def test_what_a_config_leaves_out_is_what_its_class_assumes(kind):
 def test_real_sizes_of_latent_attention_and_experts():
     for kind, layers in (("deepseek_v3", 4), ("gpt_oss", 2), ("qwen3_moe", 2), ("gemma3_text", 6)):
         check(*built(kind, json.dumps({"num_hidden_layers": layers, "pad_token_id": None})))
+
+
+def test_a_window_of_no_tokens_is_none():
+    """As the config of Qwen2-MoE says it, and as it is saved."""
+    from transformers import AutoConfig
+
+    values = AutoConfig.for_model("qwen2_moe").to_dict()
+    assert values["sliding_window"] == 0
+    check_sizes({name: value for name, value in values.items() if not isinstance(value, list)}.get)
 
 
 def test_models_without_closed_forms_are_refused_with_a_way_out():
