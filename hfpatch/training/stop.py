@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,19 @@ class StopCleanly(TrainerCallback):
         self.time_limit, self.signal = time_limit * 60, 0
         self._heard, self._before, self._began = 0, {}, 0.0
         self._launcher = launcher()
+        self._begun = threading.Event()
+        if self._launcher:
+            threading.Thread(target=self._until_training, daemon=True).start()
+
+    def _until_training(self):
+        """Ends the process where its launcher goes before the first step: a rank that waits for others would for half an hour."""
+        while not self._begun.wait(1.0):
+            if os.getppid() != self._launcher:
+                os.write(
+                    2,
+                    b"hfpatch: expected the launcher until training begins, it is gone; launch again, nothing is lost.\n",
+                )
+                os._exit(1)
 
     @property
     def code(self) -> int:
@@ -34,6 +48,7 @@ class StopCleanly(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
+        self._begun.set()
 
         def note(number, frame):
             self._heard = number
