@@ -239,7 +239,7 @@ class Search:
         def priced(several):
             asked = self.settings.keep != "auto"
             bases = (base for base in self.bases(several) if asked or not base.keep)
-            ways = [way for base in bases for way in (base, *self.streamed(base), *self.wide(base))]
+            ways = [way for base in bases for way in (base, *self.streamed(base))]
             return [self.price(self._within_host(replace(way, plain=self.plains()[0]), budget)) for way in ways]
 
         every, several = priced(several=False), ()
@@ -252,7 +252,7 @@ class Search:
         # Attention twice is dear, and saves nothing that counts.
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
-        return min((o for o in found if o.device <= 1.02 * fewest), key=lambda o: (o.seconds, o.device))
+        return min((o for o in found if o.device <= 1.001 * fewest), key=lambda o: (o.seconds, o.device))
 
 
 def _intervals(num_layers: int) -> list[int]:

@@ -109,7 +109,7 @@ class _Sizes:
         self.head = shape.trained_head * s
         self.g = shape.trained_itemsize(s)  # bytes of an element of a gradient
         self.first = shape.trained_of(0) * self.g
-        self.body = shape.over(shape.trained_of) * self.g
+        self.body = shape.trained_body * self.g
         self.gradients = shape.trained_parameters * self.g
         # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
         self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s

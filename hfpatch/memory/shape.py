@@ -362,16 +362,30 @@ class ModelShape:
     # -- what is trained, and bytes -------------------------------------------------------------------------------------
     def trained_before(self, layer: int) -> int:
         """Trained parameters of a layer that act before its attention, its first norm included."""
-        if self.adapters is None:
-            return self.layer_parameters_of(layer) - self.trained_after(layer)
-        before = {n: size for n, size in attention_linears(self).items() if n != "o_proj"}
-        return self.adapters.over(before)
+        return self._trained[self.is_sparse(layer)][0]
 
     def trained_after(self, layer: int) -> int:
         """Trained parameters of a layer that act on the attention's output and behind it."""
-        if self.adapters is None:
-            return self.mlp_parameters_of(layer) + self.o_weights + self.hidden_size
-        return self.adapters.over({"o_proj": attention_linears(self)["o_proj"]} | mlp_linears(self, layer))
+        return self._trained[self.is_sparse(layer)][1]
+
+    @cached_property
+    def _trained(self) -> dict[bool, tuple[int, int]]:
+        """Both, by whether the layer is sparse: a search for a policy asks thousands of times."""
+        found, linears = {}, attention_linears(self)
+        for i in self.kinds:
+            if self.adapters is None:
+                after = self.mlp_parameters_of(i) + self.o_weights + self.hidden_size
+                before = self.layer_parameters_of(i) - after
+            else:
+                after = self.adapters.over({"o_proj": linears["o_proj"]} | mlp_linears(self, i))
+                before = self.adapters.over({n: size for n, size in linears.items() if n != "o_proj"})
+            found[self.is_sparse(i)] = before, after
+        return found
+
+    @cached_property
+    def trained_body(self) -> int:
+        """Trained parameters of all layers."""
+        return self.over(self.trained_of)
 
     def trained_of(self, layer: int) -> int:
         """Trained parameters of one layer."""
@@ -385,7 +399,7 @@ class ModelShape:
     @cached_property
     def trained_parameters(self) -> int:
         """All of them."""
-        return self.over(self.trained_of) if self.adapters else self.parameters
+        return self.trained_body if self.adapters else self.parameters
 
     def trained_itemsize(self, itemsize: int) -> int:
         """Bytes of an element of what is trained, in a model whose own elements have `itemsize`."""
