@@ -121,9 +121,9 @@ class AsThen:
             raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
 
     def ran(self) -> None:
-        """After the forward: buffers that it writes to itself it will write to again."""
+        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again."""
         for place in self.places:
-            if place.buffer and place.tensor is not None and version(place.tensor) != place.version:
+            if place.tensor is not None and version(place.tensor) != place.version:
                 place.version = None
 
 

@@ -59,8 +59,9 @@ def test_float64_angles_are_asked_of_apply():
     assert apply_options(ModelArguments(rope_float64=True))["rope"] == "float64"
     assert apply_options(ModelArguments())["rope"] is True
     with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
-        checks.flags(ModelArguments(preset="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True),
-                     DataArguments(data=["a"]), SimpleNamespace(max_steps=1, use_liger_kernel=False))  # fmt: skip
+        args = SimpleNamespace(max_steps=1, use_liger_kernel=False, dataloader_num_workers=0)
+        model = ModelArguments(preset="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True)
+        checks.flags(model, DataArguments(data=["a"]), args)
 
 
 def test_heads_that_do_not_go_evenly_are_refused_early():
