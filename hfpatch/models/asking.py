@@ -48,9 +48,8 @@ class _Here(threading.local):
     batch: Batch | None = None  # what the mask function describes
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
-    positions: Tensor | None = (
-        None  # what its caller said: some models drop positions before their layers (Mamba, Bloom)
-    )
+    # What its caller said: some models drop positions before their layers (Mamba, Bloom).
+    positions: Tensor | None = None
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
     target: tuple | None = (
         None  # the model that is asked for a loss, its labels, whether they are to be shifted, their count

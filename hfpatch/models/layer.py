@@ -115,9 +115,8 @@ class Ask:
         """
         if not self.n_calls:
             return []
-        wanted = (
-            self.arguments.wanted()
-        )  # an argument's gradient may read any value, and goes to the tile's stand-in for it
+        # An argument's gradient may read any value, and goes to the tile's stand-in for it.
+        wanted = self.arguments.wanted()
         dead = dead and not wanted
         nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
         run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)

@@ -31,12 +31,16 @@ class StopCleanly(TrainerCallback):
     def _until_training(self):
         """Ends the process where its launcher goes before the first step: a rank that waits for others would for half an hour."""
         while not self._begun.wait(1.0):
-            if os.getppid() != self._launcher:
+            if self._orphaned:
                 os.write(
                     2,
                     b"hfpatch: expected the launcher until training begins, it is gone; launch again, nothing is lost.\n",
                 )
                 os._exit(1)
+
+    @property
+    def _orphaned(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
 
     @property
     def code(self) -> int:
@@ -63,7 +67,7 @@ class StopCleanly(TrainerCallback):
                 signal.signal(number, note)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._launcher and os.getppid() != self._launcher:
+        if self._orphaned:
             self._heard = self._heard or signal.SIGTERM
         late = bool(self.time_limit) and time.monotonic() - self._began > self.time_limit
         heard, late = self._agree(args, int(self._heard), int(late))
