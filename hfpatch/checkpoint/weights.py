@@ -22,6 +22,7 @@ from hfpatch.compat import (
     parameters_of,
     storage_of,
     version,
+    versions,
     ways_of,
 )
 from hfpatch.ops._wide_sums import into, sums_in_matmul
@@ -29,6 +30,7 @@ from hfpatch.ops._wide_sums import into, sums_in_matmul
 STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
 _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
+_NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
 
 
 class Place:
@@ -92,7 +94,8 @@ class AsThen:
         found, self.ways, self.merged = {}, ways_of(modules), merged_into(modules)
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
-            plain = [n for n in values if n not in _OF_ALL and isinstance(values[n], Tensor) and not values[n].is_leaf]
+            odd = [n for n in values if n not in _OF_ALL and values[n].__class__ not in _NO_TENSORS]
+            plain = [n for n in odd if isinstance(values[n], Tensor) and not values[n].is_leaf]
             for name in (*own, *buffers, *plain):
                 table = own if name in own else buffers if name in buffers else values
                 tensor = table[name]
@@ -122,8 +125,9 @@ class AsThen:
 
     def ran(self) -> None:
         """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again."""
-        for place in self.places:
-            if place.tensor is not None and version(place.tensor) != place.version:
+        places = [p for p in self.places if p.tensor is not None]
+        for place, now in zip(places, versions([p.tensor for p in places]), strict=True):
+            if now != place.version:
                 place.version = None
 
 

@@ -84,4 +84,5 @@ from hfpatch.compat.tensors import (
     storage_of,
     transforming,
     version,
+    versions,
 )

@@ -60,7 +60,8 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
         for child in children.values():
             if child is not None and child not in found:
                 found[child] = None
-                below = modules_of(child)
+                own = child.__dict__
+                below = own["_modules"] if "_modules" in own else modules_of(child)
                 if below:
                     walk(below)
 

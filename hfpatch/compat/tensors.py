@@ -66,6 +66,14 @@ def version(x: Tensor) -> int:
         return 0
 
 
+def versions(tensors: list[Tensor]) -> list[int]:
+    """`version` of each; one call where all of them count."""
+    try:
+        return [x._version for x in tensors]
+    except (AttributeError, RuntimeError):
+        return [version(x) for x in tensors]
+
+
 def storage_of(x: Tensor) -> int | None:
     """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another library's class)."""
     try:
