@@ -4,6 +4,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hfpatch.compat import pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
@@ -37,6 +39,18 @@ class _Counting:
         x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         self.independent &= bool(torch.isfinite(x).all())
         return torch.full_like(x, self.value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout hands on what it gets, so that it is no difference between two runs."""
+
+    DROPOUTS = (F.dropout, F.dropout1d, F.alpha_dropout)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
 
 
 class _Captured(Exception):
@@ -73,7 +87,7 @@ def ask(stack: nn.Module, layer: nn.Module) -> Answers:
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> Answers:
     """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers go on as if it was not asked."""
-    with torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else []):
+    with torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else []), _NoDropout():
         try:
             return _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except NotStopped as error:

@@ -146,6 +146,17 @@ def test_an_adapter_that_reads_the_output_keeps_it():
     assert all(torch.allclose(ours[n], theirs[n], rtol=1e-4, atol=1e-6) for n in theirs)
 
 
+def test_dropout_is_no_mixing_of_tokens():
+    """Of a layer that is asked itself, in training, as where no small instance can be built: told by runs that are compared."""
+    found = []
+    for p in (0.0, 0.3):
+        model = adapted(tiny.llama(), lora_dropout=p)
+        hfpatch.apply(model, checkpointing=tiny.TILED, verdict=False)
+        gradients(model)
+        found.append(model.base_model.model.model.layers[0]._hfpatch_answers)
+    assert found[0] == found[1] and found[0].reason is None and found[0].block
+
+
 def test_preparation_freezes_and_no_more(quantised):
     """PEFT's widens what is not quantised; ours leaves it, and takes PEFT's back without a loss."""
     model = copy.deepcopy(quantised)
