@@ -199,7 +199,7 @@ def test_pip_leaves_a_cuda_build_of_torch_alone(wheel, tmp_path):
         (tmp_path / f"{name}.zip").rename(tmp_path / f"{name}-{version}-py3-none-any.whl")
     (tmp_path / "keep").write_text("torch==2.11.0+cu130\n")  # what scripts/env.sh writes
 
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment = {n: value for n, value in os.environ.items() if not n.startswith(("PIP_", "PYTHONPATH"))}
     environment["PIP_CONFIG_FILE"] = os.devnull  # what this machine adds to every index
 
     def installed(*arguments):
