@@ -81,6 +81,10 @@ while True:
             sys.exit(2)
         time.sleep(1)
 WAIT
+    if [ "$rank" -gt 0 ]; then
+        echo "hfpatch: machine $rank meets machine 0 at $address:$port; if nothing follows, look whether it runs there and" \
+            "whether a firewall closes the port." >&2
+    fi
 fi
 echo "${command[*]}"
 [ "${DRY_RUN:-0}" = 1 ] && exit 0

@@ -105,6 +105,9 @@ def test_autograd_names(monkeypatch):
     with monkeypatch.context() as patch:  # torch's own functions need it
         patch.delattr(torch._C, "_are_functorch_transforms_active")
         assert not compat.transforming()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.autograd.forward_ad, "_current_level")
+        assert not compat.forward_mode()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert compat.holders(x) == (sys.maxsize, sys.maxsize)
     from hfpatch.checkpoint.privacy import holders, is_private

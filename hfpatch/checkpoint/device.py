@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -36,6 +36,23 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads that end with the main one: what still trains in another then does their work itself."""
+
+    def submit(self, function, *args) -> Future:
+        try:
+            return super().submit(function, *args)
+        except RuntimeError as error:
+            if "cannot schedule" not in str(error):  # then the job has not been queued
+                raise
+        done = Future()
+        try:
+            done.set_result(function(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 class Device:
@@ -91,7 +108,7 @@ class Device:
 
     def threads(self, count: int, name: str):
         """Threads for files."""
-        return ThreadPoolExecutor(count, name)
+        return Threads(count, name)
 
 
 class CudaDevice(Device):
@@ -136,7 +153,7 @@ class CudaDevice(Device):
 
     def threads(self, count: int, name: str):
         # A thread starts with the first device: waiting for an event there would make a context on it.
-        return ThreadPoolExecutor(count, name, torch.cuda.set_device, (self.device,))
+        return Threads(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
         return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(

@@ -152,6 +152,10 @@ class _Packed:
         for piece in self.pieces:  # only now: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)
 
+    def blocks(self) -> set[int]:
+        """What tells the blocks apart that its tensors lie in."""
+        return {id(saved) for saved, *_ in self.requests}
+
     def trained_by_now(self) -> str | None:
         """A parameter that was frozen and is not any more."""
         return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
@@ -209,8 +213,9 @@ class StreamedWeights:
                 if _same(packed.tables, _noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
-                for index, other in list(self.packed.items()):  # and those that borrow of its block
-                    if any(saved is packed.saved for saved, *_ in other.requests):
+                blocks = packed.blocks()
+                for index, other in list(self.packed.items()):  # and those that lend it a tensor, or borrow one of it
+                    if blocks & other.blocks():
                         del self.packed[index]
             if is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
@@ -287,15 +292,15 @@ class StreamedWeights:
 
     def again(self, layer: nn.Module, then: nn.Module | None):
         """The same in backward. then: whose turn it is next."""
-        return self._again(layer._hfpatch_index, then) if self.on else nullcontext()
+        return self._again(layer, then) if self.on else nullcontext()
 
     @contextmanager
-    def _again(self, index: int, then: nn.Module | None):
+    def _again(self, layer: nn.Module, then: nn.Module | None):
         with self.lock:
-            packed = self.packed.get(index)
-            if packed is not None and packed.given_others():
-                raise edited(f"a weight of a {packed.kind}", REPLACED)
-            with self._on_device(index, None if then is None else then._hfpatch_index):
+            packed = self.packed.get(layer._hfpatch_index)
+            if self.packed and (packed is None or packed.given_others()):
+                raise edited(f"a weight of a {type(layer).__name__}", REPLACED)
+            with self._on_device(layer._hfpatch_index, None if then is None else then._hfpatch_index):
                 yield
 
     @contextmanager

@@ -9,6 +9,7 @@ from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
 from hfpatch.compat import applying, keeps_graph
 from hfpatch.memory.policy import Policy
+from hfpatch.ops._library import one_gradient
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 
@@ -21,6 +22,7 @@ class _TiledLayer(torch.autograd.Function):
         return tuple(call.forward(x))
 
     @staticmethod
+    @one_gradient
     def backward(ctx, dy, *dextras):
         if torch.is_grad_enabled():
             raise RuntimeError(

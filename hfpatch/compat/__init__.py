@@ -67,6 +67,7 @@ from hfpatch.compat.tensors import (
     dump_allocations,
     flash3,
     flex_operators,
+    forward_mode,
     graph_task,
     has_kernel,
     has_values,

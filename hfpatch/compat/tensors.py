@@ -29,6 +29,11 @@ def transforming() -> bool:
     return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
 
 
+def forward_mode() -> bool:
+    """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False where unknown."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 def graph_task() -> int:
     """Tells one backward pass from another; -1 outside of one, and where unknown."""
     return getattr(torch._C, "_current_graph_task_id", lambda: -1)()

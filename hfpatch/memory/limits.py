@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 # flag: (least, most); None is open. An end in brackets is not included.
 SEED = (0, 2**32 - 1)
+COUNT = (1, 2**20)  # rows a batch, batches a step: more are gathered for hours before anything is computed
 RANGES = {
-    "batch": (1, None), "per_device_train_batch_size": (1, None), "per_device_eval_batch_size": (1, None),
-    "gradient_accumulation_steps": (1, None), "gpus": (1, None), "layers": (1, None), "steps": (1, None),
+    "batch": COUNT, "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
+    "gradient_accumulation_steps": COUNT, "gpus": (1, None), "layers": (1, None), "steps": (1, None),
     "warmup": (0, None), "tokens": (1, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
     "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "weight_decay": (0, None),
     "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None), "max_grad_norm": (0, None),

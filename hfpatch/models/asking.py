@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfpatch.checkpoint.exchange import ExchangedAttention
 from hfpatch.compat import attention_of, autocast_dtype, name_attention
 from hfpatch.models.masks import Batch, Mask, describe
+from hfpatch.ops._library import one_gradient
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
 NAME = "hfpatch"
@@ -260,6 +261,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @one_gradient
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors

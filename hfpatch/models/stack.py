@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.compat import attention_of, name_attention, transforming
+from hfpatch.compat import attention_of, forward_mode, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
@@ -86,9 +86,12 @@ class OurAttention:
             name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
-        if transforming() and torch.is_grad_enabled() and self._differentiated(kwargs.get("inputs_embeds")):
+        forward = forward_mode()  # which operators of ours would lose without a word
+        reverse = transforming() and torch.is_grad_enabled() and self._differentiated(kwargs.get("inputs_embeds"))
+        if forward or reverse:
+            came = "forward-mode differentiation (jvp, dual numbers)" if forward else "a gradient by torch.func"
             raise RuntimeError(
-                "hfpatch: expected torch.autograd's own backward, a gradient by torch.func came; "
+                f"hfpatch: expected torch.autograd's own backward, {came} came; "
                 "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
             )
         given, session = _given(kwargs), self._hfpatch_session

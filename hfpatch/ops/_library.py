@@ -4,6 +4,7 @@ Plain `torch.library.Library` calls, since the `custom_op` wrapper costs more a 
 devices: it takes the Triton kernel for CUDA tensors (and, under TRITON_INTERPRET=1, for CPU tensors), else plain torch.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -90,6 +91,24 @@ def _autograd_impl(op, impl, backward, setup_context):
         return run(keyset, args)
 
     return autograd_impl
+
+
+def one_gradient(backward: Callable) -> Callable:
+    """A backward(ctx, *grads) that refuses a batch of gradients with a sentence, where torch's names a rule that is missing."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        try:
+            return backward(ctx, *grads)
+        except RuntimeError as error:
+            if "Batching rule" not in str(error) and "BatchedTensorImpl" not in str(error):
+                raise
+            raise RuntimeError(
+                "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, vectorize); "
+                "ask for one after the other, or call hfpatch.undo(model) before it."
+            ) from error
+
+    return checked
 
 
 def no_second_derivative(name: str) -> Callable:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
-from hfpatch.ops._library import define, no_second_derivative, wide_dtype
+from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import (
     as_class_weight,
@@ -102,6 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return out.total, out.token_loss_N, out.lse_N, out.best_N
 
     @staticmethod
+    @one_gradient
     def backward(ctx, dtotal, dtoken_N, dlse_N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)

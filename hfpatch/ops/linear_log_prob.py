@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
-from hfpatch.ops._library import define, no_second_derivative, wide_dtype
+from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
 from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
 from hfpatch.ops._linear_ce_shards import VocabShard
@@ -108,6 +108,7 @@ class _LinearLogProb(torch.autograd.Function):
         return log_prob_N, lse_N, stats_3N, best_N
 
     @staticmethod
+    @one_gradient
     def backward(ctx, dlog_prob_N, dlse_N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob")(ctx)

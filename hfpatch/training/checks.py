@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,11 +43,14 @@ def environment() -> None:
     launched = (
         environment_number("LOCAL_RANK", -1, -1) >= 0
     )  # without it this process is alone, whatever the others say
-    environment_number("RANK", 0, 0, ranks - 1 if launched else None)
+    rank = environment_number("RANK", 0, 0, ranks - 1 if launched else None)
     environment_number("LOCAL_WORLD_SIZE", 1, 1)
-    environment_number("MASTER_PORT", 29500, 1, 65535)
+    port = environment_number("MASTER_PORT", 29500, 1, 65535)
     if launched and ranks > 1:
-        _known_host(os.environ.get("MASTER_ADDR", "localhost"))
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        _known_host(address)
+        if rank and not environment_number("LOCAL_RANK", -1, -1):
+            _say_whom_we_wait_for(rank, address, port)
     host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
 
 
@@ -64,6 +68,19 @@ def _known_host(address: str) -> None:
                     f"{HOST_SECONDS} s ({error}); correct it."
                 ) from error
         time.sleep(0.5)
+
+
+def _say_whom_we_wait_for(rank: int, address: str, port: int) -> None:
+    """A sentence on stderr where rank 0 does not answer yet: torch waits for it half an hour without a word."""
+    try:
+        socket.create_connection((address, port), timeout=HOST_SECONDS / 10).close()
+    except OSError as error:
+        print(
+            f"hfpatch: rank {rank} waits for rank 0 at {address}:{port}, which does not answer yet ({error}); if this lasts, "
+            "look whether it runs there and whether a firewall closes the port.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _offload_folder(model) -> None:

@@ -308,6 +308,32 @@ def test_a_weight_of_two_layers_waits_once():
         assert torch.equal(ours(tiny.ids()).logits, patched(other, weights="gpu")(tiny.ids()).logits)
 
 
+def test_other_values_of_a_weight_of_two_layers():
+    """Given by its .data before the one that does not own it runs: that has them, and the owner's backward says so."""
+    model = tiny.llama(num_hidden_layers=3)
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    model = adapted(model)
+    resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model)
+
+    def halve(m, layers):
+        shared = layers[0].mlp.up_proj.base_layer.weight
+        shared.data = shared.data / 2
+
+    for m in (resident, ours):
+        tiny.step(m, tiny.labelled())
+        stack = m.base_model.model.model
+        whole, stack.layers = stack.layers, stack.layers[1:]
+        halve(m, whole)
+        m.found = m(tiny.ids()).logits
+        stack.layers = whole
+    assert torch.equal(resident.found, ours.found)
+    ours.train()
+    hook = whole[1].mlp.register_forward_pre_hook(lambda module, args: hook.remove() or halve(ours, whole))
+    loss = ours(**tiny.labelled()).loss
+    with pytest.raises(RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"):
+        loss.backward()
+
+
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda m: torch.load(saved_in(m), weights_only=False)], ids=["copy", "pickle"]
 )

@@ -60,8 +60,9 @@ def test_two_machines_meet(launcher, tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     outputs = [machine.communicate(timeout=120)[0] for machine in machines]
-    for machine, output in zip(machines, outputs):
+    for rank, (machine, output) in enumerate(zip(machines, outputs)):
         assert machine.returncode == 0, output
+        assert (f"machine 1 meets machine 0 at 127.0.0.1:{port}; " in output) == (rank == 1)
         assert "sum 3 of 2 ['--flag', 'a b']" in output
 
 

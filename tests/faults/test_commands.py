@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "the known models are",
-        f"{plan} --batch 0": "1 or more for --batch, 0 came",
+        f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",
         f"{plan} --gpus -1": "1 or more for --gpus",
         f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
         f"{plan} --tile 0": "a length is tokens",
@@ -102,8 +103,11 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
     model.mkdir()
     (model / "config.json").write_text("{")
     for flags, words in (
-        ({"per_device_train_batch_size": 0}, "1 or more for --per_device_train_batch_size, 0 came"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"per_device_train_batch_size": 0}, "1 or more and 1048576 or less for --per_device_train_batch_size, 0"),
+        (
+            {"gradient_accumulation_steps": 9_999_999_999},
+            "1048576 or less for --gradient_accumulation_steps, 9999999999",
+        ),
         ({"seed": -1}, "0 or more and 4294967295 or less for --seed, -1 came"),
         ({"data_seed": 2**32}, "for --data_seed"),
         ({"time_limit": -1}, "0 or more for --time_limit, -1.0 came"),
@@ -168,6 +172,24 @@ def test_what_stands_in_the_environment_is_checked(values, words, run_train, mon
     monkeypatch.setattr(checks, "HOST_SECONDS", 0)
     code, _, err, folder = run_train(packing=False)
     assert code == 2 and words in err and "Traceback" not in err and not folder.exists()
+
+
+def test_who_waits_for_rank_0_says_so(monkeypatch, capsys):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        for name, value in {
+            "WORLD_SIZE": 4,
+            "RANK": 2,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        for said in (f"hfpatch: rank 2 waits for rank 0 at 127.0.0.1:{port}, which does not answer yet (", ""):
+            checks.environment()
+            assert capsys.readouterr().err.startswith(said) if said else not capsys.readouterr().err
+            server.listen()
 
 
 def test_a_process_without_a_rank_waits_for_nobody(monkeypatch):

@@ -253,3 +253,22 @@ shutil.rmtree({str(tmp_path / "tier")!r})
     noise = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
     assert done.returncode == 0 and not noise
     assert not os.listdir(tmp_path)
+
+
+def test_a_thread_trains_on_when_the_main_one_has_ended(tmp_path):
+    """Python waits for it, as with a stock model, and a pool's threads take no more jobs by then."""
+    program = f"""
+import sys, threading
+sys.path.insert(0, "tests")
+from tests.faults.test_exceptions import assert_same, patched, step
+model = patched("disk", "tiles", {str(tmp_path)!r})
+expected = {{n: g.clone() for n, g in step(model).items()}}
+def train():
+    threading.main_thread().join()
+    assert_same(step(model), expected)
+    print("exact")
+threading.Thread(target=train).start()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    noise = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
+    assert (done.returncode, done.stdout, noise) == (0, "exact\n", [])
