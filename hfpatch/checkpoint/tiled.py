@@ -9,7 +9,7 @@ from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
 from hfpatch.compat import applying, keeps_graph
 from hfpatch.memory.policy import Policy
-from hfpatch.ops._library import one_gradient
+from hfpatch.ops._library import refuse_a_batch
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 
@@ -22,7 +22,6 @@ class _TiledLayer(torch.autograd.Function):
         return tuple(call.forward(x))
 
     @staticmethod
-    @one_gradient
     def backward(ctx, dy, *dextras):
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -35,9 +34,13 @@ class _TiledLayer(torch.autograd.Function):
                 return (None,) * len(ctx.needs_input_grad)
             dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
         call.dextras = dextras
-        held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
-        private = is_private(dy, held, call.private)
-        dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
+        try:
+            held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
+            private = is_private(dy, held, call.private)
+            dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
+        except RuntimeError as error:
+            refuse_a_batch(error)
+            raise
         call.dextras = ()  # the graph, and the call with it, may live as long as the loss
         return None, dx, *grads
 

@@ -94,21 +94,26 @@ def _autograd_impl(op, impl, backward, setup_context):
 
 
 def one_gradient(backward: Callable) -> Callable:
-    """A backward(ctx, *grads) that refuses a batch of gradients with a sentence, where torch's names a rule that is missing."""
+    """A backward(ctx, *grads) that refuses a batch of gradients (refuse_a_batch). Not where it asks who else holds one."""
 
     @functools.wraps(backward)
     def checked(ctx, *grads):
         try:
             return backward(ctx, *grads)
         except RuntimeError as error:
-            if "Batching rule" not in str(error) and "BatchedTensorImpl" not in str(error):
-                raise
-            raise RuntimeError(
-                "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, vectorize); "
-                "ask for one after the other, or call hfpatch.undo(model) before it."
-            ) from error
+            refuse_a_batch(error)
+            raise
 
     return checked
+
+
+def refuse_a_batch(error: RuntimeError) -> None:
+    """RuntimeError with a sentence where a backward failed as it got a batch of gradients: torch names a rule that is missing."""
+    if "Batching rule" in str(error) or "BatchedTensorImpl" in str(error):
+        raise RuntimeError(
+            "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, vectorize); "
+            "ask for one after the other, or call hfpatch.undo(model) before it."
+        ) from error
 
 
 def no_second_derivative(name: str) -> Callable:
