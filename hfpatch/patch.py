@@ -63,9 +63,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _TOO_LATE and kind.__module__.split(".")[0] in ("torch", "deepspeed", "accelerate"):
+                fix = f"call apply() before {_TOO_LATE[kind.__name__]}."
+                asked = getattr(getattr(model, "config", None), "distributed_config", None)
+                if (getattr(asked, "fsdp_size", None) or 1) > 1:  # sharded while it was loaded
+                    fix = "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it after apply()."
                 raise ValueError(
-                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found {type(module).__name__}; "
-                    f"call apply() before {_TOO_LATE[kind.__name__]}."
+                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found {type(module).__name__}; {fix}"
                 )
 
 

@@ -281,7 +281,10 @@ def called_by(trainer: str):
     loss, loop = {"__name__": "transformers.integrations.deepspeed"}, {"__name__": "transformers.trainer"}
     exec("def deepspeed_sp_compute_loss(ask): return ask()", loss)
     exec(f"def loop(self, loss, ask):\n {trainer}", loop)
-    return loop["loop"](SimpleNamespace(args="arguments"), loss["deepspeed_sp_compute_loss"], compat.step_under_ulysses)
+    found = loop["loop"](
+        SimpleNamespace(args="arguments"), loss["deepspeed_sp_compute_loss"], compat.step_under_ulysses
+    )
+    return found and (found[0], getattr(found[1], "args", None))
 
 
 def test_the_step_under_ulysses(monkeypatch):

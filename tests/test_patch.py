@@ -1,6 +1,7 @@
 """apply, undo and the report: what changes, what comes back, what is refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -237,6 +238,8 @@ def test_fully_sharded_refused(one_process, where):
     model = tiny.llama()
     fully_shard(model if where == "root" else model.model.layers[0], mesh=init_device_mesh("cpu", (1,)))
     refused(model, "FSDPLlama", "call apply() before fully_shard()")
+    model.config.distributed_config = SimpleNamespace(fsdp_size=2)  # transformers sharded it while it was loaded
+    refused(model, "FSDPLlama", "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it")
 
 
 def test_liger_refused():

@@ -6,9 +6,11 @@ Names are looked up when they are used: one that is gone costs what needs it, ne
 
 from hfpatch.compat.engines import (
     context_parallel,
+    context_parallel_group,
     deepspeed_config,
     drop_wrapped_forward,
     engine_hook,
+    evaluated_by_trainer,
     forward_before_wrapping,
     gather_as_one,
     hooked_forward,
@@ -18,6 +20,7 @@ from hfpatch.compat.engines import (
     local_part,
     not_for_ddp,
     not_for_deepspeed,
+    parallelism_config,
     plain_construction,
     skips_by_itself,
     step_under_ulysses,

@@ -127,13 +127,37 @@ def context_parallel():
     return None
 
 
+def _accelerator_state():
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return state() if state is not None and getattr(state, "_shared_state", None) else None
+
+
 def deepspeed_config() -> dict:
     """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not at all."""
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    if state is None or not getattr(state, "_shared_state", None):
-        return {}
-    plugin = getattr(state(), "deepspeed_plugin", None)
+    plugin = getattr(_accelerator_state(), "deepspeed_plugin", None)
     return getattr(plugin, "deepspeed_config", None) or {}
+
+
+def parallelism_config():
+    """accelerate's ParallelismConfig of this run, also where `accelerate launch` made it and no TrainingArguments know of it."""
+    return getattr(_accelerator_state(), "parallelism_config", None)
+
+
+def context_parallel_group():
+    """The process group of accelerate's context parallelism, whether or not it is entered now; None where there is none."""
+    mesh = getattr(_accelerator_state(), "device_mesh", None)
+    shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
+    return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
+
+
+def evaluated_by_trainer() -> bool:
+    """Whether the forward that asks is of transformers' own evaluation step, and counts tokens in its loss."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "prediction_step" and frame.f_globals.get("__name__") == "transformers.trainer":
+            return frame.f_locals.get("num_items_in_batch") is not None
+        frame = frame.f_back
+    return False
 
 
 def skips_by_itself(kind: type) -> None:
@@ -152,15 +176,15 @@ def skips_by_itself(kind: type) -> None:
 
 
 def step_under_ulysses():
-    """(batches of the optimizer step under way, Trainer's arguments) where transformers' own loss for Ulysses called the forward
-    that asks; ((), None) where it did and they are not found, None elsewhere."""
+    """(batches of the optimizer step under way, the Trainer) where transformers' own loss for Ulysses called the forward that
+    asks; ((), None) where it did and they are not found, None elsewhere."""
     frame, called = sys._getframe(1) if "deepspeed" in sys.modules else None, False
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith("transformers."):
             called = True
         elif called and module == "transformers.trainer" and "batch_samples" in code.co_varnames:
-            args = getattr(frame.f_locals.get("self"), "args", None)
-            return (frame.f_locals.get("batch_samples", ()), args) if args is not None else ((), None)
+            trainer = frame.f_locals.get("self")
+            return (frame.f_locals.get("batch_samples", ()), trainer) if hasattr(trainer, "args") else ((), None)
         frame = frame.f_back
     return ((), None) if called else None

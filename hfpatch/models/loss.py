@@ -36,6 +36,7 @@ from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parallel import items_of_a_mean_over_rows, sequence_now
 from hfpatch.models.parts import FusedRMSNorm
+from hfpatch.models.shared_rows import evaluated_by_ranks
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
 _lock = threading.Lock()
@@ -235,11 +236,14 @@ class FusedCausalLM:
         kwargs |= zip(self._hfpatch_positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
-        if self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False):
+        labels, scores = kwargs.get("labels"), self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
+        if labels is not None and not torch.compiler.is_compiling():
+            if self.training:
+                self._count_as_one_process(kwargs)
+            elif not torch.is_grad_enabled() and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
+                return out
+        if scores:
             return self._hfpatch_log_probs(kwargs)
-        labels = kwargs.get("labels")
-        if labels is not None and self.training and not torch.compiler.is_compiling():
-            self._count_as_one_process(kwargs)
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
         if torch.compiler.is_compiling():
@@ -265,11 +269,17 @@ class FusedCausalLM:
         step = None if kwargs.get("num_items_in_batch") is not None else step_under_ulysses()
         if step is None:
             return
-        batches, args = step
+        batches, trainer = step
+        ignored = [n for n in ("compute_loss_func", "label_smoother") if getattr(trainer, n, None) is not None]
+        if ignored:
+            self._tell(
+                f"expected the model's own loss under sequence parallelism, {ignored[0]} came, which transformers leaves out "
+                "there; take it away, or share no rows (sp_size=1)."
+            )
         sequence = sequence_now(self.config.get_text_config(), True)
         if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
             kwargs["num_items_in_batch"] = items_of_a_mean_over_rows(
-                sequence, kwargs["shift_labels"], batches, args, kwargs.get("ignore_index", -100)
+                sequence, kwargs["shift_labels"], batches, trainer.args, kwargs.get("ignore_index", -100)
             )
         else:
             self._tell(

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import Sequence
-from hfpatch.compat import context_parallel, deepspeed_config, engine_hook, modules_in, ulysses
+from hfpatch.compat import (
+    context_parallel,
+    context_parallel_group,
+    deepspeed_config,
+    engine_hook,
+    evaluated_by_trainer,
+    modules_in,
+    ulysses,
+)
 from hfpatch.models.asking import here, named
 
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
@@ -40,6 +48,21 @@ def sequence_now(config, training: bool) -> Sequence | None:
     if found is None or dist.get_world_size(found[0]) == 1:
         return None
     return sequence_of(*found)
+
+
+def left_alone_in_evaluation(config) -> Sequence | None:
+    """The ranks that share rows in training but not here: accelerate told Ulysses to leave evaluation's whole, or nobody entered
+    context parallelism for it."""
+    if here.sequence is not None or context_parallel() is not None:
+        return None
+    group, left = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (context_parallel_group(), True)
+    return sequence_of(group) if group is not None and left and dist.get_world_size(group) > 1 else None
+
+
+def parts_of_trainers_evaluation() -> Sequence | None:
+    """The ranks that have a part each of the rows which transformers' Trainer evaluates now; None elsewhere."""
+    found = context_parallel() if here.sequence is None and evaluated_by_trainer() else None
+    return None if found is None or dist.get_world_size(found[0]) == 1 else sequence_of(*found)
 
 
 def summed_gradients(config: dict, size: int) -> None:

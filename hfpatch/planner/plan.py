@@ -268,7 +268,7 @@ def plan(
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
     alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (memory/adapters.py). A model that no closed form describes runs its step on fake tensors,
-    said on stderr; it takes no sp_size, and its longest sequence is found to a thirtieth. Raises ValueError for what is unknown
+    said on stderr, and its longest sequence is found to a thirtieth. Raises ValueError for what is unknown
     or unsupported.
     """
     asked = {
@@ -284,11 +284,6 @@ def plan(
     try:
         run = make_run(model, seq_len=seq_len, **asked)
     except UnknownFamily as error:
-        if sp_size > 1:
-            raise ValueError(
-                f"hfpatch: --sp-size wants a model that closed forms describe, {error.what} came; leave it out and plan one rank's "
-                f"share of the tokens with --seq-len."
-            ) from None
         what = error.what.rstrip(",")
         print(
             f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.", file=sys.stderr

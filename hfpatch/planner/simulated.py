@@ -59,7 +59,8 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Counted:
     """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer and of its
-    embedding, its layers, what is trained, bytes; and whether tokens meet by a state too, which no closed form of ours has."""
+    embedding, its layers, what is trained, bytes; whether tokens meet by a state too, which no closed form of ours has; its heads,
+    and the ranks that share each row."""
 
     parameters: int
     layer_parameters: int
@@ -70,6 +71,9 @@ class Counted:
     carries_states: bool = False
     nbytes: int = 0
     trained_bytes: int = 0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    ranks: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
@@ -81,9 +85,9 @@ class Counted:
         ]
         nbytes = sum(t.numel() * t.element_size() for t in held)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return cls(
-            *sizes, adapters, trained, carries_states(type(find_decoder(model).stack)), nbytes, _trained_bytes(model)
-        )
+        states, heads = carries_states(type(find_decoder(model).stack)), getattr(model.config, "num_attention_heads", 1)
+        keys = getattr(model.config, "num_key_value_heads", None) or heads
+        return cls(*sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys)
 
     def parameter_bytes(self) -> int:
         """Of all of them, with the scales of those that are packed."""
@@ -142,13 +146,15 @@ def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return early, late
 
 
-def _run(model: nn.Module, batch: int, seq_len: int, policy):
+def _run(model: nn.Module, batch: int, seq_len: int, policy, ranks: int = 1):
     """A simulated step of a stock model under a Policy, or under the word for layers that run whole."""
     tiled = isinstance(policy, Policy)
     ready = prepare(model, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
     try:
-        return simulate(ready, batch, seq_len, policy=policy if tiled else None)
+        return simulate(ready, batch, seq_len, policy=policy if tiled else None, ranks=ranks)
     except Exception as error:  # whatever a family's forward makes of such tokens
+        if str(error).startswith("hfpatch: "):
+            raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
             f"hfpatch: expected a causal language model that runs on [{batch}, {seq_len}] tokens, this does not ({reason}); take a "
@@ -169,8 +175,8 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
     model = cut(more)
     gradients = _trained_bytes(model)
     low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
-    found = _run(model, batch, seq_len, policy)
-    less = _run(cut(fewer), batch, seq_len, policy) if times else found
+    found = _run(model, batch, seq_len, policy, counted.ranks)
+    less = _run(cut(fewer), batch, seq_len, policy, counted.ranks) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = _moments(found.ledger, low)
     moments = (
@@ -235,7 +241,11 @@ def simulated_plan(
     built = build(config, adapters=adapters)
     counted = Counted.of(built, _layers(built), adapters)
     run = make_run(model, seq_len=seq_len, shape=counted, **arguments)
-    at = partial(_at, config, run, candidates(placement, run.gpus, bool(adapters)))
+    if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
+        raise ValueError(
+            f"hfpatch: transformers' own steps are simulated over whole rows, --sp-size {run.ranks} came; leave one of them out."
+        )
+    at = partial(_at, config, run, candidates(placement, run.gpus, bool(adapters), run.uneven))
     found = at(seq_len)
     if not max_seq_len:
         return found
@@ -270,7 +280,7 @@ def _longest(at, first: Plan) -> Plan | None:
 
 def _at(config: dict, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
-    run, counted = replace(run, seq_len=seq_len), run.shape
+    run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
     tile = policy.tile if isinstance(policy, Policy) else 4096
     step = partial(_step, config, counted, run.batch, policy=policy)

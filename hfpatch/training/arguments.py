@@ -239,6 +239,12 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     """--sp_size becomes what TrainingArguments take; rows are padded to go evenly over the ranks. Raises ValueError."""
     from hfpatch.training.sequence import parallelism
 
+    if values.get(
+        "label_smoothing_factor"
+    ):  # transformers leaves it out under Ulysses, and shifts labels within a part
+        raise ValueError(
+            f"hfpatch: --label_smoothing_factor needs whole rows, --sp_size {model.sp_size} came too; leave one of them out."
+        )
     engine, engine_values = (config.engine, config.values) if config else (None, {})
     values["parallelism_config"] = parallelism(
         engine, engine_values, size=model.sp_size, attention=model.attn_implementation

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.compat import is_sharded_by_zero3
+from hfpatch.compat import is_sharded_by_zero3, parallelism_config
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import gpu_named
@@ -47,7 +47,7 @@ class Callback(TrainerCallback):
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._go_first()
-        if getattr(args, "parallelism_config", None) is not None:
+        if _parallelism(args) is not None:
             from transformers import Trainer
 
             from hfpatch.training.sequence import evaluate_together, share_rows
@@ -75,7 +75,7 @@ class Callback(TrainerCallback):
                 "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
                 "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
             )
-        sizes = vars(getattr(args, "parallelism_config", None) or object).get
+        sizes = vars(_parallelism(args) or object).get
         self._ranks = args.world_size // (sizes("tp_size") or 1)
         self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks that have a part each of a row
         try:
@@ -151,6 +151,11 @@ class Callback(TrainerCallback):
         if handler is not None:
             # A new list: the old one is being walked through.
             handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
+
+
+def _parallelism(args):
+    """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there is none."""
+    return getattr(args, "parallelism_config", None) or parallelism_config()
 
 
 def _caller(kind: type):

@@ -1,15 +1,14 @@
 """Ranks that share each row (`--sp_size`): the engine's settings, rows dealt out over the ranks, evaluation over all of them."""
 
 import accelerate
-import torch
 import torch.distributed as dist
 
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
 from hfpatch.memory.limits import environment_number
-from hfpatch.models.parallel import sequence_of, sharded, summed_gradients
+from hfpatch.models.parallel import sequence_of, summed_gradients
+from hfpatch.models.shared_rows import evaluation_loss, of_all_ranks, part_of
 from hfpatch.models.stack import OurAttention
-from hfpatch.training.positions import IGNORE
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
@@ -36,30 +35,6 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
     return accelerate.ParallelismConfig(
         sp_backend="deepspeed", sp_size=size, dp_shard_size=world // size, sp_handler=handler
     )
-
-
-def part_of(sequence: Sequence, batch: dict) -> dict:
-    """This rank's tokens of whole rows [B, T]; labels are shifted first, for the next token may lie with another rank."""
-    batch, T = dict(batch), batch["input_ids"].shape[1]
-    if T % sequence.size:
-        raise ValueError(
-            f"hfpatch: expected rows whose tokens go evenly over {sequence.size} ranks, {T} came; pad them, "
-            f"--pad_multiple {sequence.size}."
-        )
-    batch.setdefault("position_ids", torch.arange(T).expand(batch["input_ids"].shape[0], -1))
-    labels = batch.pop("labels")
-    batch["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
-    mine = lambda x: sequence.dealt(x)[sequence.rank].contiguous()  # noqa: E731
-    return {name: mine(x) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-
-
-def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
-    """The batches that the ranks of a group hold, in order: each has rows of its own."""
-    found = [None] * sequence.size
-    dist.all_gather_object(
-        found, {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in batch.items()}, sequence.group
-    )
-    return found
 
 
 class SharedRows:
@@ -134,23 +109,3 @@ def evaluate_together(trainer) -> None:
 def shares_rows(model) -> bool:
     """Whether attention of a model can be exchanged between ranks in evaluation too."""
     return any(isinstance(module, OurAttention) for module in model.modules())
-
-
-def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> torch.Tensor:
-    """The mean loss of this rank's own rows, each rank's in turn computed by all of them; nan where no label is."""
-    mine = None
-    for rank, batch in enumerate(of_all_ranks(sequence, inputs)):
-        count = (batch["labels"][:, 1:] != IGNORE).sum().to(device)
-        part = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in part_of(sequence, batch).items()}
-        with torch.no_grad(), sharded(sequence):
-            loss = model(
-                **part,
-                labels=part["shift_labels"],
-                num_items_in_batch=count.clamp_min(1),
-                skip_logits=True,
-                use_cache=False,
-            ).loss.detach()
-        dist.all_reduce(loss, group=sequence.group)
-        if rank == sequence.rank:
-            mine = torch.where(count > 0, loss, torch.nan)
-    return mine

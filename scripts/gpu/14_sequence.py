@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hfpatch
 from hfpatch.models.parallel import sequence_of, sharded
-from hfpatch.training.sequence import part_of
+from hfpatch.models.shared_rows import part_of
 
 WORDS = """
 Each row is one sequence over all GPUs: a rank has its part of the tokens, attention exchanges heads for tokens. A step is forward,

@@ -179,14 +179,38 @@ def family(ranks: Ranks, name: str) -> float:
         return worst(ranks.run(model, given, "sharded"), wanted)
 
 
-def evaluation(ranks: Ranks) -> float:
-    """accelerate evaluates whole rows on every rank, a row of its own each."""
+def evaluation(ranks: Ranks) -> list[float]:
+    """A row of its own each, of a length of its own that does not go evenly over the ranks, the last without a label: whole on
+    each rank where its logits are wanted, shared by all where the loss alone is (over what is to be counted, too)."""
     base = tiny.llama(dtype=torch.float64)
-    ours = tiny.patched(tiny.with_exact_norms(base)).eval()
-    given = {n: x for n, x in batch("plain", 1).items() if n != "shift_labels"}
-    given["input_ids"] = tiny.ids(1, T, seed=3 + ranks.rank)
+    ours, stock = tiny.patched(tiny.with_exact_norms(base)).eval(), with_own_attention(tiny.exact(base).eval())
+    ids = tiny.ids(1, T - 1 - ranks.rank, seed=3 + ranks.rank)
+    given, last = {"input_ids": ids, "labels": ids}, ranks.rank == ranks.size - 1
+    unlabelled = {"input_ids": ids, "labels": torch.full_like(ids, -100) if last else ids}
     with torch.no_grad():
-        return (ours(**given).loss - with_own_attention(tiny.exact(base).eval())(**given).loss).abs().item()
+        wanted, found = stock(**given), ours(**given)
+        errors, n = [found.loss - wanted.loss, (found.logits - wanted.logits).abs().max()], ids.shape[1] - 1
+        errors.append(ours(**given, skip_logits=True).loss - wanted.loss)
+        errors.append(ours(**given, skip_logits=True, num_items_in_batch=torch.tensor(5)).loss - wanted.loss * n / 5)
+        one = ours(**unlabelled, skip_logits=True).loss
+        errors.append(one - wanted.loss if not last else 1 - one.isnan().double())
+    return [error.abs().item() for error in errors]
+
+
+def scores(ranks: Ranks) -> float:
+    """TRL's fused head in evaluation: every field of this rank's tokens, which the ranks computed between them."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    stock = tiny.llama(num_hidden_layers=1)
+    ours = tiny.patched(stock)
+    for model in (ours.eval(), with_own_attention(stock.eval())):
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    ids = tiny.ids(2, T - 1 - ranks.rank, seed=3 + ranks.rank)
+    labels = torch.where(ids % 3 == 0, -100, ids)
+    with torch.no_grad():
+        found, wanted = (m(input_ids=ids, labels=labels, fused_lm_head=True) for m in (ours, stock))
+    assert found.keys() == wanted.keys() and all(found[n].shape == x.shape for n, x in wanted.items())
+    return max((found[n].double() - x.double()).abs().max().item() for n, x in wanted.items())
 
 
 def refusals(ranks: Ranks) -> list[str]:
@@ -276,7 +300,8 @@ def main(chosen: str, folder: str) -> None:
                         more = {"contract": contract, "heads": heads, "kind": kind, "B": 1 + i % 2, **settings}
                         cases[repr(more)] = more
     found = {name: case(ranks, **settings) for name, settings in cases.items()}
-    calls = len(exchanged)
+    calls, evaluated = len(exchanged), evaluation(ranks)
+    shared = len(exchanged) - calls
     names = families.TILED if chosen == "all" else SHORT_FAMILIES
     for name in names:
         found[name] = family(ranks, name)
@@ -285,7 +310,8 @@ def main(chosen: str, folder: str) -> None:
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
     least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu"))
     common.report(
-        folder, worst=found, calls=calls, said=said, evaluation=evaluation(ranks), backend=backend, least=least,
+        folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared, scores=scores(ranks), backend=backend,
+        least=least,
         hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
     )  # fmt: skip

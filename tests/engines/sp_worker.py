@@ -59,14 +59,14 @@ def main(engine: str, folder: str) -> None:
 
     def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, **extra):
         model = common.make_model()
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), eval_logits=False)
         model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
         extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}
         return common.train(model, out / where, batch=1, kinds=kinds, **extra)
 
     whole = run("whole")
     train_calls, tokens = len(exchanged), sorted(seen)
-    stock_evaluation = whole.evaluate(rows[:4])["eval_loss"]
+    evaluation, eval_calls = [whole.evaluate(rows[:4])["eval_loss"]], [len(exchanged) - train_calls]
     whole.save_model(str(out / "final"))
 
     # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's Trainer, and transformers' own with
@@ -77,7 +77,6 @@ def main(engine: str, folder: str) -> None:
         run("resumed", (TrainArguments, ours.Trainer), eval_positions=0, lr_scheduler_type="linear", **more),
         run("called", (TrainingArguments, called), **more),
     ]
-    evaluation, eval_calls = [stock_evaluation], []
     for trainer in resumed:
         before = len(exchanged)
         evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import compat
-from hfpatch.models import parallel, stack
+from hfpatch.models import loss, parallel, stack
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -115,3 +115,14 @@ def test_a_mean_over_rows_becomes_one_over_tokens(monkeypatch):
                 )
                 mean += sums[pair, row, rank] / items * n / of_row.sum() / 4
     assert mean.item() == pytest.approx((sums.sum() / labels.sum()).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
+def test_a_loss_that_transformers_leaves_out_is_said(name, monkeypatch):
+    monkeypatch.setattr(loss, "step_under_ulysses", lambda: ([], SimpleNamespace(args=None, **{name: print})))
+    with pytest.warns(UserWarning) as caught:
+        tiny.patched(tiny.llama(num_hidden_layers=1))(**given())
+    said = (
+        f"hfpatch: expected the model's own loss under sequence parallelism, {name} came, which transformers leaves out"
+    )
+    assert [w for w in caught if str(w.message).startswith(said)]

@@ -71,6 +71,31 @@ def test_uneven_heads_are_planned_under_fsdp2_alone():
     assert plan.seconds["attention"] == pytest.approx(even.seconds["attention"] / 2 * 32 / 28, rel=0.01)
 
 
+OTHERS = {"model_type": "opt", "hidden_size": 256, "ffn_dim": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "vocab_size": 512, "word_embed_proj_dim": 256, "max_position_embeddings": 1 << 17}  # fmt: skip
+
+
+def test_a_model_without_closed_form_is_simulated_on_one_rank():
+    """A quarter of the matmuls and, with heads shared out, of attention over the whole row."""
+    four = {"gpus": 4, "seq_len": 1 << 14, "placement": "fsdp2"}
+    one, shared = (hfpatch.plan(OTHERS, sp_size=size, **four) for size in (1, 4))
+    assert shared.seq_len == 1 << 14 and shared.sp_size == 4 and not shared.closed_form
+    for kind in ("matmul", "attention"):
+        assert 4 * shared.seconds[kind] == pytest.approx(one.seconds[kind], rel=0.01)
+    # Of two layers, their input and attention output in 16 bits: once for all ranks, not once a rank.
+    assert shared.host_peak_bytes - one.host_peak_bytes == pytest.approx(-3 * 2 * 2 * 2 * 2**14 * 256, rel=0.05)
+
+
+@pytest.mark.parametrize("config, more, said", [
+    (OTHERS, {"checkpointing": "stock"}, "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
+    ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, {}, "mixes tokens by something"),
+    ({"model_type": "mamba", "num_hidden_layers": 2}, {}, "tokens meet in attention alone, one that carries states came"),
+])  # fmt: skip
+def test_what_shares_no_rows_is_not_planned(config, more, said):
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
+        hfpatch.plan(config, seq_len=4096, gpus=4, sp_size=4, **more)
+
+
 def test_the_command(capsys):
     import argparse
 

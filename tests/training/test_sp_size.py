@@ -6,11 +6,12 @@ import pytest
 import tiny
 import torch
 
+from hfpatch.models.shared_rows import part_of
 from hfpatch.simulate.sequence import LoneRank
 from hfpatch.training import checks, sequence
 from hfpatch.training.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.training.dataset import Collator
-from hfpatch.training.sequence import SharedRows, parallelism, part_of
+from hfpatch.training.sequence import SharedRows, parallelism
 
 
 def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
@@ -55,6 +56,11 @@ def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypat
         parallelism(engine, values, size=size, attention="sdpa")
 
 
+def test_smoothed_labels_are_refused():
+    with pytest.raises(ValueError, match="^hfpatch: --label_smoothing_factor needs whole rows, --sp_size 2 came too"):
+        _share_rows(ModelArguments(sp_size=2), DataArguments(), {"label_smoothing_factor": 0.1}, None)
+
+
 def test_float64_angles_are_asked_of_apply():
     assert apply_options(ModelArguments(rope_float64=True))["rope"] == "float64"
     assert apply_options(ModelArguments())["rope"] is True
@@ -79,8 +85,16 @@ def test_labels_are_shifted_before_rows_are_cut():
     assert [p["position_ids"].tolist() for p in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     zigzag = part_of(rank_of(0, zigzag=True), batch)["position_ids"]
     assert zigzag.tolist() == [[0, 1, 6, 7]]
-    with pytest.raises(ValueError, match="hfpatch: expected rows whose tokens go evenly over 2 ranks, 7 came"):
-        part_of(rank_of(0), {"input_ids": torch.arange(7)[None]})
+
+
+def test_rows_that_do_not_go_evenly_are_made_longer():
+    """By tokens behind all others, without a label, that are no document of their own; what is no row goes as it is."""
+    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None], "position_ids": torch.tensor([[0, 0, 1]]),
+            "attention_mask": torch.ones(1, 3), "n": torch.tensor([5])}  # fmt: skip
+    first, last = (part_of(rank_of(rank), rows) for rank in range(2))
+    assert last["input_ids"].tolist() == [[2, 2]] and last["position_ids"].tolist() == [[1, 2]]
+    assert first["shift_labels"].tolist() == [[1, 2]] and last["shift_labels"].tolist() == [[-100, -100]]
+    assert last["attention_mask"].tolist() == [[1, 1]] and last["n"].tolist() == [5]
 
 
 def test_batches_are_skipped_inside_an_epoch(monkeypatch):
