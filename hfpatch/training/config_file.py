@@ -55,7 +55,7 @@ def _words(file: Path, key: str, value, written, action, takes_dict: bool) -> li
 def _read(file: Path) -> list[tuple]:
     """(key, value, what is written for it) of each entry, in order; for a list what is written for each item."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         entries = _json(file, text) if file.suffix.lower() == ".json" else _yaml(file, text)
     except OSError as error:
         raise ValueError(f"hfpatch: cannot read the config file {file} ({error.strerror}); check the path.") from error
@@ -79,6 +79,8 @@ def _json(file: Path, text: str) -> list | None:
         value = json.loads(text, object_pairs_hook=keep)
     except json.JSONDecodeError as error:
         raise ValueError(f"hfpatch: {file}:{error.lineno}: not JSON: {error.msg}; mend the file.") from error
+    except ValueError as error:
+        raise ValueError(f"hfpatch: {file}: a number of too many digits; mend the file.") from error
     if not isinstance(value, dict):
         return None
     return [(k, v, [str(item) for item in v] if isinstance(v, list) else str(v)) for k, v in pairs[-1]]

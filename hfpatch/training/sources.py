@@ -88,7 +88,9 @@ def _inside(folder: Path, pattern, exclude: set, form: str, say) -> list[Path]:
     for path in _walk(folder, exclude, hidden=bool(pattern)):
         if path.is_dir():
             found.append(path)
-        elif not path.stat().st_size or (pattern and path not in wanted):
+        elif pattern and path not in wanted:
+            continue
+        elif path.exists() and not path.stat().st_size:
             continue
         elif pattern or format_of(path) or path.suffix.lower() in (*_OPEN, *_UNREAD):
             found.append(_readable(path, form))
@@ -98,9 +100,19 @@ def _inside(folder: Path, pattern, exclude: set, form: str, say) -> list[Path]:
         wanted = pattern or ", ".join(TEXTS + TABLES)
         raise ValueError(f"hfpatch: expected data files ({wanted}) in {folder}, none came; name another folder.")
     if left:
-        kinds = ", ".join(f"{number} of {kind}" for kind, number in sorted(left.items()))
-        say(f"hfpatch: files of {folder} that are left out: {kinds}; --data_glob and --data_format take them.")
+        say(f"hfpatch: files of {folder} that are left out: {_counted(left)}; --data_glob and --data_format take them.")
+    if (
+        form == "auto" and not pattern and len({format_of(path) == "text" for path in found}) > 1
+    ):  # a README beside the data
+        taken = Counter(path.suffix or "a saved folder" for path in found)
+        say(
+            f"hfpatch: texts and tables of {folder} are read side by side: {_counted(taken)}; --data_glob takes one kind."
+        )
     return sorted(found)
+
+
+def _counted(kinds: Counter) -> str:
+    return ", ".join(f"{number} of {kind}" for kind, number in sorted(kinds.items()))
 
 
 def _walk(folder: Path, exclude: set, hidden: bool) -> Iterator[Path]:
@@ -123,12 +135,22 @@ def _walk(folder: Path, exclude: set, hidden: bool) -> Iterator[Path]:
         seen.add(real)
         folders[:] = [name for name in folders if name not in exclude and (hidden or not name.startswith("."))]
         for path in (here / name for name in names if hidden or not name.startswith(".")):
-            if path.is_file():
+            if path.is_file() or path.is_symlink() and not path.exists():
                 yield path
 
 
 def _readable(file: Path, form: str) -> Path:
-    """The file, if its name or `form` says what it is. Raises ValueError."""
+    """The file, if its name or `form` says what it is, and the data are there. Raises ValueError."""
+    if not file.exists():
+        raise ValueError(f"hfpatch: {file} is a link that leads nowhere; mend it, or remove it.")
+    if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"hfpatch: {file} is the pointer that Git LFS leaves in place of data; run `git lfs pull` there."
+        )
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"hfpatch: expected file names in UTF-8, {os.fsencode(file)} came; rename it.") from None
     if file.suffix.lower() in _UNREAD:
         raise ValueError(f"hfpatch: {file} is compressed in a way we do not open; unpack it, or pack it as .gz or .xz.")
     if form == "auto" and not format_of(file):

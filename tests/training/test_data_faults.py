@@ -94,6 +94,32 @@ def test_folder_says_what_it_leaves_out_and_reads_links_once(tmp_path):
     assert len(told) == 1 and "left out: 1 of .weird" in told[0]
 
 
+def test_folder_of_texts_beside_tables_says_so(tmp_path):
+    """The README of a data set that was cloned is a document like any other."""
+    for name in ("a.jsonl", "b.jsonl.gz", "README.md"):
+        (tmp_path / name).write_text(LINES)
+    told = []
+    assert len(sources.find([tmp_path], say=told.append)) == 3
+    assert len(told) == 1 and "side by side: 1 of .gz, 1 of .jsonl, 1 of .md; --data_glob" in told[0]
+    sources.find([tmp_path], pattern="*", say=told.append)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("name, make, words", [
+    ("a.jsonl", lambda file: os.symlink("/nowhere/a.jsonl", file), "a.jsonl is a link that leads nowhere"),
+    ("b.txt", lambda file: os.symlink("b.txt", file), "b.txt is a link that leads nowhere"),
+    ("c.txt", lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "run `git lfs pull`"),
+    (os.fsdecode(b"\xff.jsonl"), lambda file: file.write_text(LINES), "file names in UTF-8"),
+])  # fmt: skip
+def test_data_that_are_not_there_are_not_passed_over(tmp_path, name, make, words):
+    (tmp_path / "whole.jsonl").write_text(LINES)
+    make(tmp_path / name)
+    for pattern in (None, "*"):
+        with pytest.raises(ValueError, match=f"^hfpatch: .*{words}"):
+            sources.find([tmp_path], pattern=pattern)
+    assert sources.find([tmp_path], pattern="whole*") == [tmp_path / "whole.jsonl"]
+
+
 def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.jsonl").write_text(LINES)

@@ -71,6 +71,15 @@ def test_values_that_a_flag_would_refuse(read, text, words):
     assert sentence.startswith("hfpatch: ") and words in sentence and "\n" not in sentence
 
 
-def test_json_that_repeats_a_key(read):
-    with pytest.raises(ValueError, match="'seq_length' stands twice"):
-        read('{"seq_length": 8, "seq_length": 9}', name="run.json")
+@pytest.mark.parametrize("text, words", [
+    ('{"seq_length": 8, "seq_length": 9}', "'seq_length' stands twice"),
+    ('{"seed": ' + "9" * 5000 + "}", "run.json: a number of too many digits"),
+])  # fmt: skip
+def test_json_that_no_flags_can_be_made_of(read, text, words):
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{words}"):
+        read(text, name="run.json")
+
+
+def test_a_byte_order_mark_is_no_text(read):
+    for name, text in (("run.json", '{"seed": 7}'), ("run.yaml", "seed: 7")):
+        assert read(b"\xef\xbb\xbf" + text.encode(), name=name)[2].seed == 7
