@@ -61,7 +61,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     tensors = ask.arguments.wanted() + then.trained()
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
-        random=ask.random or any([m.training and m.p > 0 for m in modules if isinstance(m, DROPOUTS)]),
+        random=ask.random or any([m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)]),
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip

@@ -38,10 +38,12 @@ class Place:
 
     __slots__ = ("module", "name", "storage", "tensor", "version", "trained", "buffer")
 
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor, gathered: bool, moves: bool, buffer: bool):
+    def __init__(
+        self, module: nn.Module, name: str, tensor: Tensor, gathered: bool, moves: bool, buffer: bool, writes: int
+    ):
         self.module, self.name, self.trained, self.buffer = module, name, tensor.requires_grad, buffer
         self.tensor = None if gathered else tensor
-        self.version: int | None = version(tensor)  # None where its layer writes to it
+        self.version: int | None = writes  # None where its layer writes to it
         self.storage = None if gathered or moves else storage_of(tensor)
 
     def table(self) -> dict:
@@ -107,7 +109,8 @@ class AsThen:
                 moves = streamed and not tensor.requires_grad
                 found[id(tensor)] = (module, name, tensor, gathered, moves, name in buffers)
         sharded = _is_sharded(layer, [row[2] for row in found.values()])
-        self.places = [Place(*row[:3], sharded or row[3], *row[4:]) for row in found.values()]
+        counts = versions([row[2] for row in found.values()])
+        self.places = [Place(*row[:3], sharded or row[3], *row[4:], n) for row, n in zip(found.values(), counts)]
 
     def trained(self) -> list[Tensor]:
         """Its tensors that want a gradient, in the order of the places."""

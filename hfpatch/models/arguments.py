@@ -88,7 +88,7 @@ class Arguments:
 
     def wanted(self) -> list[Tensor]:
         """The arguments that want a gradient."""
-        return [self.leaves[i] for i in self._wanted]
+        return [self.leaves[i] for i in self._wanted] if self._wanted else []
 
     @contextmanager
     def gradients(self):

@@ -127,9 +127,10 @@ def forwards_for_now(pairs, name: str = "forward"):
     earlier = []
     with _lock:
         for module, forward in pairs:
-            held = vars(module).get(name)
+            own = module.__dict__
+            held = own.get(name)
             if not isinstance(held, ByThread):
-                held = vars(module)[name] = ByThread(module, held)
+                held = own[name] = ByThread(module, held)
             earlier.append((module, held, getattr(held.mine, "forward", None)))
             held.mine.forward = forward
             held.users += 1
@@ -142,12 +143,13 @@ def forwards_for_now(pairs, name: str = "forward"):
                 if forward is None:
                     del held.mine.forward
                 held.users -= 1
-                if held.users or vars(module).get(name) is not held:
+                own = module.__dict__
+                if held.users or own.get(name) is not held:
                     continue
                 if held.before is None:
-                    del vars(module)[name]
+                    del own[name]
                 else:
-                    vars(module)[name] = held.before
+                    own[name] = held.before
 
 
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------

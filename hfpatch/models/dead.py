@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.quantised import base_of, dense_of
 from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule, user_hooks
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
+from hfpatch.ops.rope import rotated_back
 
 
 class _Valueless(torch.autograd.Function):
@@ -90,7 +91,7 @@ class DeadRotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq_BHTE, dk_BKTE):
         cos, sin = ctx.saved_tensors
-        return *torch.ops.hfpatch.rope(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
+        return *rotated_back(dq_BHTE, dk_BKTE, cos, sin, ctx.dtype), None, None
 
 
 rotation_without_values = applying(DeadRotation)

@@ -120,7 +120,10 @@ class Ask:
         dead = dead and not wanted
         nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
         run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
-        return _within([without_values(nobody_reads)] if nobody_reads else [], run)
+        if not nobody_reads:
+            return run()
+        with without_values(nobody_reads):
+            return run()
 
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(self.n_calls)

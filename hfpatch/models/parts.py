@@ -248,7 +248,7 @@ def rotation(forward):
     theirs = forward.__globals__["apply_rotary_pos_emb"]
 
     def rotate(q, k, cos, sin, *args, **kwargs):
-        plain = not args and not kwargs and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and q.dim() == 4
+        plain = not args and not kwargs and cos.ndim == 3 and cos.shape[-1] == q.shape[-1] and q.ndim == 4
         if plain and is_dead(q) and is_dead(k):
             return rotation_without_values(q, k, cos, sin)
         return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)

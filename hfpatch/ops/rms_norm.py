@@ -46,11 +46,12 @@ def add_rms_norm_ref(
 def _plain_fwd(x, weight, eps, offset, cast):
     x_wide = x.to(wide_dtype(x.dtype))
     rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
-    x_hat = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(_x_hat_dtype(x.dtype, weight, cast))
+    dtype = _x_hat_dtype(x.dtype, weight, cast)
+    x_hat = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
     w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
     y = x_hat if w is None else x_hat * w
-    return y.to(_y_dtype(x.dtype, weight, cast)), rstd.squeeze(-1)
+    return y.to(_y_dtype(x.dtype, dtype, weight, cast)), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
@@ -81,14 +82,20 @@ def _x_hat_dtype(dtype, weight, cast):
     return wide_dtype(dtype) if cast == "after" else dtype
 
 
-def _y_dtype(dtype, weight, cast):
+def _y_dtype(dtype, x_hat_dtype, weight, cast):
     if cast == "after" or weight is None:
         return dtype
-    return torch.promote_types(_x_hat_dtype(dtype, weight, cast), weight.dtype)
+    return torch.promote_types(x_hat_dtype, weight.dtype)
+
+
+def _dtypes(dtype, weight, cast):
+    """Of x_hat and of the result."""
+    x_hat = _x_hat_dtype(dtype, weight, cast)
+    return x_hat, _y_dtype(dtype, x_hat, weight, cast)
 
 
 def _kernel_serves(x, *others):
-    return 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0 and use_kernel(x, *others)
+    return use_kernel(x, *others) and 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0
 
 
 # The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.
@@ -98,14 +105,14 @@ def _rms_norm(x, weight, eps, offset, cast):
     if _kernel_serves(x, weight):
         from hfpatch.kernels import rms_norm as kernels
 
-        dtypes = _x_hat_dtype(x.dtype, weight, cast), _y_dtype(x.dtype, weight, cast)
+        dtypes = _dtypes(x.dtype, weight, cast)
         return kernels.rms_norm_fwd(x, None, weight, eps, offset, cast == "rstd", *dtypes)[:2]
     return _plain_fwd(x.contiguous(), weight, eps, offset, cast)
 
 
 def _rms_norm_fake(x, weight, eps, offset, cast):
     rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
-    return x.new_empty(x.shape, dtype=_y_dtype(x.dtype, weight, cast)), rstd
+    return x.new_empty(x.shape, dtype=_dtypes(x.dtype, weight, cast)[1]), rstd
 
 
 def _add_rms_norm(x, residual, weight, eps, offset, cast):
@@ -113,7 +120,7 @@ def _add_rms_norm(x, residual, weight, eps, offset, cast):
         from hfpatch.kernels import rms_norm as kernels
 
         dtype = torch.promote_types(x.dtype, residual.dtype)
-        dtypes = _x_hat_dtype(dtype, weight, cast), _y_dtype(dtype, weight, cast)
+        dtypes = _dtypes(dtype, weight, cast)
         return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
     total = (x + residual).contiguous()
     y, rstd = _plain_fwd(total, weight, eps, offset, cast)
@@ -206,7 +213,7 @@ _ADD = define(
 
 
 def _check(x, weight, cast):
-    if x.dim() == 0 or (weight is not None and (weight.dim() != 1 or x.shape[-1] != weight.shape[0])):
+    if x.ndim == 0 or (weight is not None and (weight.ndim != 1 or x.shape[-1] != weight.shape[0])):
         came = "None" if weight is None else list(weight.shape)
         raise ValueError(
             f"hfpatch: rms_norm expects weight [D] or None for x [..., D], came weight {came} and x {list(x.shape)}; "

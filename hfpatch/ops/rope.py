@@ -52,7 +52,7 @@ def _dtypes(q, k, cos, dtype):
 
 
 def _kernel_serves(q, k, cos, sin):
-    return q.numel() + k.numel() > 0 and use_kernel(q, k, cos, sin)
+    return use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0
 
 
 # Results keep the strides of their inputs: a [B, T, H, E] projection seen as [B, H, T, E] comes back laid out so.
@@ -126,6 +126,13 @@ _OP = define(
 _INPLACE = define(
     "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()", _rope_inplace, lambda q, k, cos, sin: None
 )
+
+
+def rotated_back(
+    dq_BHTE: Tensor, dk_BKTE: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and k, of that dtype, from those of the rotated."""
+    return _OP(dq_BHTE, dk_BKTE, cos, sin, True, dtype)
 
 
 def rope(

@@ -68,7 +68,7 @@ def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
 
 
 def _swiglu(gate, up, activation):
-    if gate.numel() and use_kernel(gate, up):
+    if use_kernel(gate, up) and gate.numel():
         from hfpatch.kernels import swiglu as kernels
 
         return kernels.swiglu_fwd(gate, up, activation, torch.promote_types(gate.dtype, up.dtype))
@@ -80,7 +80,7 @@ def _swiglu_fake(gate, up, activation):
 
 
 def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
-    if gate.numel() and use_kernel(dy, gate, up):
+    if use_kernel(dy, gate, up) and gate.numel():
         from hfpatch.kernels import swiglu as kernels
 
         dgate, dup = kernels.swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup)
