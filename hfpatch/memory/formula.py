@@ -242,6 +242,8 @@ def _tiled(z: _Sizes, policy: Policy):
     group = shape.num_kv_heads if policy.wide else heads_per_group(z.batch, z.tokens, shape)
     groups = head_groups(z.batch, z.tokens, shape, policy.wide)
     scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
+    if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
+        scratch += z.out // groups  # of whole attention outputs a group is copied out
     grads = (z.q + z.kv) // groups
     if shape.ranks > 1:
         grads = exchange_bytes(shape, z.batch, z.tokens, s, ahead=not policy.stream_attention)

@@ -1,7 +1,8 @@
 """What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and FLOPs.
 
 Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention backward: the fp32 dq
-accumulator, softmax_d, and dk, dv of every query head) and native/cuda/Embedding.cu (fp32 partial sums).
+accumulator, softmax_d, dk, dv of every query head, and copies of out and its gradient where these are not contiguous) and
+native/cuda/Embedding.cu (fp32 partial sums).
 """
 
 import torch
@@ -27,6 +28,9 @@ ATTENTION_BACKWARD = {op: 1 for op in _ops(
     "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
 )}  # fmt: skip
 _ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q is [N, H, E], k [N, K, E]
+_ANY_STRIDES = _ops(
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_cudnn_attention_backward"
+)
 GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
 
 
@@ -125,6 +129,12 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     return sum(map(_bytes_of, (*read, *outputs)))
 
 
+def _copied(func, x: Tensor) -> int:
+    """Bytes of the copy that flash attention's backward makes of out or of its gradient."""
+    rows_first = x if func in _ROWS_FIRST else x.transpose(1, 2)
+    return 0 if func in _ANY_STRIDES or rows_first.is_contiguous() else x.numel() * _element(x)
+
+
 def scratch_bytes(func, args) -> int:
     """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
     if func in ATTENTION_BACKWARD:
@@ -141,7 +151,7 @@ def scratch_bytes(func, args) -> int:
         dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
         softmax_d = 4 * batch * heads * padded
         expanded = 2 * batch * heads * columns * width * _element(k) if kv_heads != heads else 0
-        return dq_accumulator + softmax_d + expanded
+        return dq_accumulator + softmax_d + expanded + sum(_copied(func, x) for x in (args[0], args[4]))
     if func is aten.embedding_dense_backward.default:
         grad, indices, vocabulary = args[0], args[1], args[2]
         count, width = indices.numel(), grad.shape[-1]

@@ -109,11 +109,11 @@ def test_todays_rivals(implementation, forwards):
 
 
 def test_trls_call_of_our_head_takes_what_our_loss_takes():
-    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss 5.46."""
+    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss 5.58."""
     pytest.importorskip("trl")
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 2}
     found = simulate(prepare(build(config), "trl-hfpatch"), 1, 131072, policy=Policy(tile=8192))
-    assert found.beyond_bytes / GiB <= 5.5
+    assert found.beyond_bytes / GiB <= 5.6
     head = 2 * 131072 * 4096 * 128256
     assert found.flops["matmul"]["backward"] > 3 * head, "projected again in backward"
 
@@ -231,6 +231,12 @@ def test_attention_backward_scratch_and_causal_flops():
     accumulator, softmax_d, expanded = 4 * q.numel(), 4 * 4 * 1024, 2 * 2 * q.numel()
     assert kernels_cost.scratch_bytes(op, args) == accumulator + softmax_d + expanded
     assert kernels_cost.attention(op, args, {}) == ("backward", 5 * 4 * 1024 * 1024 * 64)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    rows = torch.empty(1, 1024, 8, 64, device="meta", dtype=torch.bfloat16).transpose(
+        1, 2
+    )  # a group of their heads is copied
+    whole, cut = (kernels_cost.scratch_bytes(flash, (rows, rows, *args[2:4], out)) for out in (rows, rows[:, :4]))
+    assert cut - whole == 4 * 1024 * 64 * 2
     full = (*args[:-1], False)
     assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
 
