@@ -170,7 +170,7 @@ REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers t
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     row = WAYS[way]
     tile, save, stream, every, keep, park, by_group, again, weights = (*row, *(False, False, 0, "gpu")[len(row) - 5 :])
-    by_group = by_group and tier != "gpu"
+    by_group, park = by_group and tier != "gpu", park and tier != "gpu"  # as the policy has it
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
         offload=where,
