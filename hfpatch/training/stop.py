@@ -11,6 +11,11 @@ import torch
 from transformers import TrainerCallback
 
 LAUNCHERS = re.compile(rb"accelerate|torchrun|torch\.distributed|torch/distributed|deepspeed")
+MARKS = (
+    {"TORCHELASTIC_RUN_ID"},
+    {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"},
+)  # what launchers put into the environment
+GONE = -1  # nobody's pid
 
 
 class StopCleanly(TrainerCallback):
@@ -90,10 +95,16 @@ class StopCleanly(TrainerCallback):
 
 
 def launcher() -> int | None:
-    """The parent's pid where that is accelerate launch, torchrun or deepspeed; None for a shell, which may go first."""
+    """The parent's pid where that is accelerate launch, torchrun or deepspeed; None for a shell, which may go first.
+
+    GONE where one of them started this process and has ended since: in the seconds that imports take.
+    """
     parent = os.getppid()
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
     except OSError:
-        return None
-    return parent if LAUNCHERS.search(command) else None
+        command = b""
+    if LAUNCHERS.search(command):
+        return parent
+    left_alone = parent == 1 or not command  # taken in by the first process, or about to be
+    return GONE if left_alone and any(marks <= os.environ.keys() for marks in MARKS) else None

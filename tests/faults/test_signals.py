@@ -144,3 +144,20 @@ def test_a_shell_is_no_launcher(monkeypatch, tmp_path):
     for command, found in ((b"bash\0-l\0", None), (b"python\0/usr/bin/accelerate\0launch\0", 7)):
         (tmp_path / "7" / "cmdline").write_bytes(command)
         assert stop.launcher() == found
+
+
+def test_a_launcher_that_went_before_this_process_looked(monkeypatch, tmp_path):
+    """While libraries were imported: a parent that is gone cannot be told from none, but for what it left behind."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "cmdline").write_bytes(b"/sbin/init\0")
+    monkeypatch.setattr(stop, "Path", lambda text: tmp_path / Path(text).relative_to("/proc"))
+    for name in set().union(*stop.MARKS):
+        monkeypatch.delenv(name, raising=False)
+    for parent in (1, 7):  # the second is a zombie yet
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        with monkeypatch.context() as patch:
+            assert stop.launcher() is None
+            patch.setenv("ACCELERATE_USE_CPU", "1")  # somebody's own
+            assert stop.launcher() is None
+            patch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+            assert stop.launcher() == stop.GONE  # which no parent ever is
