@@ -296,6 +296,28 @@ def test_the_step_under_ulysses(monkeypatch):
     assert called_by("batch_samples = [1]; self = None; return loss(ask)") == ((), None)
 
 
+def test_the_group_of_context_parallelism(monkeypatch):
+    """From accelerate's state, also where its context is not entered."""
+    mesh = type("Mesh", (dict,), {"mesh_dim_names": ("cp",)})(cp=SimpleNamespace(get_group=lambda: "group"))
+    state = type("State", (), {"_shared_state": {"there": True}, "device_mesh": mesh})
+    monkeypatch.setattr("accelerate.state.AcceleratorState", state)
+    assert compat.context_parallel_group() is None  # no ParallelismConfig at all
+    for state.parallelism_config, wanted in ((SimpleNamespace(cp_enabled=n), n and "group") for n in (False, True)):
+        assert compat.context_parallel_group() == (wanted or None)
+
+
+def test_whose_evaluation_runs():
+    """That of transformers' Trainer, which divides by a number of tokens, and no other."""
+    for module, items, found in (
+        ("transformers.trainer", 5, True),
+        ("transformers.trainer", None, False),
+        ("a.script", 5, False),
+    ):
+        names = {"__name__": module}
+        exec("def prediction_step(ask, num_items_in_batch): return ask()", names)
+        assert names["prediction_step"](compat.evaluated_by_trainer, items) is found
+
+
 def test_a_step_is_exact_where_private_names_are_gone():
     """All of them at once that torch itself can go without, before hfpatch is imported."""
     tests = Path(__file__).parent

@@ -126,3 +126,16 @@ def test_a_loss_that_transformers_leaves_out_is_said(name, monkeypatch):
         f"hfpatch: expected the model's own loss under sequence parallelism, {name} came, which transformers leaves out"
     )
     assert [w for w in caught if str(w.message).startswith(said)]
+
+
+def test_trls_head_counts_a_steps_tokens_too(monkeypatch):
+    """Its loss under Ulysses is the model's own, which the Trainer takes a mean of rows of."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    batch = given(shift_labels=given()["labels"])
+    monkeypatch.setattr(loss, "step_under_ulysses", lambda: ([batch], SimpleNamespace(args=None)))
+    monkeypatch.setattr(loss, "sequence_now", lambda *_: LoneRank(2))
+    monkeypatch.setattr(loss, "items_of_a_mean_over_rows", lambda *_: torch.tensor(5.0))
+    model = tiny.patched(tiny.llama(num_hidden_layers=1))
+    utils.add_fused_lm_head(model, outputs=("log_probs",))
+    out = model(**batch, fused_lm_head=True)
+    assert out.loss.item() == pytest.approx(-out.log_probs.sum().item() / 5, rel=1e-6)

@@ -224,15 +224,29 @@ def test_public_name():
     assert hfpatch.Callback is Callback
 
 
-def test_mfu_counts_whole_rows():
-    """Of two ranks that share a row each attends to all of it, for half of the heads."""
+SHARED = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+
+
+def counted_of_shared_rows(parallelism_config) -> tuple[float, ModelShape]:
     model, columns = tiny.llama(), Callback()
-    sizes = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
     args = SimpleNamespace(
-        world_size=2, process_index=0, optim_args="", device="cpu", bf16=False, fp16=False, parallelism_config=sizes
-    )
+        world_size=2, process_index=0, optim_args="", device="cpu", bf16=False, fp16=False,
+        parallelism_config=parallelism_config,
+    )  # fmt: skip
     columns.on_train_begin(args, None, None, model=model)
     model(tiny.ids(1, 12))
-    shape = ModelShape.from_config(model.config)
-    assert 2 * columns._flops == pytest.approx(model_flops(shape, 1, 24))
+    return columns._flops, ModelShape.from_config(model.config)
+
+
+def test_mfu_counts_whole_rows():
+    """Of two ranks that share a row each attends to all of it, for half of the heads."""
+    flops, shape = counted_of_shared_rows(SHARED)
+    assert 2 * flops == pytest.approx(model_flops(shape, 1, 24))
     assert 2 * model_flops(shape, 1, 12) < model_flops(shape, 1, 24)
+
+
+def test_rows_that_the_launcher_alone_shares_are_seen(monkeypatch):
+    """`accelerate launch --config_file`: TrainingArguments know nothing of it."""
+    state = type("State", (), {"_shared_state": {"there": True}, "parallelism_config": SHARED})
+    monkeypatch.setattr("accelerate.state.AcceleratorState", state)
+    assert counted_of_shared_rows(None)[0] == counted_of_shared_rows(SHARED)[0]
