@@ -74,9 +74,20 @@ def base(name: str, **changes) -> nn.Module:
     return tiny.llama(**changes)
 
 
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    """A copy, gathered from the ranks where an engine shards it."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+
+
 def trained(name, path, order="stock", lora=False, dtype=torch.float32, **settings):
     """(trainer, what it logged, the trained weights) of a short run. order: "stock", or whether apply or the trainer came first."""
-    base(name).save_pretrained(path / "model")
+    if not (path / "model").exists():
+        base(name).save_pretrained(path / "model")
     model = type(base(name)).from_pretrained(path / "model", dtype=dtype).train()
     if order == "apply first":
         hfpatch.apply(model, checkpointing=tiny.TILED)
@@ -100,13 +111,13 @@ def trained(name, path, order="stock", lora=False, dtype=torch.float32, **settin
         for made in (trainer.model, getattr(trainer, "ref_model", None)):
             if made is not None:
                 hfpatch.apply(made, checkpointing=tiny.TILED)
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    before = {n: whole(p) for n, p in trainer.model.named_parameters()}
     trainer.train()
     timed = ("runtime", "per_second", "time", "flos")
     logged = [
         {k: v for k, v in e.items() if not any(t in k for t in timed)} for e in trainer.state.log_history if "loss" in e
     ]
-    return trainer, logged, {n: p.detach() - before[n] for n, p in trainer.model.named_parameters()}
+    return trainer, logged, {n: whole(p) - before[n] for n, p in trainer.model.named_parameters()}
 
 
 def assert_same_run(got, wanted):
@@ -121,7 +132,9 @@ def assert_same_run(got, wanted):
     assert any(step.abs().max() > 0 for step in plain.values())
     weights = dict(got[0].model.named_parameters())
     for name, step in plain.items():
-        rounding = STEPS * torch.finfo(torch.float32).eps * weights[name].abs().max()  # of the weight, once a step
+        rounding = (
+            STEPS * torch.finfo(torch.float32).eps * whole(weights[name]).abs().max()
+        )  # of the weight, once a step
         assert (steps[name] - step).abs().max() <= 1e-4 * step.abs().max() + rounding, name
 
 

@@ -143,6 +143,15 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
     assert_weights(out, single)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_trls_trainers(engine, lora, tmp_path):
+    """Policy and reference sharded: each number logged and every weight's step as of TRL without hfpatch on the same engine."""
+    for report in torchrun("trl_worker.py", engine, int(lora), folder=tmp_path):
+        assert report["ran"] == ["DPO", "KTO", "GRPO"] and report["references"] == (0 if lora else 3)
+
+
 @pytest.mark.parametrize("engine", ["ulysses", "context"])
 def test_sequence_parallel(engine, single, tmp_path):
     """Through Trainer: losses, norms and weights of one process; resumed in the middle of an epoch; evaluated over all ranks."""
