@@ -5,6 +5,7 @@ Bytes come from memory/formula.py, which the layers' policy asks too; seconds fr
 
 import sys
 from dataclasses import replace
+from functools import lru_cache
 
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, choose, frontier
@@ -64,7 +65,7 @@ def _frontier(run: Run, placement: str) -> list[dict]:
     search = Search(replace(_settings(run, placement), aim="fastest"), run.shape, gpu=run.gpu, **sizes)
     points = []
     for option in frontier(search, Budget(gpu_free, host)):
-        plan = _evaluate(run, placement, option.policy)
+        plan = evaluate(run, placement, option.policy)
         points.append({"gpu_peak_bytes": plan.gpu_peak_bytes, "step_seconds": plan.step_seconds, "policy": plan.policy})
     return points
 
@@ -78,7 +79,8 @@ def _weights_at(run: Run, place: str) -> Run:
     return replace(run, checkpointing=replace(run.checkpointing, weights=place))
 
 
-def _evaluate(run: Run, placement: str, policy=None) -> Plan:
+@lru_cache(maxsize=64)  # of a plan, its suggestions and the longest sequence, which ask for some twice
+def evaluate(run: Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
     host where it fits with them there alone; ranks that share rows leave them where they are, as the session does."""
     stay = run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters or run.ranks > 1
@@ -141,8 +143,12 @@ def _why(run: Run, policy) -> str:
 
 def _best(run: Run, names) -> Plan:
     """The first placement that fits, or the one that lacks the least."""
-    plans = [_evaluate(run, name) for name in names]
-    return next((p for p in plans if p.fits), min(plans, key=_lack))
+    plans = []
+    for name in names:
+        plans.append(evaluate(run, name))
+        if plans[-1].fits:
+            return plans[-1]
+    return min(plans, key=_lack)
 
 
 def _lack(plan: Plan) -> int:
@@ -153,17 +159,31 @@ def _lack(plan: Plan) -> int:
 def longest(run: Run, names, *, step: int = 1024) -> int:
     """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
 
-    def fits(blocks):
-        return _best(replace(run, seq_len=blocks * step), names).fits
+    lacks: dict[int, int] = {}  # by lengths that do not fit, in steps
+    names = [*names]
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
+    def fits(steps):
+        best = _best(replace(run, seq_len=steps * step), names)
+        if best.fits:  # what comes is longer still
+            del names[: names.index(best.placement)]
+        else:
+            lacks[steps] = _lack(best)
+        return best.fits
+
+    low, high, straight = 0, max(1, run.seq_len // step), True
     while high * step <= 1 << 26 and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = (low + high) // 2
+        if straight and len(lacks) > 1:  # what lacks mostly grows by a line
+            one, two = sorted(lacks)[:2]
+            more = (lacks[two] - lacks[one]) / (two - one)
+            guess = int(min(max(one - lacks[one] / more, low + 1), high - 1)) if more > 0 else guess
+        if fits(guess):
+            straight = straight and guess > low + 1
+            low = guess
+        else:
+            high = guess
     return low * step * run.ranks
 
 
@@ -224,6 +244,8 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
                 offer(f"--sp-size {size}", part, names)
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
+    if larger and not _best(replace(run, gpu=larger[-1]), names).fits:  # the host is short
+        larger = []
     for gpu in larger:
         before = len(found)
         offer(f"--gpu {gpu.name}", replace(run, gpu=gpu), names, f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB")

@@ -107,22 +107,22 @@ def fitting(config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, 
     from hfpatch.memory.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.memory.shape import UnknownFamily
     from hfpatch.planner.answer import make_run
-    from hfpatch.planner.plan import plan
+    from hfpatch.planner.plan import evaluate
 
+    # Only the memory matters here: the row's speeds decide nothing. The CUDA context is already taken from gpu_free.
+    gpu = replace(GPUS["h100"], name="this GPU", memory_bytes=gpu_free + CONTEXT_BYTES)
     try:
-        make_run(config, seq_len=seq_len)
+        run = make_run(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free)
     except UnknownFamily as error:  # a simulation for each placement would take longer than many a run
         raise ValueError(
             f"hfpatch: --placement auto wants a model that closed forms describe, {error.what.rstrip(',')} came; name one of "
             f"{', '.join(PLACEMENTS)}."
         ) from None
-    # Only the memory matters here: the row's speeds decide nothing. The CUDA context is already taken from gpu_free.
-    gpu = replace(GPUS["h100"], name="this GPU", memory_bytes=gpu_free + CONTEXT_BYTES)
     short = []
     for name, placement in PLACEMENTS.items():
         if placement.fused and not fused:
             continue
-        found = plan(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free, placement=name)
+        found = evaluate(run, name)
         if found.fits:
             return name
         needs = f"{found.gpu_peak_bytes / GiB:.1f} GiB on the GPU and {found.host_peak_bytes / GiB:.1f} on the host"
