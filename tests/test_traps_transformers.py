@@ -439,6 +439,30 @@ def test_a_cache_that_training_asks_for_is_filled(way):
         assert torch.allclose(p.grad, q.grad, rtol=0, atol=3e-6 * q.grad.abs().max().item())
 
 
+def test_a_chunk_of_a_prompt_may_begin_inside_its_padding():
+    """Its mask tells of the tokens before it too; the positions of padding are no document of their own."""
+    stock = tiny.llama().eval()
+    ours = tiny.patched(stock)
+    ids, mask = tiny.ids(1, 9), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1]])
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    found = []
+    for model in (ours, stock):
+        cache, logits = None, []
+        for a, b in ((0, 1), (1, 4), (4, 9)):
+            with torch.no_grad():
+                out = model(
+                    ids[:, a:b],
+                    attention_mask=mask[:, :b],
+                    position_ids=positions[:, a:b],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            cache = out.past_key_values
+            logits.append(out.logits)
+        found.append(torch.cat(logits, 1)[mask.bool()])
+    assert torch.allclose(*found, atol=1e-5)
+
+
 def test_cache_step_by_step_equals_one_pass():
     stock = tiny.llama().eval()
     ours = tiny.patched(stock)

@@ -163,7 +163,10 @@ class OurAttention:
             T, use_cache = T * sequence.size, False
             kwargs["use_cache"] = False
         offsets = kwargs.get("cu_seq_lens_q")
-        packed = lambda: packs(B, positions, rows_mask, None)  # noqa: E731
+        seen = rows_mask
+        if cache is not None and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B and mask.shape[1] > T:
+            seen = mask[:, -T:]  # it tells of what is in the cache too
+        packed = lambda: packs(B, positions, seen, None)  # noqa: E731
         if not self._hfpatch_apart and packs(B, positions, rows_mask, offsets):
             refuse_packed(type(self))
         stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None

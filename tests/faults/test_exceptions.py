@@ -84,6 +84,9 @@ class Interrupt:
 
     def __exit__(self, *exc):
         sys.settrace(self.before)
+        torch.set_grad_enabled(
+            True
+        )  # raised by a tracer where `with torch.no_grad()` ends, it passes __exit__ by; no signal does
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +113,7 @@ def interrupt_everywhere(tier, way, directory, every_nth, first=1):
     assert model.model._hfpatch_session.transfers.pool.bytes_held == held
 
 
-# Lines are drawn evenly; all of them are the long test below.
+# Lines are drawn evenly; more of them are the long test below.
 @pytest.mark.parametrize("tier, way", [("gpu", "every 2"), ("host", "tiles"), ("disk", "tiles"), ("host", "every 2")])
 def test_ctrl_c_at_any_line(tier, way, tmp_path):
     interrupt_everywhere(tier, way, tmp_path, every_nth=509, first=37)
@@ -119,8 +122,8 @@ def test_ctrl_c_at_any_line(tier, way, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
 @pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_at_every_line(tier, way, tmp_path):
-    interrupt_everywhere(tier, way, tmp_path, every_nth=3)
+def test_ctrl_c_at_many_lines(tier, way, tmp_path):
+    interrupt_everywhere(tier, way, tmp_path, every_nth=13)
 
 
 def open_files():
