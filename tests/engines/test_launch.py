@@ -135,6 +135,7 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
         "plain, stage 2",
         "tied, stage 1",
         "lora, stage 2 with offload",
+        "lora-host, stage 1",
         "lora-host, stage 2",
     }
     assert_gradients(reports, KINDS | more)

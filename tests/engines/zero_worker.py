@@ -65,7 +65,8 @@ def main(folder: str) -> None:
     found["plain, stage 2"] = common.worst("plain", gradients("plain", {}, stage=2))
     found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
     found["lora, stage 2 with offload"] = common.worst("lora", gradients("lora", {"offload_optimizer": host}, stage=2))
-    found["lora-host, stage 2"] = common.worst("lora-host", gradients("lora-host", {}, stage=2))
+    for stage in (1, 2):
+        found[f"lora-host, stage {stage}"] = common.worst("lora-host", gradients("lora-host", {}, stage=stage))
     refused = common.refused(lambda: gradients("lora-host", {}))
     common.report(
         folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed), local=local, zero=zero,
