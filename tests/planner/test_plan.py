@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -421,3 +422,9 @@ def test_starts_at_once():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout.splitlines()[-1]) < 1.0
     assert time.process_time() - started < 5
+
+
+def test_no_placement_is_planned_behind_the_first_that_fits(monkeypatch):
+    module, planned = sys.modules["hfpatch.planner.plan"], []
+    monkeypatch.setattr(module, "evaluate", lambda _, name: planned.append(name) or SimpleNamespace(fits=name == "b"))
+    assert module._best(None, "abc").fits and planned == ["a", "b"]
