@@ -125,6 +125,7 @@ BACKENDS = {
 }
 # The varlen entries differ in what they return; only FA2's is used for packed documents and windows.
 _HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256  # columns that a kernel takes
 
 
 def _fa2_arguments(B: int, T: int, pattern: Pattern):
@@ -173,8 +174,8 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
             "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
         )
         return f"{what} need fp16 or bf16 on a GPU" if what else None
-    if head_dim % 8 or head_dim > 256:
-        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    if head_dim % 8 or head_dim > WIDEST_HEAD:
+        return f"head_dim {head_dim} is not a multiple of 8 up to {WIDEST_HEAD}"
     return None
 
 

@@ -17,6 +17,7 @@ from hfpatch.memory.seconds import StepTime, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
+from hfpatch.ops.attention import WIDEST_HEAD
 from hfpatch.planner.answer import WHOLE, Plan, Run, assembled, make_run
 from hfpatch.planner.models import text_config_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
@@ -60,7 +61,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 class Counted:
     """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer and of its
     embedding, its layers, what is trained, bytes; whether tokens meet by a state too, which no closed form of ours has; its heads,
-    and the ranks that share each row."""
+    the columns of the widest, and the ranks that share each row."""
 
     parameters: int
     layer_parameters: int
@@ -73,6 +74,7 @@ class Counted:
     trained_bytes: int = 0
     num_heads: int = 1
     num_kv_heads: int = 1
+    head_dim: int = 1
     ranks: int = 1
 
     @classmethod
@@ -87,7 +89,14 @@ class Counted:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         states, heads = carries_states(type(find_decoder(model).stack)), getattr(model.config, "num_attention_heads", 1)
         keys = getattr(model.config, "num_key_value_heads", None) or heads
-        return cls(*sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys)
+        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
+        return cls(*sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys, widest)
+
+    @property
+    def loops(self) -> bool:
+        """Whether plain code, which is all that a simulation has, goes through the tokens in a loop: mixers, and attention whose
+        heads no kernel takes."""
+        return self.carries_states or self.head_dim > WIDEST_HEAD
 
     def parameter_bytes(self) -> int:
         """Of all of them, with the scales of those that are packed."""
@@ -193,7 +202,7 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
 
 def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
     """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several tiles, FLOPs by tokens and their
-    square. For mixers, whose plain code, which is all that a simulation has, loops over the tokens."""
+    square. For models that loop over the tokens."""
     one, two = 2 * tile, 4 * tile
     (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
@@ -284,7 +293,7 @@ def _at(config: dict, run: Run, names: list, seq_len: int) -> Plan:
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
     tile = policy.tile if isinstance(policy, Policy) else 4096
     step = partial(_step, config, counted, run.batch, policy=policy)
-    slow = counted.carries_states and run.seq_len > 4 * tile
+    slow = counted.loops and run.seq_len > 4 * tile
     memory, flops, whole = _stretched(step, run.seq_len, tile) if slow else step(run.seq_len)
     why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
     why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
