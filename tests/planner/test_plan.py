@@ -267,9 +267,6 @@ def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys, mo
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
     arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192"]
-    assert cli.main([*arguments, "--gpus", "2", "--sp-size", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "soft caps need flex_attention" in said and "--sp-size" in said
     assert cli.main([*arguments, "--placement", "gpu8bit", "--json"]) == 0
     captured = capsys.readouterr()
     capped = json.loads(captured.out)
