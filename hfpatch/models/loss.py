@@ -22,6 +22,7 @@ from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost, beside
 from hfpatch.compat import (
     caller_reads_logits,
+    context_parallel,
     forward_hooks,
     modules_of,
     own_loss,
@@ -39,6 +40,11 @@ from hfpatch.models.parts import FusedRMSNorm
 from hfpatch.models.shared_rows import evaluated_by_ranks
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
+_NOT_ITS_LOSS = (
+    "expected the model's own loss under {} parallelism, {} came, which transformers {} there; take it away, or share no rows "
+    "({}_size=1)."
+)
+_LABELS_TAKEN_OUT = ("compute_loss_func or label smoothing", "gives labels that end with each GPU's part")
 _lock = threading.Lock()
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss:
 BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
@@ -242,6 +248,8 @@ class FusedCausalLM:
                 self._count_as_one_process(kwargs)
             elif not torch.is_grad_enabled() and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
+        elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():
+            self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
         if scores:
             return self._hfpatch_log_probs(kwargs)
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
@@ -272,10 +280,7 @@ class FusedCausalLM:
         batches, trainer = step
         ignored = [n for n in ("compute_loss_func", "label_smoother") if getattr(trainer, n, None) is not None]
         if ignored:
-            self._tell(
-                f"expected the model's own loss under sequence parallelism, {ignored[0]} came, which transformers leaves out "
-                "there; take it away, or share no rows (sp_size=1)."
-            )
+            self._tell(_NOT_ITS_LOSS.format("sequence", ignored[0], "leaves out", "sp"))
         sequence = sequence_now(self.config.get_text_config(), True)
         if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
             kwargs["num_items_in_batch"] = items_of_a_mean_over_rows(

@@ -61,8 +61,10 @@ def left_alone_in_evaluation(config) -> Sequence | None:
 
 def parts_of_trainers_evaluation() -> Sequence | None:
     """The ranks that have a part each of the rows which transformers' Trainer evaluates now; None elsewhere."""
-    found = context_parallel() if here.sequence is None and evaluated_by_trainer() else None
-    return None if found is None or dist.get_world_size(found[0]) == 1 else sequence_of(*found)
+    found = context_parallel() if here.sequence is None else None
+    if found is None or dist.get_world_size(found[0]) == 1 or not evaluated_by_trainer():
+        return None
+    return sequence_of(*found)
 
 
 def summed_gradients(config: dict, size: int) -> None:

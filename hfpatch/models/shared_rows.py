@@ -12,10 +12,16 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch.checkpoint.exchange import Sequence
+from hfpatch.checkpoint.shards import least_of
+from hfpatch.checkpoint.weights import is_sharded
 from hfpatch.models.parallel import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
 from hfpatch.models.stack import OurAttention
 
 IGNORE = -100
+_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")
+_WITHIN = ("output_attentions", "output_hidden_states")
+_BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits", "return_dict", "output_router_logits",
+           "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # fmt: skip
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:
@@ -24,7 +30,8 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     Labels are shifted first, for the next token may lie with another rank.
     """
     batch, (B, T) = dict(batch), batch["input_ids"].shape
-    batch.setdefault("position_ids", torch.arange(T).expand(B, -1))
+    given = batch.get("position_ids")
+    batch["position_ids"] = (torch.arange(T) if given is None else given).expand(B, -1)
     batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)[:, 1:]
     more = -T % (sequence.size * (2 if sequence.zigzag else 1))
 
@@ -52,12 +59,12 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 
 def _in_turn(sequence: Sequence, batch: dict, device, run):
     """run(part, count) of this rank's own rows, each rank's in turn computed by all of them. count: of their labels."""
-    found, before, mine = None, None, None
-    for rank, whole in enumerate(of_all_ranks(sequence, batch)):
-        if rank and _same(whole, before):  # context parallelism gives all ranks the same rows
-            mine = found if rank == sequence.rank else mine
-            continue
-        before = whole
+    batches, mine = of_all_ranks(sequence, batch), None
+    # Context parallelism gives all its ranks the same rows. Engines gather weights for each forward over more ranks than these,
+    # other groups among them, so that all run as many.
+    if least_of(None, [int(all(_same(one, batches[0]) for one in batches))], device)[0]:
+        batches = batches[:1]
+    for rank, whole in enumerate(batches):
         part = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in part_of(sequence, whole).items()}
         count, items = (whole["labels"][:, 1:] != IGNORE).sum().to(device), part.get("num_items_in_batch")
         # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it, is a mean already.
@@ -65,16 +72,14 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
         part |= {"labels": part["shift_labels"], "num_items_in_batch": share, "use_cache": False}
         with torch.no_grad(), sharded(sequence):
             found = run(part, count)
-        if rank == sequence.rank:
+        if rank == sequence.rank or len(batches) == 1:
             mine = found
     return mine
 
 
 def _same(a: dict, b: dict) -> bool:
-    tensors = [n for n, x in a.items() if isinstance(x, Tensor)]
-    return all(
-        isinstance(b.get(n), Tensor) and a[n].shape == b[n].shape and bool((a[n] == b[n]).all()) for n in tensors
-    )
+    both = ((x, b.get(n)) for n, x in a.items())
+    return all(isinstance(y, Tensor) and torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in both)
 
 
 def _mean(sequence: Sequence, x: Tensor) -> Tensor:
@@ -107,29 +112,52 @@ def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
     return type(out)(**{name: x if x.dim() == 0 else x[:, : T - 1] for name, x in out.items()})
 
 
+def shares_rows(model) -> bool:
+    """Whether attention of a model that all ranks enter together can be exchanged between them in evaluation too."""
+    stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
+    return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
+
+
 def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     """What a causal model's forward without gradients gives of this rank's rows, computed by all ranks that share rows in
     training, which have all come here; None where each computes its own. scores: TRL's, of each token, are asked for."""
     parts = parts_of_trainers_evaluation()
+    return_dict = kwargs.get("return_dict")
+    return_dict = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
     if parts is not None:
         with sharded(parts):
-            out = model._hfpatch_forward((), kwargs)
-        out.loss = _mean(parts, out.loss)
-        return out
+            out = model._hfpatch_forward((), {**kwargs, "return_dict": True})
+        out["loss"] = _mean(parts, out["loss"])
+        return out if return_dict else out.to_tuple()
     sequence = left_alone_in_evaluation(model.config.get_text_config())
-    if sequence is None:
+    # What no engine shards is somebody else's (one rank's judge, a run after this one), and may be entered by one rank alone.
+    if sequence is None or not any(map(is_sharded, model.modules())):
         return None
-    ids, labels = kwargs.get("input_ids"), kwargs["labels"]
-    asked = ("inputs_embeds", "past_key_values", "shift_labels", "output_attentions", "output_hidden_states")
-    able = isinstance(ids, Tensor) and ids.shape == labels.shape and not any(kwargs.get(n) is not None for n in asked)
-    able = able and any(isinstance(module, OurAttention) for module in model.modules())
+    labels = kwargs["labels"]
+    able = _rows_alone(model, kwargs) and shares_rows(model)
     if not scores:
         able = able and model._fused_loss_serves(kwargs) and not model._wants_logits(labels, kwargs)
-    if not sequence.least([int(able)], labels.device)[0]:
+    if not least_of(None, [int(able)], labels.device)[0]:  # of all groups, as in _in_turn
         return None
     if scores:
         return evaluation_scores(model._hfpatch_log_probs, kwargs, sequence, labels.device)
-    return_dict = kwargs.pop("return_dict", None)
+    kwargs.pop("return_dict", None)
     loss = evaluation_loss(lambda **part: model._hfpatch_forward((), part), kwargs, sequence, labels.device)
     out = CausalLMOutputWithPast(loss=loss)
-    return out if getattr(model.config, "return_dict", True) and return_dict is not False else out.to_tuple()
+    return out if return_dict else out.to_tuple()
+
+
+def _rows_alone(model, kwargs: dict) -> bool:
+    """Whether a forward is asked for the loss of rows of tokens and nothing else: no images, cache, or mask of the caller's own."""
+    ids = kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or any(getattr(model.config, n, False) for n in _WITHIN):
+        return False
+    for name, x in kwargs.items():
+        rows = isinstance(x, Tensor) and x.shape == ids.shape
+        if name in _ROWS:
+            able = x is None or rows or name == "position_ids" and isinstance(x, Tensor) and x.shape == ids[:1].shape
+        else:
+            able = name in _BESIDE or x is None or x is False
+        if not able:
+            return False
+    return kwargs.get("ignore_index", IGNORE) == IGNORE

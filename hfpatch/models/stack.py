@@ -53,6 +53,12 @@ class OurAttention:
         if self._hfpatch_session is not None:  # which a pickle leaves without its owner
             self._hfpatch_session.owned_by(self)
 
+    @property
+    def _hfpatch_shares_rows(self) -> bool:
+        """Whether its layers, outside training, take a part of each row."""
+        known = named(self.config) in _KNOWN and getattr(self.config, "is_causal", True)
+        return self._hfpatch_ours and not self._hfpatch_mixers and known
+
     def _hfpatch_stock(self, kwargs):
         return super().forward(**kwargs)
 

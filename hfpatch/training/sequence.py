@@ -7,8 +7,7 @@ from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
 from hfpatch.memory.limits import environment_number
 from hfpatch.models.parallel import sequence_of, summed_gradients
-from hfpatch.models.shared_rows import evaluation_loss, of_all_ranks, part_of
-from hfpatch.models.stack import OurAttention
+from hfpatch.models.shared_rows import evaluation_loss, of_all_ranks, part_of, shares_rows
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
@@ -104,8 +103,3 @@ def evaluate_together(trainer) -> None:
         return loss, *others
 
     trainer.prediction_step = prediction_step
-
-
-def shares_rows(model) -> bool:
-    """Whether attention of a model can be exchanged between ranks in evaluation too."""
-    return any(isinstance(module, OurAttention) for module in model.modules())

@@ -12,11 +12,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.models.shared_rows import evaluation_loss
+from hfpatch.models.shared_rows import evaluation_loss, shares_rows
 from hfpatch.training import folders, schedule
 from hfpatch.training.arguments import refusals
 from hfpatch.training.positions import IGNORE, PositionTrainer
-from hfpatch.training.sequence import sequence_under, share_rows, shares_rows
+from hfpatch.training.sequence import sequence_under, share_rows
 
 
 class Trainer(PositionTrainer):

@@ -22,6 +22,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -184,6 +185,9 @@ def evaluation(ranks: Ranks) -> list[float]:
     each rank where its logits are wanted, shared by all where the loss alone is (over what is to be counted, too)."""
     base = tiny.llama(dtype=torch.float64)
     ours, stock = tiny.patched(tiny.with_exact_norms(base)).eval(), with_own_attention(tiny.exact(base).eval())
+    if ranks.rank == 0:  # no engine gathers its weights from the others, who need not come
+        ours(input_ids=tiny.ids(1, T), labels=tiny.ids(1, T), skip_logits=True)
+    fully_shard(ours, mesh=ranks.mesh)
     ids = tiny.ids(1, T - 1 - ranks.rank, seed=3 + ranks.rank)
     given, last = {"input_ids": ids, "labels": ids}, ranks.rank == ranks.size - 1
     unlabelled = {"input_ids": ids, "labels": torch.full_like(ids, -100) if last else ids}
@@ -205,6 +209,7 @@ def scores(ranks: Ranks) -> float:
     ours = tiny.patched(stock)
     for model in (ours.eval(), with_own_attention(stock.eval())):
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    fully_shard(ours, mesh=ranks.mesh)
     ids = tiny.ids(2, T - 1 - ranks.rank, seed=3 + ranks.rank)
     labels = torch.where(ids % 3 == 0, -100, ids)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch.distributed.tensor.experimental._attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import compat
-from hfpatch.models import loss, parallel, stack
+from hfpatch.models import loss, parallel, shared_rows, stack
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -133,3 +133,65 @@ def test_trls_head_counts_a_steps_tokens_too(monkeypatch):
     utils.add_fused_lm_head(model, outputs=("log_probs",))
     out = model(**batch, fused_lm_head=True)
     assert out.loss.item() == pytest.approx(-out.log_probs.sum().item() / 5, rel=1e-6)
+
+
+def test_labels_that_transformers_takes_out_are_said(monkeypatch):
+    """For label smoothing and compute_loss_func under context parallelism, where it hands on those of this rank's part."""
+    monkeypatch.setattr(loss, "context_parallel", lambda: ("group", True))
+    with pytest.warns(
+        UserWarning, match="^hfpatch: expected the model's own loss under context parallelism, compute_loss_func"
+    ):
+        tiny.patched(tiny.llama(num_hidden_layers=1))(**given(shift_labels=given()["labels"], labels=None))
+
+
+def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, **more) -> list[tuple]:
+    """[B, t] of each forward of a sharded model's layers, where two ranks evaluate the same rows of 12 tokens. others: what the
+    ranks of other groups say, when all are asked."""
+    model, seen, said = tiny.patched(tiny.llama(num_hidden_layers=1), eval_logits=False).eval(), [], iter(others)
+    change(model)
+    alone = lambda *_: None if parallel.here.sequence else LoneRank(2)  # noqa: E731
+    monkeypatch.setattr(shared_rows, "left_alone_in_evaluation", alone)
+    monkeypatch.setattr(shared_rows, "is_sharded", lambda _: True)
+    monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
+    monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
+    everybody = lambda group, mine, _: [min(next(said), *mine)] if group is None else None  # noqa: E731
+    monkeypatch.setattr(shared_rows, "least_of", everybody)
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
+    with torch.no_grad():
+        model(**{"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12), **more})
+    return seen
+
+
+@pytest.mark.parametrize("others, forwards", [((1, 1), [(2, 6)]), ((1, 0), [(2, 6)] * 2), ((0,), [(2, 12)])])
+def test_ranks_of_every_group_run_as_many_forwards(others, forwards, monkeypatch):
+    """For each an engine gathers weights over all of them: one that runs one forward less would leave the others waiting."""
+    assert evaluated(monkeypatch, others) == forwards
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(12)[None]])
+def test_positions_may_be_none_or_of_one_row(positions, monkeypatch):
+    assert evaluated(monkeypatch, position_ids=positions) == [(2, 6)]
+
+
+@pytest.mark.parametrize("more", [
+    {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, {"output_hidden_states": True}, {"use_cache": True},
+    {"ignore_index": 0}, {"token_type_ids": torch.zeros(2, 12)}, {"change": mixing},
+    {"change": lambda model: setattr(model.config, "output_hidden_states", True)},
+])  # fmt: skip
+def test_more_than_a_loss_of_rows_is_each_ranks_own(more, monkeypatch):
+    assert evaluated(monkeypatch, **more) == [(2, 12)]
+
+
+def test_evaluation_of_whole_rows_asks_for_no_caller(monkeypatch):
+    monkeypatch.setattr(parallel, "evaluated_by_trainer", lambda: pytest.fail("it walks through the frames"))
+    with torch.no_grad():
+        assert tiny.patched(tiny.llama(num_hidden_layers=1)).eval()(**given()).loss > 0
+
+
+def test_a_tuple_of_a_parts_evaluation(monkeypatch):
+    parts = lambda: None if parallel.here.sequence else LoneRank(2)  # noqa: E731
+    monkeypatch.setattr(shared_rows, "parts_of_trainers_evaluation", parts)
+    monkeypatch.setattr(shared_rows, "_mean", lambda _, x: torch.full_like(x, 3))
+    with torch.no_grad():
+        out = tiny.patched(tiny.llama(num_hidden_layers=1)).eval()(**given(), return_dict=False)
+    assert isinstance(out, tuple) and out[0] == 3
