@@ -7,7 +7,7 @@ from hfpatch.checkpoint.exchange import attention_for
 from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
-from hfpatch.compat import applying, keeps_graph
+from hfpatch.compat import applying, is_fake, keeps_graph
 from hfpatch.memory.policy import Policy
 from hfpatch.ops._library import refuse_a_batch
 
@@ -59,9 +59,11 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     modules = ask.modules
     then = AsThen(layer, modules, session.weights.on)
     tensors = ask.arguments.wanted() + then.trained()
+    known = ask.random or any(
+        [m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)]
+    )
     call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
-        random=ask.random or any([m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)]),
+        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then, random=known,
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
@@ -79,7 +81,14 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
+    kind = layer._hfpatch_index, layer.training
+    draws = session.draws.get(kind)  # what no module tells of: F.dropout, noise before a router
+    if draws is None and not is_fake(x) and x.device.type != "meta":
+        call.random = True
+    ask.random = call.random = call.random or bool(draws)
     outputs = _apply(call, x, *tensors)
+    if call.random and not known and draws is None:
+        ask.random = call.random = session.draws[kind] = call.drew()
     then.ran()
     session.linked(call, outputs[0])
     return list(outputs)

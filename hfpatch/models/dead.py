@@ -64,10 +64,11 @@ class _AddingUp(torch.autograd.Function):
 _adding_up = applying(_AddingUp)
 
 
-def _valueless_forward(module: nn.Linear, dense, value: float, adding, input: Tensor) -> Tensor:
+def _valueless_forward(module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its values are not wanted. dense: as quantised.dense_of has it."""
     add = adding and not dense and adding(module.weight) or None
-    return _without_value(input, dense or module.weight, module.bias, value, module.out_features, add)
+    y = _without_value(input, dense or module.weight, module.bias, value, module.out_features, add)
+    return y.contiguous() if filled else y
 
 
 def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
@@ -132,18 +133,20 @@ def unwatched(layer: nn.Module, name: str) -> bool:
 
 
 def idle(
-    layer: nn.Module, names, device: str = "cpu", value: float = 0.0, dense_of=dense_of, adding=None
+    layer: nn.Module, names, device: str = "cpu", value: float = 0.0, dense_of=dense_of, adding=None, filled=False
 ) -> list:  # fmt: skip
     """What `without_values` takes: the named Linears of the layer, or those under their adapters, and the forward that answers
     with an expanded `value`. Those that are neither here and now are left out, and compute. dense_of: as quantised's; adding: as
-    add_up has it.
+    add_up has it. filled: their values lie in memory as they would, since dropout on a GPU draws by where its input lies; not
+    those of adapters' bases, to which something is added.
     """
     if autocast_dtype(device) is not None:  # whose casts are F.linear's own
         return []
     names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
-    modules = (m for name in names if can_go_without(m := base_of(submodule(layer, name))) and not user_hooks(m))
+    named = (submodule(layer, name) for name in names)
+    modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)) and not user_hooks(m))
     dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
-    return [(m, partial(_valueless_forward, m, dense(m), value, adding)) for m in modules]
+    return [(m, partial(_valueless_forward, m, dense(m), value, adding, fill)) for m, fill in modules]
 
 
 def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:

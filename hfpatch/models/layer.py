@@ -90,7 +90,7 @@ class Ask:
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
     parts: Block | None = None
     modules: list = field(default_factory=list)  # the layer's, found once a call
-    random: bool = False  # whether adapters in the layer may draw random numbers of their own
+    random: bool = False  # whether something in the layer draws random numbers; before its call is made: adapters may
     written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
     adding: object = None  # in backward over several tiles: checkpoint.weights.WeightGradients.adding
 
@@ -150,7 +150,7 @@ class Ask:
         key = names, adding
         if key not in self.found_idle:
             dense = {} if self.written is None else {"dense_of": self.written.dense_of}
-            found = idle(self.layer, names, device, **dense, adding=adding) if names else []
+            found = idle(self.layer, names, device, **dense, adding=adding, filled=self.random) if names else []
             found += [] if self.written is None else self.written.forwards(found)
             self.found_idle[key] = found + (add_up(self.layer, found, device, adding) if adding else [])
         return self.found_idle[key]

@@ -16,6 +16,7 @@ from hfpatch.checkpoint import heads as heads_module
 from hfpatch.checkpoint import layer as layer_module
 from hfpatch.checkpoint import tiled as tiled_module
 from tests.checkpoint.deep import pair, tiny_llama, tokens
+from tests.models.families import small_model
 from tests.numerics import assert_close
 
 BUDGET = 4096 * 2.0**-52
@@ -178,6 +179,35 @@ def test_dropout_is_the_same_when_run_again():
     with torch.enable_grad():
         measured = (value(h).item() - value(-h).item()) / (2 * h)
     assert abs(slope - measured) < 1e-5 * max(1.0, abs(measured))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_draws_that_no_module_tells_of_are_the_same_when_run_again(every, monkeypatch):
+    """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth): the gradient is the function's own. What it is
+    given lies in memory as in forward: dropout on a GPU draws by that."""
+    model, drops, real = small_model("opt").train(), [], torch.nn.functional.dropout
+    for layer in model.model.decoder.layers:
+        layer.dropout = 0.3
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=6, every=every), loss=False)
+    ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+    dropped = lambda x, *args, **kwargs: drops.append(x.stride()) or real(x, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
+
+    def value():
+        torch.manual_seed(11)
+        return model.model(ids, use_cache=False).last_hidden_state.mul(torch.arange(64)).sum()
+
+    for _ in range(2):  # the first is where it is found out
+        model.zero_grad()
+        value().backward()
+    weight, h = model.model.decoder.layers[0].fc1.weight, 1e-7
+    step, slope = h * torch.ones_like(weight), weight.grad.sum().item()
+    weight.data += step
+    after = value().item()
+    weight.data -= 2 * step
+    measured = (after - value().item()) / (2 * h)
+    assert abs(slope - measured) < 1e-5 * abs(measured)
+    assert drops and all(all(strides) for strides in drops)
 
 
 def test_attention_dropout_falls_back_to_whole_layers():
