@@ -29,6 +29,7 @@ class Adapters:
             raise ValueError(f"hfpatch: expected a LoRA rank of 1 or more, {self.rank!r} came; pass one such as 16.")
         if self.base not in BASES:
             raise ValueError(f"hfpatch: expected a base of {', '.join(BASES)}, {self.base!r} came; pass one of them.")
+        object.__setattr__(self, "targets", tuple(self.targets))  # a list has no hash
 
     @classmethod
     def of(cls, rank: int, base: str = "bf16", targets=ALL_LINEAR) -> "Adapters":

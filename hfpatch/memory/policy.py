@@ -81,6 +81,8 @@ class Checkpointing:
             raise ValueError(
                 f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
             )
+        if keep != "auto":
+            object.__setattr__(self, "keep", tuple(keep))  # a list has no hash
         if self.weights not in WEIGHTS:
             raise ValueError(
                 f'hfpatch: weights must be one of {", ".join(WEIGHTS)}, {self.weights!r} came; leave it "auto".'

@@ -143,7 +143,11 @@ def _readable(file: Path, form: str) -> Path:
     """The file, if its name or `form` says what it is, and the data are there. Raises ValueError."""
     if not file.exists():
         raise ValueError(f"hfpatch: {file} is a link that leads nowhere; mend it, or remove it.")
-    if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+    try:
+        pointer = file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs")
+    except OSError as error:
+        raise ValueError(f"hfpatch: cannot read {file} ({error.strerror}); check the file.") from error
+    if pointer:
         raise ValueError(
             f"hfpatch: {file} is the pointer that Git LFS leaves in place of data; run `git lfs pull` there."
         )

@@ -103,8 +103,9 @@ def launcher() -> int | None:
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()
     except OSError:
-        command = b""
-    if LAUNCHERS.search(command):
+        command = b"" if os.getppid() != parent else None  # no /proc (macOS), or one that hides it
+    if command and LAUNCHERS.search(command):
         return parent
-    left_alone = parent == 1 or not command  # taken in by the first process, or about to be
+    # Taken in by the first process, or about to be. In a container that one may be a launcher of somebody's own.
+    left_alone = b"python" not in (command or b"") if parent == 1 else command == b""
     return GONE if left_alone and any(marks <= os.environ.keys() for marks in MARKS) else None

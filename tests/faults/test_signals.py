@@ -148,8 +148,9 @@ def test_a_shell_is_no_launcher(monkeypatch, tmp_path):
 
 def test_a_launcher_that_went_before_this_process_looked(monkeypatch, tmp_path):
     """While libraries were imported: a parent that is gone cannot be told from none, but for what it left behind."""
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "cmdline").write_bytes(b"/sbin/init\0")
+    for pid, command in (("1", b"/sbin/init\0"), ("7", b"")):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "cmdline").write_bytes(command)
     monkeypatch.setattr(stop, "Path", lambda text: tmp_path / Path(text).relative_to("/proc"))
     for name in set().union(*stop.MARKS):
         monkeypatch.delenv(name, raising=False)
@@ -161,3 +162,8 @@ def test_a_launcher_that_went_before_this_process_looked(monkeypatch, tmp_path):
             assert stop.launcher() is None
             patch.setenv("ACCELERATE_DYNAMO_MODE", "default")
             assert stop.launcher() == stop.GONE  # which no parent ever is
+            (tmp_path / "1" / "cmdline").write_bytes(b"/usr/bin/python3\0launch.py\0")
+            assert stop.launcher() == (None if parent == 1 else stop.GONE)  # in a container, with a launcher of its own
+            (tmp_path / "1" / "cmdline").write_bytes(b"/sbin/init\0")
+            patch.setattr(os, "getppid", lambda: 0)  # a container's first process, or a machine without /proc
+            assert stop.launcher() is None

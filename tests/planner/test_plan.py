@@ -436,3 +436,14 @@ def test_no_placement_is_planned_behind_the_first_that_fits(monkeypatch):
     module, planned = sys.modules["hfpatch.planner.plan"], []
     monkeypatch.setattr(module, "evaluate", lambda _, name: planned.append(name) or SimpleNamespace(fits=name == "b"))
     assert module._best(None, "abc").fits and planned == ["a", "b"]
+
+
+def test_a_plan_is_its_caller_s_own():
+    """Plans are remembered: settings that hold lists have a hash, and what a caller does to an answer is not in the next."""
+    asked = {"seq_len": 8192, "placement": "gpu8bit", "checkpointing": Checkpointing(keep=["qkv"], plain=0)}
+    asked["adapters"] = Adapters(16, targets=["q_proj"])
+    first = plan("llama-3.1-8b", **asked)
+    expected = json.dumps(first.to_dict())
+    for told in (first.gpu_bytes, first.seconds, first.policy, first.split):
+        told.clear()
+    assert json.dumps(plan("llama-3.1-8b", **asked).to_dict()) == expected

@@ -120,6 +120,18 @@ def test_data_that_are_not_there_are_not_passed_over(tmp_path, name, make, words
     assert sources.find([tmp_path], pattern="whole*") == [tmp_path / "whole.jsonl"]
 
 
+def test_small_file_that_cannot_be_read(tmp_path, monkeypatch):
+    """It is looked into for what Git LFS leaves."""
+    (tmp_path / "a.jsonl").write_text(LINES)
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(sources.Path, "read_bytes", closed)
+    with pytest.raises(ValueError, match="^hfpatch: cannot read .*a.jsonl .Permission denied"):
+        sources.find([tmp_path])
+
+
 def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.jsonl").write_text(LINES)
