@@ -41,7 +41,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     inner = copies(head)[1]
     if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
-    if _has_rows_of_it(inner):
+    if has_rows_of_it(inner):
         return "torch.compile takes no part of lm_head's rows" if torch.compiler.is_compiling() else None
     held = forward_now(inner, hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not nn.Linear.forward and not pass_forward:
@@ -57,7 +57,14 @@ def _in_fsdp2(module: nn.Module) -> bool:
     return "FSDPModule" in {c.__name__ for c in type(module).__mro__}
 
 
-def _has_rows_of_it(linear: nn.Linear) -> bool:
+def rows_of(head: nn.Module) -> int:
+    """How many words a head has; its weight may be sharded now, and its own number be older than its weight."""
+    inner = copies(head)[1]
+    weight = parameters_of(inner).get("weight")
+    return weight.shape[0] if weight is not None and weight.ndim == 2 and weight.shape[0] else inner.out_features
+
+
+def has_rows_of_it(linear: nn.Linear) -> bool:
     """Whether transformers' tensor parallelism, whose forward this Linear then has, gave each rank some rows."""
     held = vars(linear).get(hooked_forward(linear))
     tensors = [t for t in parameters_of(linear).values() if t is not None]

@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from hfpatch.compat import (
 from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
-from hfpatch.models.head import reads_logits, through, why_not_fused
+from hfpatch.models.head import copies, has_rows_of_it, reads_logits, rows_of, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parallel import items_of_a_mean_over_rows, sequence_now
 from hfpatch.models.parts import FusedRMSNorm
@@ -50,18 +51,33 @@ EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size 
 BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
 
 
+def _loss_over(
+    words: int | None, hidden: Tensor, weight: Tensor, *args, bias: Tensor | None = None, **options
+) -> Tensor:
+    """The loss over the head's first words, or over all."""
+    if words is not None:
+        weight, bias = weight[:words], None if bias is None else bias[:words]
+    return ops.linear_cross_entropy(hidden, weight, *args, bias=bias, **options)
+
+
 # --- logits that are not there ------------------------------------------------------------------------------------------
 
 
 class Logits:
-    """hidden @ head, not computed: outer * tanh(inner * .) or inner * ., [..., V] in shape. Real logits for all but those."""
+    """hidden @ head, not computed: outer * tanh(inner * .) or inner * ., [..., V] in shape, V the first `words` of the head's.
+    Real logits for all but those."""
 
-    def __init__(self, owner, hidden: Tensor, inner: float = 1.0, outer: float | None = None):
+    def __init__(self, owner, hidden: Tensor, inner: float = 1.0, outer: float | None = None, words: int | None = None):
         self.owner, self.hidden, self.inner, self.outer = owner, hidden, inner, outer
+        self.words = words  # None: all
 
     def _with(self, **changes) -> "Logits":
-        return Logits(
-            **{"owner": self.owner, "hidden": self.hidden, "inner": self.inner, "outer": self.outer, **changes}
+        return Logits(**vars(self) | changes)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(
+            (*self.hidden.shape[:-1], rows_of(self.owner._hfpatch_head()) if self.words is None else self.words)
         )
 
     def _scaled(self, factor):
@@ -89,6 +105,7 @@ class Logits:
     def real(self) -> Tensor:
         """The logits themselves, as the model would have had them."""
         z = self.owner._hfpatch_head()(self.hidden)
+        z = z if self.words is None else z[..., : self.words]
         z = z * self.inner if self.inner != 1 else z
         return z if self.outer is None else self.outer * torch.tanh(z)
 
@@ -101,7 +118,7 @@ class Logits:
         if scale != 1:
             options["inplace_hidden"] = False
             hidden = hidden * scale
-        return through(self.owner._hfpatch_head(), ops.linear_cross_entropy, hidden, labels, **options)
+        return through(self.owner._hfpatch_head(), partial(_loss_over, self.words), hidden, labels, **options)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -109,6 +126,12 @@ class Logits:
         return getattr(self.real(), name)
 
     def __getitem__(self, index):
+        words = index[1] if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis else None
+        if isinstance(words, slice) and words.start is None and words.step is None:  # a head that is padded
+            if words.stop is None or words.stop >= self.shape[-1]:
+                return self
+            if words.stop > 0 and not has_rows_of_it(copies(self.owner._hfpatch_head())[1]):
+                return self._with(words=words.stop)
         return self.real()[index]
 
     @classmethod

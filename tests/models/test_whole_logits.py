@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfpatch
 from hfpatch.models.loss import FusedCausalLM
@@ -15,15 +16,15 @@ TOKENS, VOCAB = 320, 1009
 
 
 class LargestLogits(TorchDispatchMode):
-    """The most rows of VOCAB numbers that any tensor has, in forward and backward."""
+    """The most rows of VOCAB numbers (or `width`) that any tensor has, in forward and backward."""
 
-    rows = 0
+    rows, width = 0, VOCAB
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == VOCAB:
-                self.rows = max(self.rows, x.numel() // VOCAB)
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.width:
+                self.rows = max(self.rows, x.numel() // self.width)
         return out
 
 
@@ -51,3 +52,37 @@ def test_a_qwen3_step_never_holds_whole_logits(patched, stock, tmp_path, monkeyp
     with LargestLogits() as seen:
         Trainer(model=model, args=args, train_dataset=rows).train()
     assert 0 < seen.rows <= 128 if patched else seen.rows >= TOKENS - 2
+
+
+class Padded(Qwen3ForCausalLM):
+    """A head with more rows than words, as Inkling's: the loss is over the first ones."""
+
+    words: int | None = VOCAB - 9
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state).float()
+        logits = (torch.tanh(logits / 3) * 3)[..., : self.words]
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("words", [VOCAB - 9, VOCAB + 9, None])
+def test_a_heads_padding_is_no_part_of_the_loss(words, stock, monkeypatch):
+    """Nor does it make logits: who leaves words out asks for fewer rows of the head."""
+    monkeypatch.setattr(Padded, "words", words)
+    monkeypatch.setattr(FusedCausalLM, "_workspace", lambda self: 16 * VOCAB * 5)
+    theirs, ours = Padded(stock.config).double(), Padded(stock.config).double()
+    theirs.load_state_dict(stock.state_dict())
+    ours.load_state_dict(stock.state_dict())
+    hfpatch.apply(ours, checkpointing="off", verdict=False)
+    ids = torch.randint(VOCAB - 9, (1, 64), generator=torch.Generator().manual_seed(2))
+    want = theirs(input_ids=ids, labels=ids).loss
+    with LargestLogits() as seen:
+        seen.width = min(words or VOCAB, VOCAB)
+        got = ours(input_ids=ids, labels=ids).loss
+        got.backward()
+    want.backward()
+    torch.testing.assert_close(got, want, rtol=3e-7, atol=0, check_dtype=False)
+    # transformers computes such logits, and so the gradients, in float32
+    torch.testing.assert_close(ours.lm_head.weight.grad, theirs.lm_head.weight.grad, rtol=1e-4, atol=1e-8)
+    assert seen.rows <= 32
