@@ -56,14 +56,14 @@ def counted(name: str, tokens: int, aim: str) -> dict:
     model = prepare(build(config), "hfpatch")
     found = simulate(model, 1, tokens, policy=option.policy)
     # A tied weight's gradient, until it is whole, counts as an activation there.
-    head = model.get_output_embeddings().weight
-    tied = head.numel() * head.element_size() if head is model.get_input_embeddings().weight else 0
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    device = {} if tied else {"device_gib": f"{found.most_beyond_bytes / GiB:.1f}"}
     least = step_flops(shape, "off", batch=1, tokens=tokens)
     return planned(name, tokens, aim) | {
         "matmul": f"{sum(found.flops['matmul'].values()) / least.matmul:.3f}",
         "attention_forwards": f"{found.flops['attention']['forward'] / least.attention_forward:.2f}",
-        "device_gib": f"{(found.most_beyond_bytes - tied) / GiB:.1f}", "host_gib": f"{found.host_peak_bytes / GiB:.1f}",
-    }  # fmt: skip
+        "host_gib": f"{found.host_peak_bytes / GiB:.1f}",
+    } | device  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
