@@ -82,12 +82,11 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     call.private = session.private(x)
     session.link(call, x)
     kind = layer._hfpatch_index, layer.training
-    draws = session.draws.get(kind)  # what no module tells of: F.dropout, noise before a router
-    if draws is None and not is_fake(x) and x.device.type != "meta":
-        call.random = True
-    ask.random = call.random = call.random or bool(draws)
+    learnt = session.draws.get(kind)  # of what no module tells: F.dropout, noise before a router
+    learns = not known and learnt is None and not is_fake(x) and x.device.type != "meta"
+    ask.random = call.random = known or bool(learnt) or learns
     outputs = _apply(call, x, *tensors)
-    if call.random and not known and draws is None:
+    if learns:
         ask.random = call.random = session.draws[kind] = call.drew()
     then.ran()
     session.linked(call, outputs[0])

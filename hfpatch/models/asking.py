@@ -52,9 +52,8 @@ class _Here(threading.local):
     # What its caller said: some models drop positions before their layers (Mamba, Bloom).
     positions: Tensor | None = None
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
-    target: tuple | None = (
-        None  # the model that is asked for a loss, its labels, whether they are to be shifted, their count
-    )
+    # The model that is asked for a loss, its labels, whether they are to be shifted, their count.
+    target: tuple | None = None
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 
 

@@ -239,9 +239,8 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     """--sp_size becomes what TrainingArguments take; rows are padded to go evenly over the ranks. Raises ValueError."""
     from hfpatch.training.sequence import parallelism
 
-    if values.get(
-        "label_smoothing_factor"
-    ):  # transformers leaves it out under Ulysses, and shifts labels within a part
+    # transformers leaves it out under Ulysses, and under context parallelism shifts labels within a part.
+    if values.get("label_smoothing_factor"):
         raise ValueError(
             f"hfpatch: --label_smoothing_factor needs whole rows, --sp_size {model.sp_size} came too; leave one of them out."
         )

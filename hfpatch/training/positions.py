@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from hfpatch.models.head import call_under_way
+from hfpatch.models.shared_rows import IGNORE
 from hfpatch.training.finite import FiniteTrainer
 
-IGNORE = -100
 _BUCKETS = 32
 _CHUNK = 1 << 26  # logits upcast at once
 

@@ -101,9 +101,8 @@ def _inside(folder: Path, pattern, exclude: set, form: str, say) -> list[Path]:
         raise ValueError(f"hfpatch: expected data files ({wanted}) in {folder}, none came; name another folder.")
     if left:
         say(f"hfpatch: files of {folder} that are left out: {_counted(left)}; --data_glob and --data_format take them.")
-    if (
-        form == "auto" and not pattern and len({format_of(path) == "text" for path in found}) > 1
-    ):  # a README beside the data
+    # A README beside the data, say.
+    if form == "auto" and not pattern and len({format_of(path) == "text" for path in found}) > 1:
         taken = Counter(path.suffix or "a saved folder" for path in found)
         say(
             f"hfpatch: texts and tables of {folder} are read side by side: {_counted(taken)}; --data_glob takes one kind."

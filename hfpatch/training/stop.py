@@ -11,10 +11,8 @@ import torch
 from transformers import TrainerCallback
 
 LAUNCHERS = re.compile(rb"accelerate|torchrun|torch\.distributed|torch/distributed|deepspeed")
-MARKS = (
-    {"TORCHELASTIC_RUN_ID"},
-    {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"},
-)  # what launchers put into the environment
+# What launchers put into the environment.
+MARKS = ({"TORCHELASTIC_RUN_ID"}, {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"})
 GONE = -1  # nobody's pid
 
 

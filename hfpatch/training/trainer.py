@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.models.shared_rows import evaluation_loss, shares_rows
+from hfpatch.models.shared_rows import IGNORE, evaluation_loss, shares_rows
 from hfpatch.training import folders, schedule
 from hfpatch.training.arguments import refusals
-from hfpatch.training.positions import IGNORE, PositionTrainer
+from hfpatch.training.positions import PositionTrainer
 from hfpatch.training.sequence import sequence_under, share_rows
 
 
