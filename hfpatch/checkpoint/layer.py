@@ -32,6 +32,26 @@ from hfpatch.compat import autocast, autocast_dtype, backward_from
 from hfpatch.memory.cuts import tile_bounds
 
 
+class Generators:
+    """The state of the host's generator of random numbers and, of a GPU, of its own."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.host = device, torch.default_generator.get_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def drew(self) -> bool:
+        """Whether anything was drawn from them since. On the host, and by no operator."""
+        now = Generators(self.device)
+        if self.host.numpy().tobytes() != now.host.numpy().tobytes():
+            return True
+        return self.cuda is not None and self.cuda.numpy().tobytes() != now.cuda.numpy().tobytes()
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.host)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
 @dataclass(eq=False, kw_only=True)
 class LayerCall(Kept):
     """One forward of one layer, and all that its backward needs."""
@@ -71,26 +91,14 @@ class LayerCall(Kept):
 
     @contextmanager
     def _replayed(self, phase: str, index: int):
-        device = self.device
         states = self.rng.get((phase, index))
         if states is None:
-            cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            self.rng[phase, index] = (torch.get_rng_state(), cuda)
+            self.rng[phase, index] = Generators(self.device)
             yield
             return
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                torch.cuda.set_rng_state(states[1], device)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            states.put_back()
             yield
-
-    def drew(self) -> bool:
-        """After a forward that recorded the generators: whether anything was drawn from them in it."""
-        host, cuda = next(iter(self.rng.values()))
-        other = lambda then, now: then.numpy().tobytes() != now.numpy().tobytes()  # noqa: E731 (on the host, and no operator)
-        return other(host, torch.get_rng_state()) or (
-            cuda is not None and other(cuda, torch.cuda.get_rng_state(self.device))
-        )
 
     def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B, t, D].

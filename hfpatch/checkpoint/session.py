@@ -71,7 +71,7 @@ class Session:
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
         self.planned: dict[tuple, int] = {}  # by policy, B and T: bytes on the device, by the closed form
         self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
-        self.draws: dict[tuple, bool] = {}  # by a layer's index and mode: whether it draws random numbers
+        self.draws: set[tuple] = set()  # layers, by index and mode, that were seen to draw random numbers
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way

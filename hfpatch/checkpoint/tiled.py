@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.exchange import attention_for
-from hfpatch.checkpoint.layer import LayerCall
+from hfpatch.checkpoint.layer import Generators, LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
 from hfpatch.compat import applying, is_fake, keeps_graph
@@ -59,8 +59,11 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     modules = ask.modules
     then = AsThen(layer, modules, session.weights.on)
     tensors = ask.arguments.wanted() + then.trained()
-    known = ask.random or any(
-        [m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)]
+    kind = layer._hfpatch_index, layer.training
+    known = ask.random = (
+        ask.random
+        or kind in session.draws
+        or any([m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)])
     )
     call = LayerCall(
         layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then, random=known,
@@ -81,13 +84,15 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
-    kind = layer._hfpatch_index, layer.training
-    learnt = session.draws.get(kind)  # of what no module tells: F.dropout, noise before a router
-    learns = not known and learnt is None and not is_fake(x) and x.device.type != "meta"
-    ask.random = call.random = known or bool(learnt) or learns
+    # What draws and no module tells of it (F.dropout, noise before a router) is found out by what it leaves behind.
+    real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(x.device) if real and not known else None
     outputs = _apply(call, x, *tensors)
-    if learns:
-        ask.random = call.random = session.draws[kind] = call.drew()
+    if watched and watched.drew():
+        session.draws.add(kind)
+        watched.put_back()
+        ask.start_anew()
+        return tiled_layer(session, policy, ask, x)
     then.ran()
     session.linked(call, outputs[0])
     return list(outputs)

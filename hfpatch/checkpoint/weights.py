@@ -180,7 +180,7 @@ class WeightGradients(AsInForward):
     def __init__(self, then: AsThen, several: bool):
         super().__init__(then)
         self.several, self.leaves, self.originals = several, [], []
-        self.sums: list[Tensor | None] = []
+        self.sums: list[Tensor | None] = [None for place in then.places if place.trained]
         self.index: dict[int, int] = {}  # of stand-ins, by their ids
 
     def _of(self, place: Place, tensor: Tensor) -> Tensor:
@@ -188,7 +188,6 @@ class WeightGradients(AsInForward):
             return super()._of(place, tensor)
         index = len(self.originals)
         self.originals.append(tensor)
-        self.sums.append(None)
         return self._stand_in(index, tensor)
 
     def _stand_in(self, index: int, original: Tensor) -> Tensor:

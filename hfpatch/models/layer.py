@@ -160,6 +160,10 @@ class Ask:
         if adding is not self.adding:
             self.adding, self.found_idle = adding, {}
 
+    def start_anew(self) -> None:
+        """Before the same forward runs once more: what it wrote to the caller's cache stays."""
+        self.cache, self.found_idle = None, {}
+
     def phase(self, tiles):
         """The tiles of one pass, over which weights are written out once."""
         return tiles if self.written is None else self.written.phase(tiles)

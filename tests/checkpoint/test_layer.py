@@ -183,11 +183,9 @@ def test_dropout_is_the_same_when_run_again():
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_draws_that_no_module_tells_of_are_the_same_when_run_again(every, monkeypatch):
-    """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth): the gradient is the function's own. What it is
-    given lies in memory as in forward: dropout on a GPU draws by that."""
+    """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth), at a rate raised once training runs: the gradient
+    is the function's own. What it is given lies in memory as in forward: dropout on a GPU draws by that."""
     model, drops, real = small_model("opt").train(), [], torch.nn.functional.dropout
-    for layer in model.model.decoder.layers:
-        layer.dropout = 0.3
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=6, every=every), loss=False)
     ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
     dropped = lambda x, *args, **kwargs: drops.append(x.stride()) or real(x, *args, **kwargs)  # noqa: E731
@@ -197,9 +195,12 @@ def test_draws_that_no_module_tells_of_are_the_same_when_run_again(every, monkey
         torch.manual_seed(11)
         return model.model(ids, use_cache=False).last_hidden_state.mul(torch.arange(64)).sum()
 
-    for _ in range(2):  # the first is where it is found out
-        model.zero_grad()
-        value().backward()
+    value().backward()
+    for layer in model.model.decoder.layers:
+        layer.dropout = 0.3  # a schedule's, say
+    drops.clear()
+    model.zero_grad()
+    value().backward()
     weight, h = model.model.decoder.layers[0].fc1.weight, 1e-7
     step, slope = h * torch.ones_like(weight), weight.grad.sum().item()
     weight.data += step
