@@ -140,6 +140,9 @@ def apply(
     settings. One exception to "other models": a TRL trainer made with this model patches its reference model likewise, so
     that equal weights give equal numbers.
 
+    Layers run again in backward, on the weights of their forward: what is written to a weight in between is noticed and
+    said, but for writes in place through its `.data`, which PyTorch does not count: make those after backward.
+
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
     rope: fused rotary embedding of q and k, one launch for both; "float64": besides, angles in float64, worth it above

@@ -213,9 +213,11 @@ class StreamedWeights:
                 if _same(packed.tables, _noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
-                blocks = packed.blocks()
-                for index, other in list(self.packed.items()):  # and those that lend it a tensor, or borrow one of it
-                    if blocks & other.blocks():
+                # And those that borrow a tensor of it, or lent it one that lies elsewhere now.
+                blocks, own = packed.blocks(), id(packed.saved)
+                for index, other in list(self.packed.items()):
+                    theirs = other.blocks()
+                    if other is packed or own in theirs or (blocks & theirs and other.given_others()):
                         del self.packed[index]
             if is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
