@@ -312,13 +312,15 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
     stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
-    stack._hfpatch_apart = found.apart
+    stack._hfpatch_apart, stack._hfpatch_asks = found.apart, found.isolation
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
     causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart or None in found.answers
     if told and causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         swap(causal, TellsPositions)
-    if not found.apart:
-        report.notes.append("rows that hold several documents are refused: its layers would let them see each other.")
+    if found.apart is False:
+        report.notes.append(
+            "rows that hold several documents are refused: its layers were not seen to keep them apart."
+        )
     if settings is None:
         report.skipped.append(("checkpointing", "not asked for"))
         return

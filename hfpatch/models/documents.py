@@ -73,7 +73,7 @@ def refuse_packed(kind: type, advice: str = "do not pack"):
     """ValueError: documents would see each other in this class of model, or layer."""
     raise ValueError(
         f"hfpatch: expected one document a row, position_ids that restart came to a {kind.__name__}, in which what mixes tokens "
-        f"is not told of documents, so that they would see each other; {advice}."
+        f"was not seen to keep documents apart; {advice}."
     )
 
 

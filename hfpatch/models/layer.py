@@ -5,7 +5,7 @@ Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledL
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -410,7 +410,7 @@ class TiledLayer:
                 with session.weights.forward(self, x.device):
                     y, *extras = tiled_layer(session, policy, ask, x)
             except NotStopped as error:  # a forward that goes other ways than when it was asked
-                self._hfpatch_answers = Answers(reason=str(error))
+                self._hfpatch_answers = replace(answers, reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=3)
                 return self.forward(hidden_states, *args, **kwargs)
             ask.hand_on(extras, lists)

@@ -173,6 +173,8 @@ class OurAttention:
         if cache is not None and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B and mask.shape[1] > T:
             seen = mask[:, -T:]  # it tells of what is in the cache too
         packed = lambda: packs(B, positions, seen, None)  # noqa: E731
+        if self._hfpatch_apart is None and (positions is not None or offsets is not None):
+            self._hfpatch_apart, self._hfpatch_mixers = self._hfpatch_asks(config)
         if not self._hfpatch_apart and packs(B, positions, rows_mask, offsets):
             refuse_packed(type(self))
         stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None

@@ -6,14 +6,15 @@ packed and with hidden tokens. A kind of layer that differs beyond rounding is n
 
 import copy
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.session import Session
-from hfpatch.compat import carries_states
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
 from hfpatch.models.answers import OTHER_MIXER, Answers, code_asked
@@ -41,31 +42,33 @@ class _Different(Exception):
 class Verdict:
     """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted); ours: whether the
     stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None; prefill:
-    whether they fill an empty KV cache as transformers' do; apart: whether documents of one row cannot see each other."""
+    whether they fill an empty KV cache as transformers' do; apart: whether documents of one row were seen not to see each other,
+    None where `isolation`, a function of the config, says so at the first rows with positions."""
 
     answers: tuple[Answers | None, ...]
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
-    apart: bool = True
+    apart: bool | None = None
+    isolation: Callable | None = None
 
 
 def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     """What the layers of this model answered, and what may be trusted."""
     n = len(decoder.layers)
     if not hasattr(decoder.stack, "config"):
-        return Verdict((), False, "its layers are in a module without a config")
+        return Verdict((), False, "its layers are in a module without a config", apart=True)
     shared = SHARED_KEYS if _shares_keys(decoder.stack.config) else None
     code = code_asked(decoder.layers)
-    if not verdict:
-        return Verdict((None,) * n, alone=shared)
     kinds = [kind_of(layer) for layer in decoder.layers]
+    if not verdict:
+        return Verdict((None,) * n, alone=shared, isolation=partial(isolation, type(decoder.stack), tuple(kinds)))
     try:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
     except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = Answers(reason=f"no small instance of it could be tried ({reason})")
-        return Verdict((untried,) * n, False, shared, apart=not carries_states(type(decoder.stack)))
+        return Verdict((untried,) * n, False, shared, apart=False)
     unknown = Answers(reason="no layer of its kind in the small instance")
     answers = tuple(found.answers.get(kind, unknown) for kind in kinds)
     return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
@@ -103,29 +106,52 @@ class _Config:
 def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> _Found:
     with quiet_process(), sharded(False):
         began = time.thread_time()
-        stack = small_stack(stack_class, config.config, list(kinds))
-        stack = _in_double(stack)
-        layers = _layers_of(stack)
-        named = {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}
+        stack = _in_double(small_stack(stack_class, config.config, list(kinds)))
         late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
-        answers = {}
-        for kind, i in named.items():
-            if late():
-                reasons = {kind: Answers(reason=LATE) for kind in named}
-                return _Found(reasons, ours=False, apart=not carries_states(stack_class))
-            try:
-                answers[kind] = probe.ask(stack, layers[i])
-            except Exception as error:  # of the stack, before it comes to the layer
-                answers[kind] = Answers(
-                    reason=f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
-                )
+        answers = _ask_all(stack, late)
+        if answers is None:
+            found = _Found({kind: Answers(reason=LATE) for kind in kinds}, ours=False)
+            found.apart = _keeps_apart(stack, found)
+            return found
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
-        packed = not any(answer.reason == OTHER_MIXER for answer in answers.values())
-        expected = _Expected(stack, packed)
+        expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
         found = _settled(answers, expected, late)
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
-        found.apart = not carries_states(stack_class) if late() else expected.keeps_apart(found)
+        compared = found.ours and "packed" in expected.batches
+        found.apart = compared or _keeps_apart(stack, found)
         return found
+
+
+def _ask_all(stack: nn.Module, late=lambda: False) -> dict[tuple, Answers] | None:
+    """What each kind of layer of a small stack answers; None where that takes too long."""
+    layers, answers = _layers_of(stack), {}
+    for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
+        if late():
+            return None
+        try:
+            answers[kind] = probe.ask(stack, layers[i])
+        except Exception as error:  # of the stack, before it comes to the layer
+            answers[kind] = Answers(
+                reason=f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
+            )
+    return answers
+
+
+def isolation(stack_class: type, kinds: tuple, config) -> tuple[bool, bool]:
+    """(whether documents of one row are kept apart, whether layers mix tokens beside attention) of a model without verdict, by a
+    small instance as its layers answer; (False, False) where none can be tried."""
+
+    def found():
+        with quiet_process(), sharded(False):
+            stack = _in_double(small_stack(stack_class, config, list(kinds)))
+            found = _Found(_ask_all(stack))
+            return _keeps_apart(stack, found), any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
+
+    try:
+        with ThreadPoolExecutor(1) as pool:  # where nothing of the forward under way is in force
+            return pool.submit(found).result()
+    except Exception:  # whatever a family raises on a small instance
+        return False, False
 
 
 def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found:
@@ -188,7 +214,6 @@ class _Expected:
         # Chunks are counted along the row: documents one by one would have others.
         if packed and not getattr(stack.config, "attention_chunk_size", None):
             self.batches["packed"] = (apart, joined)
-        self.joined = joined
         self.wanted = {name: self._gradients(stack, alone) for name, (alone, _) in self.batches.items()}
 
     @staticmethod
@@ -213,7 +238,7 @@ class _Expected:
         batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
         try:
             with torch.no_grad():
-                ours, stock = self._patched(found), self.stack
+                ours, stock = _patched(self.stack, found), self.stack
                 ours._hfpatch_prefill = True
                 got, wanted = ours(**batch), stock(**batch)
             pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
@@ -223,38 +248,8 @@ class _Expected:
         except Exception:  # a cache of the family's own
             return False
 
-    def keeps_apart(self, found: _Found) -> bool:
-        """Whether a document says the same whatever stands before it in its row, where positions restart."""
-        if found.ours and "packed" in self.batches:  # compared already
-            return True
-        batch, other = self.joined, dict(self.joined)
-        del batch["weight"], other["weight"]
-        ids, first = batch["input_ids"], DOCUMENTS[1]
-        other["input_ids"] = torch.cat([ids[:, :first].flip(1), ids[:, first:]], 1)
-        try:
-            with torch.no_grad():
-                ours = self._patched(found)
-                a, b = (ours(use_cache=False, **given).last_hidden_state[:, first:] for given in (batch, other))
-        except Exception:  # it takes no positions, or refuses such rows itself
-            return False
-        return bool((a - b).norm() <= CLOSE * b.norm())
-
-    def _patched(self, found: _Found) -> nn.Module:
-        ours = copy.deepcopy(self.stack)
-        configs = (ours.config,)
-        swap(ours, OurAttention)
-        layers = _layers_of(ours)
-        session = Session(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
-        ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
-        for index, layer in enumerate(layers):
-            answer = found.answers.get(kind_of(layer), Answers(reason="not asked"))
-            swap(layer, TiledLayer)
-            layer._hfpatch_index = index
-            layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
-        return ours
-
     def _compare(self, found: _Found) -> None:
-        ours = self._patched(found)
+        ours = _patched(self.stack, found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # what transformers makes of it is its own affair
@@ -273,3 +268,34 @@ class _Expected:
                     raise _Different(
                         f"it differs from transformers on a {name} batch ({what}: {error / value.norm():.0e})"
                     )
+
+
+def _keeps_apart(stack: nn.Module, found: _Found) -> bool:
+    """Whether a document says the same whatever stands before it in its row, where positions restart."""
+    a, b = DOCUMENTS[1:]
+    ids = torch.randint(1, stack.config.vocab_size, (1, b))
+    other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)
+    positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
+    try:
+        with torch.no_grad():
+            run = partial(_patched(stack, found), use_cache=False, position_ids=positions)
+            x, y = (run(input_ids=given).last_hidden_state[:, a:] for given in (ids, other))
+    except Exception:  # it takes no positions, or refuses such rows itself
+        return False
+    return bool((x - y).norm() <= CLOSE * y.norm())
+
+
+def _patched(stack: nn.Module, found: _Found) -> nn.Module:
+    """A copy of a small stack that runs so."""
+    ours = copy.deepcopy(stack)
+    configs = (ours.config,)
+    swap(ours, OurAttention)
+    layers = _layers_of(ours)
+    session = Session(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
+    ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
+    for index, layer in enumerate(layers):
+        answer = found.answers.get(kind_of(layer), Answers(reason="not asked"))
+        swap(layer, TiledLayer)
+        layer._hfpatch_index = index
+        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
+    return ours

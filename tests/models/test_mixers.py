@@ -11,6 +11,7 @@ from test_families import assert_close, batch, step
 
 import hfpatch
 from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.models.verdict import _verdict as verdict_of
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
@@ -135,13 +136,34 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
     given, _ = packed_and_apart(2)
     counted = given | {"position_ids": torch.arange(40).expand(2, -1)}
     wanted = step(stock, counted)[2]
-    for settings in (TILE, "off"):
+    for settings, verdict in ((TILE, True), ("off", True), (TILE, False), ("off", False)):
         ours = copy.deepcopy(stock)
-        assert "refused" in str(hfpatch.apply(ours, checkpointing=settings, **UNFUSED | {"loss": True}))
+        report = hfpatch.apply(ours, checkpointing=settings, **UNFUSED | {"loss": True}, verdict=verdict)
+        assert ("refused" in str(report)) == verdict  # without one it is asked at the first packed rows
         for mask in (None, torch.ones(2, 40, dtype=torch.long)):
             with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
                 ours(**given, attention_mask=mask)
-        assert_close(step(ours, counted)[2], wanted)
+        if verdict:  # which says that it cannot read our masks
+            assert_close(step(ours, counted)[2], wanted)
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_packed_rows_are_refused_where_no_small_instance_tells(verdict, monkeypatch):
+    """LFM2's convolutions, which transformers marks by nothing, would see across: what was not seen to be apart is not trusted."""
+
+    def none(*_):
+        raise ValueError("it has none")
+
+    monkeypatch.setattr("hfpatch.models.verdict.small_stack", none)
+    monkeypatch.setattr("hfpatch.models.verdict._verdict", verdict_of.__wrapped__)
+    stock = families.small_model("lfm2")
+    given, _ = packed_and_apart(2)
+    for settings in (TILE, "off"):
+        ours = copy.deepcopy(stock)
+        hfpatch.apply(ours, checkpointing=settings, verdict=verdict)
+        with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+            ours(**given)
+        ours(**given | {"position_ids": torch.arange(40).expand(2, -1)})
 
 
 def test_documents_are_apart_also_where_masks_are_made_without_positions():
@@ -167,7 +189,7 @@ def test_documents_are_apart_also_where_the_model_drops_positions():
     for others in ({}, {"loss": False}, {"loss": False, "verdict": False}):
         hfpatch.apply(ours, checkpointing=TILE, **others)
         assert_close(step(ours, given)[2], wanted)
-    for others in ({}, {"loss": False}):
+    for others in ({}, {"loss": False}, {"verdict": False}):
         hfpatch.apply(ours, checkpointing="off", **others)
         with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
             ours(**given)
