@@ -5,6 +5,7 @@ import copy
 import families
 import pytest
 import torch
+import transformers
 
 import hfpatch
 
@@ -73,6 +74,26 @@ def test_loss_and_gradients(name):
         assert_close(grads, wanted)
     hfpatch.undo(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_wide_heads(head_dim):
+    """As wide as a GPU's kernels take (Gemma), and as none takes (Gemma 4): tiled, and layers as they are with our attention."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=head_dim, vocab_size=64, attn_implementation="eager",
+    )  # fmt: skip
+    stock = transformers.LlamaForCausalLM(config).double().train()
+    given = {**batch(), "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    given["attention_mask"][0, 11:13], given["attention_mask"][1, -5:] = 0, 0
+    _, loss, wanted = step(stock, given)
+    for checkpointing in (TILE, "off"):
+        ours = copy.deepcopy(stock)
+        hfpatch.apply(ours, checkpointing=checkpointing, verdict=False)
+        _, got_loss, got = step(ours, given)
+        assert abs(got_loss - loss) <= 1e-5 * abs(loss)
+        assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.long)])

@@ -31,8 +31,9 @@ def check(got, plain, exact, name, dtype, T):
     assert (got - exact).abs().max() <= max(T, 16) * 2.0**-52 * max(1.0, exact.abs().max().item()), name
 
 
-# Grouped heads 1:1, 2:1 and 4:1; T odd, one, and past one block of the CPU kernel.
-@pytest.mark.parametrize("B,T,H,K,E", [(2, 37, 4, 2, 16), (1, 1, 4, 4, 8), (1, 601, 4, 1, 32), (3, 64, 6, 3, 24)])
+# Grouped heads 1:1, 2:1 and 4:1; T odd, one, and past one block of the CPU kernel; heads as wide as GPUs take, and wider.
+@pytest.mark.parametrize("B,T,H,K,E", [(2, 37, 4, 2, 16), (1, 1, 4, 4, 8), (1, 601, 4, 1, 32), (3, 64, 6, 3, 24),
+                                       (1, 45, 2, 1, 256), (1, 45, 2, 1, 512)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_both_directions(B, T, H, K, E, dtype):
     q, k, v, dout = inputs(B, T, H, K, E, dtype)
@@ -300,8 +301,9 @@ def test_widened_heads_go_to_fa2():
 
 
 def test_backend_of_each_device():
-    assert A.supported(128, torch.bfloat16, torch.device("cuda")) is None
-    assert "head_dim" in A.supported(260, torch.bfloat16, torch.device("cuda"))
+    for head_dim, served in ((128, True), (256, True), (260, False), (512, False)):
+        reason = A.supported(head_dim, torch.bfloat16, torch.device("cuda"))
+        assert reason is None if served else f"head_dim {head_dim} is not a multiple of 8 up to 256" == reason
     assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
     for pattern in (A.Pattern(softcap=30.0), A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool))):
