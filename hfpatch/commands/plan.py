@@ -9,11 +9,10 @@ from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.limits import flag, parse_lengths, parse_word
 from hfpatch.memory.policy import WEIGHTS, Checkpointing, Policy
 from hfpatch.memory.presets import MODELS, PRESETS
-from hfpatch.memory.sequence import why_not_shared_out
 from hfpatch.planner.answer import WHOLE, judged
 from hfpatch.planner.models import resolve
-from hfpatch.planner.placements import PLACEMENTS, candidates, resident
-from hfpatch.planner.plan import plan
+from hfpatch.planner.placements import PLACEMENTS, resident
+from hfpatch.planner.plan import placements, plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit, or the simulator contradicts the plan.
@@ -73,14 +72,6 @@ def _adapters(args) -> Adapters | None:
     return None
 
 
-def _uneven(args) -> str | None:
-    """Why heads do not go evenly over the GPUs that share each row; None where they do."""
-    if args.sp_size <= 1:
-        return None
-    shape = resolve(args.model)[1]
-    return why_not_shared_out(shape.num_heads, shape.num_kv_heads, args.sp_size)
-
-
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
     from hfpatch.planner.simulated import simulated_bytes
@@ -113,7 +104,7 @@ def main(args) -> int:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
-        names = candidates(args.placement, args.gpus, bool(args.lora_r), _uneven(args))
+        names = placements(resolved(args.model, seq_len=lengths[0], **common), args.placement)
         plans = [_found(args, n, p, common) for p in names for n in lengths]
         print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
         if args.png:

@@ -204,8 +204,6 @@ class ModelShape:
     def whole_because(self) -> str:
         """Why its layers run whole on a GPU, or may, as no kernel known to run there has such an attention with a backward; ""
         where they are tiled."""
-        if self.softcap:
-            return "soft caps need flex_attention, which is not yet run on a GPU"
         width = max(self.head_dim, self.v_head_dim)
         return f"no GPU kernel has a backward for heads of {width} columns" if width % 8 or width > 256 else ""
 

@@ -158,11 +158,17 @@ def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
     return replace(shape, ranks=sp_size)
 
 
-def _served_here(shape: ModelShape) -> bool:
-    """Whether this machine's GPU has kernels for such attention: the question that a layer asks there."""
+ASSUMED = (
+    "assumed: flex_attention, which caps its scores, passes the trial that it gets on such a GPU, in the memory of flash "
+    "attention; where it does not, layers run whole"
+)
+
+
+def _no_kernels_here(shape) -> str | None:
+    """Why this machine's GPU has no kernels for such attention, None where it has: the question that a layer asks there."""
     from hfpatch.planner.measure import why_no_kernels
 
-    return why_no_kernels(max(shape.head_dim, shape.v_head_dim), shape.softcap or None) is None
+    return why_no_kernels(max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None)
 
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
@@ -174,7 +180,11 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
     reason = getattr(shape, "whole_because", "")
-    if reason and checkpointing not in WHOLE and not (gpu == "this" and _served_here(shape)):
+    if gpu == "this" and (reason or shape.softcap):
+        reason = _no_kernels_here(shape)
+    if not isinstance(shape, ModelShape):
+        shape = replace(shape, no_flex=reason or None)
+    elif reason and checkpointing not in WHOLE:
         raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)

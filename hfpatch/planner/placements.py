@@ -106,7 +106,7 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
         return Resident(base, None, moments, host=gpus * host)
     P, layer = shape.parameters, shape.layer_parameters
-    root = shape.parameters - shape.num_layers * layer
+    root = shape.parameters - shape.body_parameters
     largest = max(layer, shape.embedding_parameters)
     share = -(-P // gpus)
     if name == "gpu8bit":

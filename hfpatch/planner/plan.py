@@ -6,7 +6,7 @@ Bytes come from memory/formula.py, which the layers' policy asks too; seconds fr
 import sys
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, choose, frontier
@@ -16,7 +16,7 @@ from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.seconds import first_step, step_time
 from hfpatch.memory.shape import UnknownFamily
-from hfpatch.planner.answer import PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run
+from hfpatch.planner.answer import ASSUMED, PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
 
@@ -101,7 +101,10 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
-    found = assembled(run, placement, policy, why_not or _why(run, policy), memory, flops, time, moved)
+    why = why_not or _why(run, policy)
+    if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
+        why += f"; {ASSUMED}"
+    found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes, itemsize=itemsize))
 
 
@@ -216,11 +219,11 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
             })  # fmt: skip
 
     lora = run.shape.adapters
-    names = candidates(asked, run.gpus, bool(lora), run.uneven)
+    names = placements(run, asked)
     if lora and lora.base != "4bit":
         smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
         offer("--base 4bit", replace(run, shape=smaller), names)
-    for name in candidates("auto", run.gpus, bool(lora), run.uneven):
+    for name in placements(run, "auto"):
         if name != plan.placement and name not in names:
             offer(f"--placement {name}", run, [name])
     if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
@@ -234,8 +237,8 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     for gpus in (2, 4, 8):
         if gpus > run.gpus:
             before = len(found)
-            offer(f"--gpus {gpus}", replace(run, gpus=gpus), candidates("auto", gpus, bool(lora), run.uneven),
-                  f"{gpus} GPUs")  # fmt: skip
+            wider = replace(run, gpus=gpus)
+            offer(f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs")
             if len(found) > before:
                 break
     for size in range(2, run.gpus + 1):
@@ -279,6 +282,28 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
         )
 
 
+def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) -> Run:
+    """What is asked of plan(): the shape is counted on the model itself where no closed form describes it."""
+    try:
+        run = make_run(model, seq_len=seq_len, **asked)
+    except UnknownFamily as error:
+        _say_simulated(error.what.rstrip(","))
+        from hfpatch.planner.simulated import counted
+
+        return make_run(model, seq_len=seq_len, shape=counted(model, adapters), **asked)
+    return replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
+
+
+@cache
+def _say_simulated(what: str) -> None:
+    print(f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.", file=sys.stderr)
+
+
+def placements(run: Run, asked: str) -> list[str]:
+    """The placements that a plan tries."""
+    return candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)
+
+
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
@@ -304,19 +329,12 @@ def plan(
     }
     if getattr(checkpointing, "weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
-    try:
-        run = make_run(model, seq_len=seq_len, **asked)
-    except UnknownFamily as error:
-        what = error.what.rstrip(",")
-        print(
-            f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.", file=sys.stderr
-        )
+    run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)
+    names = placements(run, placement)
+    if not isinstance(run.shape, ModelShape):
         from hfpatch.planner.simulated import simulated_plan
 
-        more = {"adapters": adapters, "max_seq_len": max_seq_len}
-        return simulated_plan(model, seq_len=seq_len, placement=placement, **more, **asked)
-    run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
-    names = candidates(placement, gpus, bool(adapters), run.uneven)
+        return simulated_plan(model, run, names, max_seq_len=max_seq_len)
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))

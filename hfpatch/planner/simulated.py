@@ -3,7 +3,7 @@ describes."""
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -18,15 +18,16 @@ from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
 from hfpatch.ops.attention import WIDEST_HEAD
-from hfpatch.planner.answer import WHOLE, Plan, Run, assembled, make_run
+from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.models import text_config_of
-from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.planner.placements import PLACEMENTS, resident
 from hfpatch.simulate.adapters import PACKED
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
 
 STEPS_FOR_LENGTH = 6  # simulated while the longest sequence is sought
 LONGEST = 1 << 24  # tokens
+OPERATIONS = 400_000  # of a simulated step, or one a token: no code that loops over single tokens ends within these
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
@@ -59,12 +60,13 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer and of its
-    embedding, its layers, what is trained, bytes; whether tokens meet by a state too, which no closed form of ours has; its heads,
-    the columns of the widest, and the ranks that share each row."""
+    """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer, of all layers and
+    of its embedding, its layers, what is trained, bytes; whether tokens meet by a state too, which no closed form of ours has; its
+    heads, the columns of the widest, and the ranks that share each row; what caps its scores; why flex_attention does not serve."""
 
     parameters: int
     layer_parameters: int
+    body_parameters: int
     embedding_parameters: int
     num_layers: int
     adapters: Adapters | None = None
@@ -76,11 +78,14 @@ class Counted:
     num_kv_heads: int = 1
     head_dim: int = 1
     ranks: int = 1
+    softcap: float = 0.0
+    no_flex: str | None = None
 
     @classmethod
     def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
         """adapters: those that are in the model."""
-        sizes = _count(model), max(map(_count, layers)), _count(model.get_input_embeddings()), len(layers)
+        of_layers = [*map(_count, layers)]
+        sizes = _count(model), max(of_layers), sum(of_layers), _count(model.get_input_embeddings()), len(layers)
         held = [
             *model.parameters(),
             *(b for m in model.modules() if isinstance(m, tuple(PACKED.values())) for b in m.buffers()),
@@ -90,7 +95,10 @@ class Counted:
         states, heads = carries_states(type(find_decoder(model).stack)), getattr(model.config, "num_attention_heads", 1)
         keys = getattr(model.config, "num_key_value_heads", None) or heads
         widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
-        return cls(*sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys, widest)
+        softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
+        return cls(
+            *sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys, widest, softcap=softcap
+        )
 
     @property
     def loops(self) -> bool:
@@ -155,12 +163,13 @@ def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return early, late
 
 
-def _run(model: nn.Module, batch: int, seq_len: int, policy, ranks: int = 1):
+def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
     """A simulated step of a stock model under a Policy, or under the word for layers that run whole."""
     tiled = isinstance(policy, Policy)
     ready = prepare(model, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
     try:
-        return simulate(ready, batch, seq_len, policy=policy if tiled else None, ranks=ranks)
+        how = {"ranks": counted.ranks, "no_flex": counted.no_flex, "most_operations": max(OPERATIONS, batch * seq_len)}
+        return simulate(ready, batch, seq_len, policy=policy if tiled else None, **how)
     except Exception as error:  # whatever a family's forward makes of such tokens
         if str(error).startswith("hfpatch: "):
             raise
@@ -184,8 +193,8 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
     model = cut(more)
     gradients = _trained_bytes(model)
     low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
-    found = _run(model, batch, seq_len, policy, counted.ranks)
-    less = _run(cut(fewer), batch, seq_len, policy, counted.ranks) if times else found
+    found = _run(model, batch, seq_len, policy, counted)
+    less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = _moments(found.ledger, low)
     moments = (
@@ -238,24 +247,36 @@ def _policy(asked, tokens: int) -> Policy:
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
-def simulated_plan(
-    model, *, seq_len: int, placement: str = "auto", adapters: Adapters | None = None, max_seq_len: bool = False, **arguments
-) -> Plan:  # fmt: skip
+class _Values(dict):
+    """A config's values as a key of caches."""
+
+    def __hash__(self):
+        return hash(self.get("model_type"))
+
+
+def counted(model, adapters: Adapters | None = None) -> Counted:
+    """What stands for the shape of a model that no closed form describes, adapters in it."""
+    return _counted(_Values(text_config_of(model)[1]), adapters)
+
+
+@lru_cache(maxsize=8)  # of a sweep, whose plans ask for it anew
+def _counted(config: _Values, adapters: Adapters | None) -> Counted:
+    built = build(config, adapters=adapters)
+    return Counted.of(built, _layers(built), adapters)
+
+
+def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = False) -> Plan:
     """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
     attention outputs on the host where layers run tile by tile; seconds are matmuls, attention and the optimizer alone.
 
-    Arguments as plan()'s. Raises ValueError for what is unknown.
+    run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for what cannot be simulated.
     """
-    config = text_config_of(model)[1]
-    built = build(config, adapters=adapters)
-    counted = Counted.of(built, _layers(built), adapters)
-    run = make_run(model, seq_len=seq_len, shape=counted, **arguments)
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
             f"hfpatch: transformers' own steps are simulated over whole rows, --sp-size {run.ranks} came; leave one of them out."
         )
-    at = partial(_at, config, run, candidates(placement, run.gpus, bool(adapters), run.uneven))
-    found = at(seq_len)
+    at = partial(_at, _Values(text_config_of(model)[1]), run, names)
+    found = at(run.seq_len * run.ranks)
     if not max_seq_len:
         return found
     way = _longest(at, found)
@@ -287,16 +308,27 @@ def _longest(at, first: Plan) -> Plan | None:
     return max((p for p in tried if p.fits), key=lambda p: p.seq_len, default=None)
 
 
-def _at(config: dict, run: Run, names: list, seq_len: int) -> Plan:
+@lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays
+def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
+    """What a step takes, as `_step` has it; slow: by two shorter ones."""
+    step = partial(_step, config, counted, batch, policy=policy)
+    return _stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
+
+
+def _tile(policy) -> int:
+    return policy.tile if isinstance(policy, Policy) else 4096
+
+
+def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
-    tile = policy.tile if isinstance(policy, Policy) else 4096
-    step = partial(_step, config, counted, run.batch, policy=policy)
+    tile = _tile(policy)
     slow = counted.loops and run.seq_len > 4 * tile
-    memory, flops, whole = _stretched(step, run.seq_len, tile) if slow else step(run.seq_len)
+    memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, policy, slow)
     why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
     why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
+    why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)

@@ -101,12 +101,16 @@ class Follower(TorchDispatchMode):
     rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator, 1 for none).
     cuda: charge the scratch memory that CUDA's kernels take, which no operation of this run allocates.
     shadows: keep real values of small tensors, so that `.item()` and friends work on fake ones.
+    most_operations: ValueError at the one behind them; None: any number.
     """
 
-    def __init__(self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None):
+    def __init__(
+        self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None, most_operations: int | None = None
+    ):  # fmt: skip
         super().__init__()
         self.ledger = Ledger()
         self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
+        self.operations, self.most_operations = 0, most_operations
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
         self._modules: list = []
         self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
@@ -227,6 +231,12 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # `x.device` of a fake tensor: as frequent as all the rest
             return args[0].fake_device
+        self.operations += 1
+        if self.most_operations is not None and self.operations > self.most_operations:
+            raise ValueError(
+                f"hfpatch: expected a step of at most {self.most_operations:,} operations, plain code that goes through the "
+                "tokens one by one came; ask for fewer tokens, or run it."
+            )
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         if self.shadows is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import buffers_of, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
+from hfpatch.simulate.scan import scans_by_blocks
 from hfpatch.simulate.shadow import Shadows
 
 
@@ -148,7 +149,7 @@ def _on_cuda(supported):
 
 
 @contextlib.contextmanager
-def _hfpatch_as(model: nn.Module, policy, cuda: bool):
+def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None):
     """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
 
     Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
@@ -170,8 +171,12 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             if user is not None and cuda:
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
         ops = sys.modules.get("hfpatch.ops.attention")
-        if ops is not None and cuda:  # a trial of it on fake tensors would say nothing
-            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: "it was not tried on such a GPU"))
+        if ops is not None and cuda and no_flex:
+            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: no_flex))
+        elif (
+            ops is not None and cuda
+        ):  # its plain code, all that is here, holds all scores; its kernels less than flash's
+            stack.enter_context(mock.patch.object(ops, "_by_flex", lambda *_: False))
         module = sys.modules.get("hfpatch.checkpoint.session")
         if module is not None:
             for found in _sessions(model):
@@ -314,6 +319,8 @@ def simulate(
     cuda: bool = True,
     policy=None,
     ranks: int = 1,
+    no_flex: str | None = None,
+    most_operations: int | None = None,
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
@@ -323,7 +330,8 @@ def simulate(
     model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
     policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine. Files are
     not written: blocks of the host stand for them.
-    ranks: that share each row of a patched model; seq_len is what this one has of it.
+    ranks: that share each row of a patched model; seq_len is what this one has of it. no_flex: why flex_attention does not serve
+    on the device that is meant, None where it does. most_operations: ValueError once the steps take more.
     """
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy
@@ -335,7 +343,7 @@ def simulate(
     model.train()
     mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
-    follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows)
+    follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations)
     shares = contextlib.nullcontext()
     if ranks > 1:
         from hfpatch.models.parallel import sharded
@@ -343,7 +351,7 @@ def simulate(
 
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
-    with mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares:
+    with mode, _transformers_as_if_real(), scans_by_blocks(), _hfpatch_as(model, policy, cuda, no_flex), shares:
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):

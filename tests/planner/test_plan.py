@@ -16,7 +16,7 @@ import hfpatch
 from hfpatch.commands import main as cli
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import Moment, StepMemory, step_memory
+from hfpatch.memory.formula import Moment, StepMemory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
@@ -262,26 +262,28 @@ def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     assert cli.main(arguments) == 0
 
 
-def test_layers_that_run_whole_on_a_gpu_are_planned_as_such(tmp_path, capsys, monkeypatch):
-    """What caps scores was never run there: nothing promises Gemma 2 the memory of tiles, the simulator runs whole layers."""
+def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatch):
+    """On a named GPU flex_attention is assumed to pass its trial, said so, and the simulator agrees with the closed form; of this
+    machine's GPU it is asked, and layers are planned whole where it does not serve."""
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192"]
-    assert cli.main([*arguments, "--placement", "gpu8bit", "--json"]) == 0
-    captured = capsys.readouterr()
-    capped = json.loads(captured.out)
-    assert "runs on fake tensors" in captured.err.splitlines()[0]
-    tiled = step_memory(ModelShape.from_config(small), Policy("host", tile=1024), batch=1, tokens=8192)
-    assert capped["gpu_bytes"]["activations"] > max(moment.beyond for moment in tiled.moments)
-    assert capped["policy"].startswith("layers run whole (soft caps of scores need flex_attention")
-    # On a machine whose GPU serves it, the plan asks what apply asks there, and layers are tiled.
-    monkeypatch.setattr(
-        "hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: None if softcap == 50.0 else "no"
-    )
-    monkeypatch.setattr("hfpatch.planner.measure.measure_this", lambda: GPUS["h100"])
-    here = plan(small, seq_len=8192, gpu="this", host_ram="64GiB", placement="gpu8bit")
-    assert here.closed_form and here.policy["tile"]
-    assert capped["why"].startswith("simulated")
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit", "--json"]
+    assert cli.main([*arguments, "--checkpointing", "least", "--simulate"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["closed_form"] and named["policy"]["tile"] and "assumed: flex_attention" in named["why"]
+    assert named["simulated_beyond_bytes"] == pytest.approx(named["gpu_bytes"]["activations"], rel=0.05)
+    answers = {50.0: None}
+    monkeypatch.setattr("hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: answers.get(softcap))
+    measured = dataclasses.replace(GPUS["h100"], measured=True)
+    monkeypatch.setattr("hfpatch.planner.measure.measure_this", lambda: measured)
+    asked = {"seq_len": 8192, "gpu": "this", "host_ram": "64GiB", "placement": "gpu8bit"}
+    here = plan(small, **asked)
+    assert here.closed_form and here.policy["tile"] and "assumed" not in here.why
+    answers[50.0] = "soft caps of scores need flex_attention, and it raises KeyError on this device"
+    whole = plan(small, **asked)
+    assert whole.gpu_bytes["activations"] > here.gpu_bytes["activations"] and whole.why.startswith("simulated")
+    assert whole.policy.startswith("layers run whole (soft caps of scores need flex_attention")
+    assert "runs on fake tensors" in capsys.readouterr().err
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
@@ -297,6 +299,35 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert answer["gpu_bytes"]["parameters"] == 2 * sum(p.numel() for p in build(values).parameters())
     assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
     assert answer["step_seconds"] > 0
+
+
+def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
+    """The placements of each of its plans, under which heads go as they must, at one simulation a length."""
+    from hfpatch.planner import simulated
+
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    runs, run = [], simulated._run
+    monkeypatch.setattr(simulated, "_run", lambda *args: runs.append(args[2]) or run(*args))
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "4", "--sp-size", "4", "--sweep", "1024,2048", "--json"]
+    assert cli.main(arguments) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"} and len(plans) == 4 and runs == [256, 512]
+
+
+def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
+    """Of Jamba, whose layers with experts are fifteen times the others, 67 GiB less than nothing was gathered."""
+    for shape in map(ModelShape.from_config, (preset_config("deepseek-ai/DeepSeek-V3"), preset_config("llama-3.2-1b"))):
+        sharded = resident("fsdp2", shape, 8).parameters - 4 * -(-shape.parameters // 8) - 4 * shape.layer_parameters
+        assert sharded == 2 * (shape.parameters - shape.body_parameters) > 0
+
+
+def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
+    monkeypatch.setattr("hfpatch.planner.simulated.OPERATIONS", 500)
+    values = {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    with pytest.raises(ValueError, match="^hfpatch: expected a step of at most 512 operations, plain code"):
+        plan(values, seq_len=512)
 
 
 def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():

@@ -1,5 +1,6 @@
 """The simulator against the CPU allocator, and its traps one by one."""
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -290,3 +291,17 @@ def test_where_the_peak_is():
     assert found.peak_phase == "backward"
     assert found.modules[0][0] == "LlamaForCausalLM"  # the logits
     assert sum(found.categories.values()) == found.peak_bytes == max(found.curve)
+
+
+@pytest.mark.parametrize("implementation", ["hf", "hfpatch"])
+def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(implementation, monkeypatch):
+    """Mamba's plain code goes through the tokens one by one: at 131,072 a plan of Jamba did not end."""
+    config = {"model_type": "jamba", "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "pad_token_id": None,
+              "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 256, "mamba_expand": 4, "mamba_dt_rank": 8}  # fmt: skip
+    ours = simulate(prepare(build(config), implementation), 1, 512)
+    monkeypatch.setattr("hfpatch.simulate.simulator.scans_by_blocks", contextlib.nullcontext)
+    theirs = simulate(prepare(build(config), implementation), 1, 512)
+    assert ours.flops == theirs.flops and len(ours.ledger.events) < len(theirs.ledger.events) / 2
+    assert ours.most_beyond_bytes == pytest.approx(theirs.most_beyond_bytes, rel=0.02)
+    assert ours.host_peak_bytes == theirs.host_peak_bytes
