@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost
 from hfpatch.compat import autocast, autocast_dtype, trl_fused_head
+from hfpatch.models.balance import balance, once
 from hfpatch.models.head import through, why_not_fused
 
 _FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "log_sum_sq_probs": "sum_sq_prob", "mean_logits": "mean_logit",
@@ -90,6 +91,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     if kwargs.get("output_router_logits"):
         aux_loss = _balance(model, asked.text_config, out.router_logits, kwargs.get("attention_mask"))
         loss = loss + getattr(asked.text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        aux_loss = once(aux_loss)
     return asked.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
@@ -98,4 +100,4 @@ def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     number, used = (getattr(model, n, None) or getattr(config, n) for n in ("num_experts", "num_experts_per_tok"))
-    return load_balancing_loss_func(router_logits, number, used, attention_mask)
+    return balance(load_balancing_loss_func, router_logits, number, used, attention_mask)

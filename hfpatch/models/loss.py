@@ -33,6 +33,7 @@ from hfpatch.compat import (
 )
 from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
+from hfpatch.models.balance import counted, once
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
 from hfpatch.models.head import copies, has_rows_of_it, reads_logits, rows_of, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
@@ -257,9 +258,12 @@ class FusedCausalLM:
         before, here.causal = here.causal, True
         try:
             with _positions_told(kwargs):
-                return super().forward(**kwargs)
+                out = super().forward(**kwargs)
         finally:
             here.causal = before
+        if getattr(out, "aux_loss", None) is not None:
+            out["aux_loss"] = once(out.aux_loss)
+        return out
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -268,11 +272,16 @@ class FusedCausalLM:
         labels, scores = kwargs.get("labels"), self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
         if labels is not None and not torch.compiler.is_compiling():
             if self.training:
-                self._count_as_one_process(kwargs)
+                with counted(self._count_as_one_process(kwargs)):
+                    return self._with_labels(labels, scores, kwargs)
             elif not torch.is_grad_enabled() and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
         elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():
             self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
+        return self._with_labels(labels, scores, kwargs)
+
+    def _with_labels(self, labels, scores: bool, kwargs):
+        """The forward, for labels where there are any; scores: for TRL's head."""
         if scores:
             return self._hfpatch_log_probs(kwargs)
         if labels is None or not self._fused_loss_serves(kwargs) or self._wants_logits(labels, kwargs):
@@ -295,25 +304,29 @@ class FusedCausalLM:
             out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
         return out if return_dict else out.to_tuple()
 
-    def _count_as_one_process(self, kwargs) -> None:
-        """Under Ulysses transformers' Trainer tells no model how many tokens a step has, and takes a mean of rows."""
-        step = None if kwargs.get("num_items_in_batch") is not None else step_under_ulysses()
+    def _count_as_one_process(self, kwargs) -> float:
+        """Under Ulysses transformers' Trainer tells no model how many tokens a step has, and takes a mean of rows. How often this
+        rank's loss is to have what stands beside that of its tokens (models/balance.py: counted)."""
+        if kwargs.get("num_items_in_batch") is not None:
+            return 0
+        step = step_under_ulysses()
         if step is None:
-            return
+            return 1
         batches, trainer = step
         ignored = [n for n in ("compute_loss_func", "label_smoother") if getattr(trainer, n, None) is not None]
         if ignored:
             self._tell(_NOT_ITS_LOSS.format("sequence", ignored[0], "leaves out", "sp"))
         sequence = sequence_now(self.config.get_text_config(), True)
         if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
-            kwargs["num_items_in_batch"] = items_of_a_mean_over_rows(
+            kwargs["num_items_in_batch"], rows = items_of_a_mean_over_rows(
                 sequence, kwargs["shift_labels"], batches, trainer.args, kwargs.get("ignore_index", -100)
             )
-        else:
-            self._tell(
-                "expected the batches of Trainer's step under sequence parallelism, none were found: its loss stays the mean over "
-                "rows, not tokens, which differs where rows have different numbers of labels; train with `hfpatch train`."
-            )
+            return rows
+        self._tell(
+            "expected the batches of Trainer's step under sequence parallelism, none were found: its loss stays the mean over "
+            "rows, not tokens, which differs where rows have different numbers of labels; train with `hfpatch train`."
+        )
+        return 1
 
     @contextmanager
     def _stand_in(self, target: tuple):

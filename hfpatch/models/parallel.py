@@ -108,11 +108,12 @@ def why_not_exchanged(config, training: bool) -> str | None:
 
 def items_of_a_mean_over_rows(
     sequence: Sequence, shift_labels: Tensor, batches: list[dict], args, ignore: int
-) -> Tensor:
-    """num_items_in_batch with which the mean that transformers' Trainer takes under Ulysses is that over a step's tokens.
+) -> tuple[Tensor, int]:
+    """(num_items_in_batch, rows) with which the mean that transformers' Trainer takes under Ulysses is that over a step's tokens.
 
     It takes the mean over a step's rows of each row's own mean, in which this rank's weighs by its labels. batches: this rank's
-    of the step, with shift_labels; args: TrainingArguments, whose `average_tokens_across_devices` says which ranks' tokens count.
+    of the step, with shift_labels; args: TrainingArguments, whose `average_tokens_across_devices` says which ranks' tokens count;
+    rows: whose mean it is.
     """
     everybody = dist.group.WORLD if args.average_tokens_across_devices else sequence.group
     mine = (shift_labels != ignore).sum()
@@ -120,7 +121,7 @@ def items_of_a_mean_over_rows(
     dist.all_reduce(row, group=sequence.group)
     dist.all_reduce(step, group=everybody)
     rows = len(batches) * (dist.get_world_size(everybody) // sequence.size)
-    return mine.clamp_min(1) * step.clamp_min(1) / (rows * row.clamp_min(1))
+    return mine.clamp_min(1) * step.clamp_min(1) / (rows * row.clamp_min(1)), rows
 
 
 def weights_move(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.checkpoint.shards import least_of
 from hfpatch.checkpoint.weights import is_sharded
+from hfpatch.models.balance import counted
 from hfpatch.models.parallel import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
 from hfpatch.models.stack import OurAttention
 
@@ -33,6 +34,7 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     given = batch.get("position_ids")
     batch["position_ids"] = (torch.arange(T) if given is None else given).expand(B, -1)
     batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)[:, 1:]
+    behind = {"shift_labels": IGNORE, "attention_mask": 0}
     more = -T % (sequence.size * (2 if sequence.zigzag else 1))
 
     def mine(name: str, x):
@@ -42,7 +44,7 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
             last = x[:, -1:].repeat_interleave(more, 1)
             if name == "position_ids":
                 last = last + torch.arange(1, more + 1, device=x.device)
-            x = torch.cat([x, torch.full_like(last, IGNORE) if name == "shift_labels" else last], 1)
+            x = torch.cat([x, torch.full_like(last, behind[name]) if name in behind else last], 1)
         return sequence.dealt(x)[sequence.rank].contiguous()
 
     return {name: mine(name, x) for name, x in batch.items()}
@@ -67,10 +69,10 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
     for rank, whole in enumerate(batches):
         part = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in part_of(sequence, whole).items()}
         count, items = (whole["labels"][:, 1:] != IGNORE).sum().to(device), part.get("num_items_in_batch")
-        # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it, is a mean already.
+        # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it, is the same on all.
         share = (count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)) / sequence.size
         part |= {"labels": part["shift_labels"], "num_items_in_batch": share, "use_cache": False}
-        with torch.no_grad(), sharded(sequence):
+        with torch.no_grad(), sharded(sequence), counted(1):
             found = run(part, count)
         if rank == sequence.rank or len(batches) == 1:
             mine = found
@@ -125,7 +127,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     return_dict = kwargs.get("return_dict")
     return_dict = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
     if parts is not None:
-        with sharded(parts):
+        with sharded(parts), counted(0):
             out = model._hfpatch_forward((), {**kwargs, "return_dict": True})
         out["loss"] = _mean(parts, out["loss"])
         return out if return_dict else out.to_tuple()

@@ -11,6 +11,7 @@ from hfpatch.compat import attention_of, forward_mode, name_attention, transform
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
+from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import packs, refuse_packed
 from hfpatch.models.masks import Batch
@@ -60,7 +61,10 @@ class OurAttention:
         return self._hfpatch_ours and not self._hfpatch_mixers and known
 
     def _hfpatch_stock(self, kwargs):
-        return super().forward(**kwargs)
+        out = super().forward(**kwargs)
+        if getattr(out, "router_logits", None) and not torch.compiler.is_compiling():
+            shares_balance(type(self), sequence_now(self.config, self.training))
+        return out
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)

@@ -88,12 +88,11 @@ class Trainer(PositionTrainer):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        labels = inputs["shift_labels"]
-        mine = (labels != IGNORE).sum()
-        outputs = model(**inputs, labels=labels, num_items_in_batch=mine.clamp_min(1))
+        items = num_items_in_batch.clamp_min(1)
+        outputs = model(**inputs, labels=inputs["shift_labels"], num_items_in_batch=items)
         # ZeRO takes the mean of the ranks' gradients, Trainer that of their losses, which it divides by the micro-batches.
         times = self.args.world_size * self.current_gradient_accumulation_steps
-        loss = outputs.loss * (mine * times / num_items_in_batch.clamp_min(1))
+        loss = outputs.loss * times
         return (loss, outputs) if return_outputs else loss
 
     def create_accelerator_and_postprocess(self):

@@ -9,7 +9,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,6 +24,7 @@ import numerics
 import tiny
 
 import hfpatch
+from hfpatch.compat import run_experts_plainly
 
 ROWS, TOKENS, VOCAB = 32, 24, 96
 # Adam divides by the root of a running mean square: a large epsilon keeps a gradient element near zero, whose sign is a
@@ -36,6 +44,18 @@ def make_config(tied: bool = False, **overrides) -> LlamaConfig:
 def make_model(tied: bool = False, dtype=torch.float32, **overrides) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(make_config(tied, **overrides)).to(dtype)
+
+
+def make_experts(dtype=torch.float32) -> MixtralForCausalLM:
+    """Experts whose balance weighs in the loss. head_dim: DeepSpeed's Ulysses reads it."""
+    torch.manual_seed(0)
+    config = make_config(head_dim=16).to_dict()
+    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                                    "num_key_value_heads", "head_dim", "initializer_range", "pad_token_id")}  # fmt: skip
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+    made = MixtralConfig(**given, **experts, attn_implementation="sdpa")
+    run_experts_plainly(made)
+    return MixtralForCausalLM(made).to(dtype)
 
 
 def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]:

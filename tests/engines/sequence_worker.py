@@ -41,7 +41,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 T = 24
 SHORT = 20_000  # bytes for two layers' inputs, not for their attention outputs beside them
-SHORT_FAMILIES = ("qwen3", "gemma2", "gpt_oss", "mistral")
+PACKED = ("mistral", "gpt_oss")
+SHORT_FAMILIES = ("qwen3", "gemma2", *PACKED)
 
 
 def batch(kind: str, B: int) -> dict:
@@ -167,17 +168,20 @@ def case(
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
-def family(ranks: Ranks, name: str) -> float:
-    """Against the same patched model over whole rows: what a float64 model still rounds to float32 is the same."""
-    given = batch("packed" if name in ("mistral", "gpt_oss") else "plain", 2)
+def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plain") -> float:
+    """Against the same patched model over whole rows: what a float64 model still rounds to float32 is the same. Experts are
+    balanced, where there are any."""
+    given = batch(kind, 2)
     given = {n: x % 60 + (n == "input_ids") if n in ("input_ids",) else x.clamp(max=60) for n, x in given.items()}
     model = families.small_model(name)
-    model.config.output_router_logits = False  # a rank balances the experts of its own tokens, as in stock
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+        model.router_aux_loss_coef = 5.0  # so that a loss of other tokens shows
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, offload="host"))
     wanted = {n: x.clone() for n, x in reference(model, given).items()}
     model.zero_grad(set_to_none=True)
     with mock.patch.object(sequence, "BLOCKS", 1):
-        return worst(ranks.run(model, given, "sharded"), wanted)
+        return worst(ranks.run(model, given, contract), wanted)
 
 
 def evaluation(ranks: Ranks) -> list[float]:
@@ -307,9 +311,10 @@ def main(chosen: str, folder: str) -> None:
     found = {name: case(ranks, **settings) for name, settings in cases.items()}
     calls, evaluated = len(exchanged), evaluation(ranks)
     shared = len(exchanged) - calls
-    names = families.TILED if chosen == "all" else SHORT_FAMILIES
-    for name in names:
-        found[name] = family(ranks, name)
+    for name in families.TILED if chosen == "all" else SHORT_FAMILIES:
+        found[name] = family(ranks, name, kind="packed" if name in PACKED else "plain")
+    for name in ("mixtral", "qwen3_moe", "olmoe") if chosen == "all" else ("mixtral",):
+        found[f"{name}, zigzag"] = family(ranks, name, "zigzag", "padded")
     said = refusals(ranks)
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")

@@ -24,7 +24,7 @@ def main(folder: str) -> None:
         found[f"{name}-evaluation"] = [trainer.evaluate(rows[:4])["eval_loss"]]
         rows = common.make_rows(positions=True)
         trainer = common.train(
-            common.make_model(dtype=dtype), Path(folder) / f"{name}-uneven", batch=1, rows=rows, max_steps=2
+            common.make_experts(dtype=dtype), Path(folder) / f"{name}-uneven", batch=1, rows=rows, max_steps=2
         )
         found[f"{name}-uneven"], found[f"{name}-uneven-norms"] = common.losses(trainer), common.norms(trainer)
     common.report(folder, **found)

@@ -9,6 +9,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import common
 from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,6 +43,9 @@ def ulysses(stage: int = 3, **more) -> dict:
 
 
 def context(**_) -> dict:
+    before = AcceleratorState._shared_state.get("fsdp_plugin")
+    if before is not None:  # of the run before, whose model may be another
+        before.transformer_cls_names_to_wrap = None
     fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
             "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     return {"fsdp": True, "fsdp_config": fsdp, "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=1)}
@@ -57,8 +61,8 @@ def main(engine: str, folder: str) -> None:
     inner = ExchangedAttention.forward
     ExchangedAttention.forward = lambda self, *args, **known: exchanged.append(1) or inner(self, *args, **known)
 
-    def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, **extra):
-        model = common.make_model()
+    def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, make=common.make_model, **extra):
+        model = make()
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), eval_logits=False)
         model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
         extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}
@@ -82,10 +86,12 @@ def main(engine: str, folder: str) -> None:
         evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])
         eval_calls.append(len(exchanged) - before)
 
-    # With another number of labels in each row, which weigh by token: in transformers' Trainer and in that of hfpatch train.
+    # With another number of labels in each row, which weigh by token, and experts, which are balanced over whole rows: in
+    # transformers' Trainer and in that of hfpatch train.
+    rows = common.make_rows(positions=True)
     both = [(TrainingArguments, Trainer, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
     uneven = [
-        run("uneven", (kind, trainer), rows=common.make_rows(positions=True), max_steps=2, save_strategy="no", **more)
+        run("uneven", (kind, trainer), make=common.make_experts, rows=rows, max_steps=2, save_strategy="no", **more)
         for kind, trainer, more in both
     ]
 

@@ -10,7 +10,7 @@ import torch.distributed.tensor.experimental._attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import compat
-from hfpatch.models import loss, parallel, shared_rows, stack
+from hfpatch.models import balance, loss, parallel, shared_rows, stack
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -104,11 +104,36 @@ def test_a_mean_over_rows_becomes_one_over_tokens(monkeypatch):
             ranks.all_reduce = lambda x, group, n=of_row: x.fill_((labels if group is world else n).sum())
             for rank, n in enumerate(of_row.tolist()):
                 given = torch.tensor([1] * n + [-100] * (9 - n))
-                items = parallel.items_of_a_mean_over_rows(
+                items, rows = parallel.items_of_a_mean_over_rows(
                     LoneRank(2), given, [{"shift_labels": given}] * 2, args, -100
                 )
-                mean += sums[pair, row, rank] / items * n / of_row.sum() / 4
+                mean += sums[pair, row, rank] / items * n / of_row.sum() / rows
     assert mean.item() == pytest.approx((sums.sum() / labels.sum()).item(), rel=1e-6)
+
+
+def test_experts_are_balanced_over_whole_rows(monkeypatch):
+    """Two layers, two ranks, masked tokens: what the ranks add up gives transformers' loss of whole rows and its gradient, of
+    which each loss holds a share where losses are added up, and all of it where they are a mean."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as stock
+
+    gates = torch.randn(2, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 1, 6).index_fill(2, torch.tensor([5]), 0)
+    parts, others = gates.view(2, 2, 6, 4).unbind(1), []
+    whole = gates.clone().requires_grad_()
+    wanted = stock(tuple(whole), 4, 2, mask.flatten()[None])
+    wanted.backward()
+    monkeypatch.setattr(balance._Summed, "apply", lambda x, _: others.append(x) or x)
+    balance.of_whole_rows(LoneRank(2), tuple(parts[1]), 4, 2, mask[1])
+    monkeypatch.setattr(balance._Summed, "apply", lambda x, _: x + others[0])
+    for times, share in ((0, 0.5), (1, 1), (3, 3)):
+        mine = parts[0].clone().requires_grad_()
+        with balance.counted(times):
+            balance.shares_balance(torch.nn.Linear, LoneRank(2))
+            found = balance.balance(stock, tuple(mine), 4, 2, mask[0])
+            found.backward()
+            assert balance.once(found).item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert found.item() == pytest.approx(share * wanted.item(), rel=1e-6)
+        torch.testing.assert_close(mine.grad, share * whole.grad[:, :6], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
@@ -128,7 +153,7 @@ def test_trls_head_counts_a_steps_tokens_too(monkeypatch):
     batch = given(shift_labels=given()["labels"])
     monkeypatch.setattr(loss, "step_under_ulysses", lambda: ([batch], SimpleNamespace(args=None)))
     monkeypatch.setattr(loss, "sequence_now", lambda *_: LoneRank(2))
-    monkeypatch.setattr(loss, "items_of_a_mean_over_rows", lambda *_: torch.tensor(5.0))
+    monkeypatch.setattr(loss, "items_of_a_mean_over_rows", lambda *_: (torch.tensor(5.0), 1))
     model = tiny.patched(tiny.llama(num_hidden_layers=1))
     utils.add_fused_lm_head(model, outputs=("log_probs",))
     out = model(**batch, fused_lm_head=True)

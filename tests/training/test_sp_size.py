@@ -88,13 +88,14 @@ def test_labels_are_shifted_before_rows_are_cut():
 
 
 def test_rows_that_do_not_go_evenly_are_made_longer():
-    """By tokens behind all others, without a label, that are no document of their own; what is no row goes as it is."""
+    """By tokens behind all others, without a label, hidden where there is a mask, that are no document of their own; what is no
+    row goes as it is."""
     rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None], "position_ids": torch.tensor([[0, 0, 1]]),
             "attention_mask": torch.ones(1, 3), "n": torch.tensor([5])}  # fmt: skip
     first, last = (part_of(rank_of(rank), rows) for rank in range(2))
     assert last["input_ids"].tolist() == [[2, 2]] and last["position_ids"].tolist() == [[1, 2]]
     assert first["shift_labels"].tolist() == [[1, 2]] and last["shift_labels"].tolist() == [[-100, -100]]
-    assert last["attention_mask"].tolist() == [[1, 1]] and last["n"].tolist() == [5]
+    assert last["attention_mask"].tolist() == [[1, 0]] and last["n"].tolist() == [5]
 
 
 def test_batches_are_skipped_inside_an_epoch(monkeypatch):
