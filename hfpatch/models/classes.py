@@ -36,9 +36,9 @@ class Mixed:
 
 @cache
 def mixed(part: type, base: type) -> type:
-    """The class of modules of class `base` with `part` over it."""
+    """The class of modules of class `base` with `part` over it, and what that wants beneath it."""
     made = type(
-        base.__name__, (part, Mixed, base),
+        base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
         {"_hfpatch_base": base, "_hfpatch_part": part, "__module__": base.__module__, "__doc__": base.__doc__},
     )  # fmt: skip
     record_outputs_like(made, base)

@@ -313,11 +313,25 @@ class FreeEmbedding:
         return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out
 
 
-class FusedEmbedding(FreeEmbedding):
-    """nn.Embedding with the sliced backward."""
+class _Sliced:
+    """The look-up with the sliced backward."""
 
     def forward(self, input: Tensor) -> Tensor:
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if plain and torch.is_grad_enabled() and self.weight.requires_grad and not torch.compiler.is_compiling():
             return embedding(input, self.weight, self.padding_idx)
         return super().forward(input)
+
+
+class FusedEmbedding(FreeEmbedding, _Sliced):
+    """nn.Embedding with the sliced backward."""
+
+
+class _SlicedEmbedding(_Sliced, nn.Embedding):
+    """The same beneath a family's own."""
+
+
+class ScaledEmbedding(FreeEmbedding):
+    """A family's own embedding, which makes something of what nn.Embedding looks up (Gemma scales it)."""
+
+    _hfpatch_beneath = (_SlicedEmbedding,)
