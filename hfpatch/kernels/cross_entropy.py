@@ -57,11 +57,12 @@ def cross_entropy_fwd_kernel(
     scale_ptr,  # (), float32: what each token's loss is multiplied by on its way into the total
     class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     loss_ptr,  # (N,)
-    lse_ptr,  # (N,)
+    lse_ptr,  # (2, N), row stride stride_lse: lse, and what is left of it after rounding
     best_ptr,  # (N,) int32, the first largest logit; touched only where BEST
     stats_ptr,  # (3, N), row stride stride_stats: entropy, mean z, sum of squared probabilities; only where STATS
     S,
     V,
+    stride_lse,
     stride_stats,
     ignore_index,
     smoothing,
@@ -85,6 +86,7 @@ def cross_entropy_fwd_kernel(
     if label == ignore_index:
         tl.store(loss_ptr + i_n, 0.0)
         tl.store(lse_ptr + i_n, 0.0)
+        tl.store(lse_ptr + stride_lse + i_n, 0.0)
         if BEST:
             tl.store(best_ptr + i_n, -1)
         if STATS:
@@ -139,13 +141,15 @@ def cross_entropy_fwd_kernel(
                 z_sum += tl.sum(b_z, axis=0)
 
         lse = top + tl.log(total)
-        loss = weight * (1.0 - smoothing) * (lse - target) + z_loss * lse * lse
+        rest = (top - lse) + tl.log(total)
+        loss = weight * (1.0 - smoothing) * (top - target + tl.log(total)) + z_loss * lse * lse
         if SMOOTHING:
             if not CLASS_WEIGHT:
                 w_sum += V
             loss += smoothing / V * (w_sum * lse - z_sum)
         tl.store(loss_ptr + i_n, loss)
         tl.store(lse_ptr + i_n, lse)
+        tl.store(lse_ptr + stride_lse + i_n, rest)
         if BEST:
             tl.store(best_ptr + i_n, best)
         if STATS:
@@ -159,6 +163,7 @@ def cross_entropy_fwd_kernel(
             p_scale = y_scale + scale * 2.0 * z_loss * lse
             if SMOOTHING:
                 p_scale += scale * smoothing / V * w_sum
+            p_scale *= tl.exp(-rest)  # exp(z - lse) of the rounded lse is that much too large
             for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 m_v = start + o_v < V
                 b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -201,7 +206,8 @@ def cross_entropy_bwd_kernel(
     p_row, p_out, p_factor = logits_ptr + i_n * S, out_ptr + i_n * S_out, rows_ptr + i_n
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
-    lse = tl.load(p_factor)
+    keep = label != ignore_index
+    lse = tl.where(keep, tl.load(p_factor), float("inf"))  # probabilities of 0, that nothing overflows
     p_scale = tl.load(p_factor + stride_rows)
     y_scale = tl.load(p_factor + 2 * stride_rows)
     if UNIFORM:
@@ -210,7 +216,6 @@ def cross_entropy_bwd_kernel(
         entropy = tl.load(p_factor + 4 * stride_rows)
         h_scale = tl.load(p_factor + 5 * stride_rows)
         s_scale = tl.load(p_factor + 6 * stride_rows)
-    keep = label != ignore_index
     for start in range(0, V, BLOCK):
         m_v = start + o_v < V
         b_x = tl.load(p_row + start + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -275,7 +280,7 @@ def cross_entropy_fwd(
     scale: Tensor,
     class_weight_V: Tensor | None,
     loss_N: Tensor,
-    lse_N: Tensor,
+    lse_2N: Tensor,
     best_N: Tensor | None,
     stats_3N: Tensor | None,
     ignore_index: int,
@@ -301,8 +306,8 @@ def cross_entropy_fwd(
     plain = class_weight_V is None and stats_3N is None
     block, warps, stages = forward_config(row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing)
     best, stats_row, weight = (loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V))
-    args = (logits_NV, labels_N, scale, weight, loss_N, lse_N, best, stats_row, logits_NV.stride(0), vocab_size)
-    args += (stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
+    args = (logits_NV, labels_N, scale, weight, loss_N, lse_2N, best, stats_row, logits_NV.stride(0), vocab_size)
+    args += (lse_2N.stride(0), stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
     constexprs = options | {"BLOCK": block, "STAGES": stages}
     launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
 

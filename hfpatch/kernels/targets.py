@@ -158,17 +158,22 @@ def _cross_entropy_rows():
     for V in (128256, 32000):
         for dtype in (BF16, FP16, FP32):
             x, y, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
-            row, stats, best = meta(4096, dtype=FP32), meta(3, 4096, dtype=FP32), meta(4096, dtype=torch.int32)
+            row, lse, stats, best = (
+                meta(4096, dtype=FP32),
+                meta(2, 4096, dtype=FP32),
+                meta(3, 4096, dtype=FP32),
+                meta(4096, dtype=torch.int32),
+            )
             name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
             for kind, z, smoothing, z_loss, K in kinds:
                 b, weight = best if kind else None, meta(V, dtype=FP32) if kind == " weights" else None
                 for grad in (True, False):
-                    call = partial(fwd, x, y, scalar, weight, row, row, b, None, -100, smoothing, *z, z_loss, grad)
+                    call = partial(fwd, x, y, scalar, weight, row, lse, b, None, -100, smoothing, *z, z_loss, grad)
                     yield Row(f"{'loss+grad' if grad else 'loss'}{kind}", name, shape, call, short and grad)
                 call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
                 yield Row(f"loss bwd{kind}", name, shape, call, short)
             for kind, z in (("", (0.0, 1.0)), (" softcap", cap)):
-                call = partial(fwd, x, y, scalar, None, row, row, best, stats, -100, 0.0, *z, 0.0, False)
+                call = partial(fwd, x, y, scalar, None, row, lse, best, stats, -100, 0.0, *z, 0.0, False)
                 yield Row(f"log prob{kind}", name, shape, call, short)
                 call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
                 yield Row(f"log prob bwd{kind}", name, shape, call, short)

@@ -4,7 +4,7 @@ from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.memory.sequence import rounds_of
 from hfpatch.memory.shape import ModelShape
 
-LOSS_BYTES_PER_TOKEN = 48
+LOSS_BYTES_PER_TOKEN = 56
 ALIGNED = 128  # rows that matmuls of a tile come in
 
 

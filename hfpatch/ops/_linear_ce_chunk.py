@@ -36,9 +36,12 @@ def _z(logits_RV: Tensor, inner: float, outer: float) -> Tensor:
     return z_RV.mul_(outer) if outer != 1.0 else z_RV
 
 
-def _gradient_(z_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float) -> Tensor:
+def _gradient_(
+    z_RV: Tensor, logits_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float
+) -> Tensor:
     """dx of the head of this file; z_RV is consumed. rows_KR: lse, P, Y, then U, then entropy, H, Q."""
-    slope_RV = z_RV.div(outer).square_().neg_().add_(1.0).mul_(inner) if inner else None
+    # 1 - tanh^2 without the cancellation where tanh is near 1.
+    slope_RV = logits_RV.to(z_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner) if inner else None
     lse_R1, p_R1, y_R1, *others = rows_KR.unsqueeze(-1)
     log_p_RV = z_RV.sub_(lse_R1)
     if len(others) > 1:
@@ -62,7 +65,7 @@ def cross_entropy_chunk_plain_(
     scale: Tensor,
     class_weight_V: Tensor | None,
     loss_C: Tensor,
-    lse_C: Tensor,
+    lse_2C: Tensor,
     best_C: Tensor | None,
     stats_3C: Tensor | None,
     ignore_index: int,
@@ -79,17 +82,22 @@ def cross_entropy_chunk_plain_(
         z_RV = _z(logits_CV[rows], inner, outer)
         keep_R = labels_C[rows] != ignore_index
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, vocab_size - 1)
-        lse_R = z_RV.logsumexp(1)
+        top_R = z_RV.amax(1)
+        top_R.masked_fill_(top_R.isinf(), 0.0)  # a row of -inf has an lse of -inf
+        log_R = z_RV.sub(top_R.unsqueeze(1)).exp_().sum(1).log_()
+        lse_R = top_R + log_R
+        rest_R = (top_R - lse_R).add_(log_R)
         share_R = keep_R.to(loss_C.dtype).mul_(1.0 - smoothing)
         if w_V is not None:
             share_R *= w_V[labels_R1.squeeze(1)]
         uniform = smoothing / vocab_size
-        loss_R = share_R * (lse_R - z_RV.gather(1, labels_R1).squeeze(1)) + z_loss * lse_R.square()
+        loss_R = share_R * (top_R - z_RV.gather(1, labels_R1).squeeze(1) + log_R) + z_loss * lse_R.square()
         if smoothing:
             z_sum_R, w_sum = (z_RV.sum(1), vocab_size) if w_V is None else (z_RV @ w_V, w_V.sum())
             loss_R += uniform * (w_sum * lse_R - z_sum_R)
         loss_C[rows] = loss_R.masked_fill_(~keep_R, 0.0)
-        lse_C[rows] = lse_R.masked_fill(~keep_R, 0.0)
+        for out_C, value_R in zip(lse_2C, (lse_R, rest_R)):
+            out_C[rows] = value_R.masked_fill(~keep_R, 0.0)
         if best_C is not None:
             best_C[rows] = z_RV.argmax(1).to(best_C.dtype).masked_fill_(~keep_R, -1)
         if stats_3C is not None:
@@ -100,8 +108,9 @@ def cross_entropy_chunk_plain_(
             if smoothing:
                 factors[1] += scale * uniform * w_sum
                 factors.append((scale * uniform).expand_as(lse_R))
+            factors[1] *= rest_R.neg().exp_()
             logits_CV[rows] = _gradient_(
-                z_RV, labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
+                z_RV, logits_CV[rows], labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
             ).to(logits_CV.dtype)
 
 
@@ -131,9 +140,9 @@ def cross_entropy_chunk_bwd_plain_(
         z_RV = _z(logits_CV[rows], inner, outer)
         keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, z_RV.shape[1] - 1)
-        logits_CV[rows] = _gradient_(z_RV, labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer).to(
-            logits_CV.dtype
-        )
+        logits_CV[rows] = _gradient_(
+            z_RV, logits_CV[rows], labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer
+        ).to(logits_CV.dtype)
 
 
 def _chunk(*args) -> None:

@@ -25,7 +25,7 @@ from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops._wide_sums import into, on_cuda, sums_in_matmul
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
-BYTES_PER_TOKEN = 48  # loss, lse, best, label, sort key and order of every token, from the workspace
+BYTES_PER_TOKEN = 56  # loss, lse and its rest, best, label, sort key and order of every token, from the workspace
 STATS_BYTES_PER_TOKEN = 56  # where entropy and its kin are asked for: three numbers, twice, and the backward's factors
 
 
@@ -64,7 +64,7 @@ class Forward(NamedTuple):
 
     total: Tensor  # scale * sum of token_loss
     token_loss_N: Tensor
-    lse_N: Tensor
+    lse_2N: Tensor  # and its rest, see loss_factors
     best_N: Tensor  # int32, -1 where ignored
     stats_3N: Tensor  # entropy, mean logit, sum of squared probabilities
     scale: Tensor
@@ -308,11 +308,11 @@ def forward_pass(
     scale = total_by.reciprocal()
 
     order, _ = kept = kept_tokens(labels_N, opts)
-    loss_N, lse_N = (torch.zeros(tokens, dtype=wide, device=device) for _ in range(2))
+    loss_N, lse_2N = (torch.zeros(size, dtype=wide, device=device) for size in (tokens, (2, tokens)))
     best_N = torch.full((tokens if best else 0,), -1, dtype=torch.int32, device=device)
     stats_3N = torch.zeros(3, tokens if stats else 0, dtype=wide, device=device)
     # Written in order of the kept tokens, moved to their places once at the end.
-    outputs = [loss_N, lse_N, best_N, stats_3N]
+    outputs = [loss_N, lse_2N, best_N, stats_3N]
     written = outputs if order is None else [t.clone() for t in outputs]
     labels_M = labels_N if order is None else labels_N[order]
 
@@ -338,14 +338,20 @@ def forward_pass(
         for out, values in zip(outputs, written):
             if out.numel():
                 out.index_copy_(-1, order, values)
-    return Forward(loss_N.sum() / total_by, loss_N, lse_N, best_N, stats_3N, scale, grads)
+    return Forward(loss_N.sum() / total_by, loss_N, lse_2N, best_N, stats_3N, scale, grads)
+
+
+def excess(lse_2N: Tensor) -> Tensor:
+    """What exp(z - lse_2N[0]) is too large by: lse has been rounded, and where logits are large that is many roundings of a
+    probability; lse_2N[1] is what was left."""
+    return lse_2N[1].neg().exp_()
 
 
 def loss_factors(
     dloss_N: Tensor,
-    dlse_N: Tensor | None,
+    dlse_2N: Tensor | None,
     labels_N: Tensor,
-    lse_N: Tensor,
+    lse_2N: Tensor,
     class_weight_V: Tensor | None,
     vocab_size: int,
     opts: Options,
@@ -354,14 +360,15 @@ def loss_factors(
     y_N = dloss_N * (1.0 - opts.smoothing)
     if class_weight_V is not None:
         y_N = y_N * class_weight_V[labels_N.clamp(0, vocab_size - 1)]
+    lse_N = lse_2N[0]
     p_N = y_N + dloss_N * (2.0 * opts.z_loss * lse_N)
-    if dlse_N is not None:
-        p_N = p_N + dlse_N
+    if dlse_2N is not None:
+        p_N = p_N + dlse_2N[0]
     if not opts.smoothing:
-        return torch.stack([lse_N, p_N, y_N])
+        return torch.stack([lse_N, p_N * excess(lse_2N), y_N])
     u_N = dloss_N * (opts.smoothing / vocab_size)
     p_N = p_N + u_N * (vocab_size if class_weight_V is None else class_weight_V.sum())
-    return torch.stack([lse_N, p_N, y_N, u_N])
+    return torch.stack([lse_N, p_N * excess(lse_2N), y_N, u_N])
 
 
 def backward_pass(

@@ -47,19 +47,19 @@ class VocabShard:
         return local_C.masked_fill_(~keep_C, IGNORED), here_C & keep_C
 
     def chunk_(
-        self, logits_Cv: Tensor, labels_C: Tensor, scale: Tensor, class_weight_V: Tensor | None, loss_C: Tensor, lse_C: Tensor,
+        self, logits_Cv: Tensor, labels_C: Tensor, scale: Tensor, class_weight_V: Tensor | None, loss_C: Tensor, lse_2C: Tensor,
         best_C: Tensor | None, stats_3C: Tensor | None, opts, factors,
     ) -> None:  # fmt: skip
         """`cross_entropy_chunk_`'s work; class_weight_V is of all words. factors: loss_factors where logits become their
         gradient, else None."""
-        wide, v = loss_C.dtype, logits_Cv.shape[1]
+        wide, v, (lse_C, rest_C) = loss_C.dtype, logits_Cv.shape[1], lse_2C
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         keep_C, index_C1 = local_C != IGNORED, local_C.clamp(min=0).long().unsqueeze(1)
         weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop]
         if v:
             # With smoothing 1 its loss is the mean over words of w (lse - z).
             cross_entropy_chunk_(
-                logits_Cv, local_C, scale, weight_v if opts.smoothing else None, loss_C, lse_C, best_C, stats_3C,
+                logits_Cv, local_C, scale, weight_v if opts.smoothing else None, loss_C, lse_2C, best_C, stats_3C,
                 IGNORED, 1.0 if opts.smoothing else 0.0, opts.inner, opts.outer, 0.0, False,
             )  # fmt: skip
             z_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
@@ -71,17 +71,20 @@ class VocabShard:
         if opts.smoothing:
             weights = v if weight_v is None else weight_v.sum()
             sums.append(weights * lse_C - v * loss_C if v else z_C)
+        rest_C.masked_fill_(lse_C == float("-inf"), 0.0)  # no word here has a probability
         top_C = lse_C.clone()
         self._reduce(top_C, dist.ReduceOp.MAX)
-        sums_KC = torch.stack([(lse_C - top_C).exp_(), *sums])
+        sums_KC = torch.stack([(lse_C - top_C).add_(rest_C).exp_(), *sums])
         self._reduce(sums_KC, dist.ReduceOp.SUM)
-        part_C = lse_C.clone()
-        lse_C.copy_((top_C + sums_KC[0].log_()).masked_fill_(~keep_C, 0.0))
+        part_2C, log_C = lse_2C.clone(), sums_KC[0].log_()
+        lse_C.copy_(top_C + log_C)
+        rest_C.copy_((top_C - lse_C).add_(log_C))
+        lse_2C.masked_fill_(~keep_C, 0.0)
 
         share_C = 1.0 - opts.smoothing
         if class_weight_V is not None:
             share_C = share_C * class_weight_V[labels_C.clamp(0, self.size - 1)]
-        loss = share_C * (lse_C - sums_KC[1]) + opts.z_loss * lse_C.square()
+        loss = share_C * (top_C - sums_KC[1] + log_C) + opts.z_loss * lse_C.square()
         if opts.smoothing:
             weights = self.size if class_weight_V is None else class_weight_V.sum()
             loss += opts.smoothing / self.size * (weights * lse_C - sums_KC[2])
@@ -89,9 +92,9 @@ class VocabShard:
         if best_C is not None:
             self._best_(logits_Cv, keep_C, best_C)
         if stats_3C is not None:
-            self._stats_(part_C, lse_C, keep_C, stats_3C, v)
+            self._stats_(part_2C, lse_2C, keep_C, stats_3C, v)
         if factors is not None:
-            rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_C, class_weight_V, self.size, opts)
+            rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_2C, class_weight_V, self.size, opts)
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
 
     def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor) -> None:
@@ -106,14 +109,17 @@ class VocabShard:
         self._reduce(best_C, dist.ReduceOp.MIN)
         best_C.masked_fill_(~keep_C, -1)
 
-    def _stats_(self, part_C: Tensor, lse_C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
-        """Entropy, mean z and sum of squared probabilities; part_C: lse of this rank's words."""
+    def _stats_(self, part_2C: Tensor, lse_2C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
+        """Entropy, mean z and sum of squared probabilities; part_2C: lse of this rank's words."""
         entropy_C, mean_C, square_C = stats_3C
-        share_C = (part_C - lse_C).exp()
+        log_share_C = (part_2C - lse_2C).sum(0)
+        share_C = log_share_C.exp()
         if v:
-            entropy_C.copy_(share_C * (entropy_C + lse_C - part_C))
+            entropy_C.copy_(share_C * (entropy_C - log_share_C))
         mean_C *= v / self.size
         square_C *= share_C.square()
+        for out_C in (entropy_C, square_C):
+            out_C.masked_fill_(share_C == 0.0, 0.0)  # every word here is ruled out
         stats_3C.masked_fill_(~keep_C, 0.0)
         summed_3C = stats_3C.contiguous()
         self._reduce(summed_3C, dist.ReduceOp.SUM)

@@ -86,26 +86,27 @@ def cross_entropy_ref(
 def _op(logits, labels, class_weight, best, *options):
     opts = Options(*options)
     check_labels(labels, logits.shape[1], opts.ignore_index)
-    loss_N, lse_N = (logits.new_zeros(labels.shape, dtype=wide_dtype(logits.dtype)) for _ in range(2))
+    loss_N = logits.new_zeros(labels.shape, dtype=wide_dtype(logits.dtype))
+    lse_2N = loss_N.new_zeros(2, *labels.shape)
     best_N = labels.new_full(labels.shape if best else (0,), -1, dtype=torch.int32)
     run = cross_entropy_chunk_plain_
     if use_kernel(logits):
         from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
-    outputs = loss_N, lse_N, best_N if best else None, None
+    outputs = loss_N, lse_2N, best_N if best else None, None
     scale = loss_N.new_ones(())  # of the gradient, which waits for the backward
     settings = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, False
     run(logits, labels, scale, class_weight, *outputs, *settings)
-    return loss_N, lse_N, best_N
+    return loss_N, lse_2N, best_N
 
 
 def _op_fake(logits, labels, class_weight, best, *options):
-    loss_N, lse_N = (logits.new_empty(labels.shape, dtype=wide_dtype(logits.dtype)) for _ in range(2))
-    return loss_N, lse_N, labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
+    loss_N = logits.new_empty(labels.shape, dtype=wide_dtype(logits.dtype))
+    return loss_N, loss_N.new_empty(2, *labels.shape), labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
 
 
 def _op_bwd(dloss, dlse, logits, labels, class_weight, lse, *options):
     opts = Options(*options)
-    dloss = torch.zeros_like(lse) if dloss is None else dloss
+    dloss = torch.zeros_like(lse[0]) if dloss is None else dloss
     rows = loss_factors(dloss, dlse, labels, lse, class_weight, logits.shape[1], opts)
     settings = labels, rows, class_weight, opts.ignore_index, opts.inner, opts.outer
     if use_kernel(logits):
@@ -182,11 +183,13 @@ def cross_entropy(
     logits_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     best = return_accuracy or return_predicted
-    token_loss_N, lse_N, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
+    token_loss_N, lse_2N, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
     if reduction == "none":
         loss = token_loss_N.view(labels.shape)
     else:
         num_items = as_num_items(num_items, logits, logits.dtype)
         loss = token_loss_N.sum() / divisor(labels_N, class_weight, num_items, opts, logits.device)
     asked = return_token_loss, return_lse, return_accuracy, return_predicted
-    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) if any(asked) else loss
+    if not any(asked):
+        return loss
+    return CrossEntropyOutput.of(loss, token_loss_N, lse_2N[0], best_N, labels, ignore_index, asked)

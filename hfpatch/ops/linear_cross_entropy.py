@@ -54,8 +54,9 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(F.linear(hidden, weight, bias), labels, **options)
 
 
-def _upstream_per_token(dtotal, dtoken_N, scale, lse_N) -> Tensor:
+def _upstream_per_token(dtotal, dtoken_N, scale, lse_2N) -> Tensor:
     """The gradient that reaches each token's loss, from the total and from the token losses (None: nothing)."""
+    lse_N = lse_2N[0]
     dloss_N = torch.zeros_like(lse_N) if dtotal is None else (dtotal * scale).to(lse_N.dtype).expand_as(lse_N)
     return (dloss_N if dtoken_N is None else dloss_N + dtoken_N).contiguous()
 
@@ -96,14 +97,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 shard=shard,
             )
         ctx.again = any(needs) and (per_token or not ctx.now)
-        inputs = (hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, out.lse_N, out.scale)
+        inputs = (hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, out.lse_2N, out.scale)
         ctx.save_for_backward(*(inputs if ctx.again else (None,) * 7), *out.grads)
-        ctx.mark_non_differentiable(out.best_N, *(() if per_token else (out.token_loss_N, out.lse_N)))
-        return out.total, out.token_loss_N, out.lse_N, out.best_N
+        ctx.mark_non_differentiable(out.best_N, *(() if per_token else (out.token_loss_N, out.lse_2N)))
+        return out.total, out.token_loss_N, out.lse_2N, out.best_N
 
     @staticmethod
     @one_gradient
-    def backward(ctx, dtotal, dtoken_N, dlse_N, _):
+    def backward(ctx, dtotal, dtoken_N, dlse_2N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)
         *inputs, dx, dw, db = ctx.saved_tensors
@@ -112,8 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             keep = keeps_graph()
             grads = tuple(_scaled(g, dtotal, keep) for g in (dx, dw, db))
             dtotal = None
-        if ctx.again and not (dtotal is None and dtoken_N is None and dlse_N is None):
-            more = _backward_again(dtotal, dtoken_N, dlse_N, *inputs, ctx.opts, ctx.needs, ctx.shard)
+        if ctx.again and not (dtotal is None and dtoken_N is None and dlse_2N is None):
+            more = _backward_again(dtotal, dtoken_N, dlse_2N, *inputs, ctx.opts, ctx.needs, ctx.shard)
             grads = tuple(map(_add, grads, more))
         return *grads, None, None, None, None
 
@@ -140,14 +141,14 @@ def _op(hidden, weight, bias, labels, class_weight, num_items, need_dx, need_dw,
     needs = needs if _in_forward(opts, needs) else (False,) * 3
     with autocast(hidden.device.type, enabled=False):
         out = forward_pass(hidden, weight, bias, labels, class_weight, num_items, opts, needs, best=best)
-    return out.total, out.token_loss_N, out.lse_N, out.best_N, out.scale, *or_empty(out.grads, hidden)
+    return out.total, out.token_loss_N, out.lse_2N, out.best_N, out.scale, *or_empty(out.grads, hidden)
 
 
 def _op_fake(hidden, weight, bias, labels, class_weight, num_items, need_dx, need_dw, need_db, best, *options):
     opts = Options(*options)
     now = _in_forward(opts, (need_dx, need_dw, need_db))
     total = hidden.new_empty((), dtype=wide_dtype(opts.dtype))
-    token_loss, lse = (total.new_empty(labels.shape) for _ in range(2))
+    token_loss, lse = total.new_empty(labels.shape), total.new_empty(2, *labels.shape)
     best_N = labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
     grads = empty_grads((hidden, weight, bias), (now and need_dx, now and need_dw, now and need_db))
     return total, token_loss, lse, best_N, torch.empty_like(total), *or_empty(grads, hidden)
@@ -293,14 +294,16 @@ def linear_cross_entropy(
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), class_weight, num_items
     best = return_accuracy or return_predicted
     if torch.compiler.is_compiling():
-        total, token_loss_N, lse_N, best_N, *_ = torch.ops.hfpatch.linear_cross_entropy(*tensors, *needs, best, *opts)
+        total, token_loss_N, lse_2N, best_N, *_ = torch.ops.hfpatch.linear_cross_entropy(*tensors, *needs, best, *opts)
     else:
         per_token = reduction == "none" or return_token_loss or return_lse
         private = (
             inplace_hidden and needs[0] and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
         )
         settings = (opts, needs, best, per_token, private, shard)
-        total, token_loss_N, lse_N, best_N = _LinearCrossEntropy.apply(*tensors, settings)
+        total, token_loss_N, lse_2N, best_N = _LinearCrossEntropy.apply(*tensors, settings)
     loss = token_loss_N.view(labels.shape) if reduction == "none" else total
     asked = return_token_loss, return_lse, return_accuracy, return_predicted
-    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) if any(asked) else loss
+    if not any(asked):
+        return loss
+    return CrossEntropyOutput.of(loss, token_loss_N, lse_2N[0], best_N, labels, ignore_index, asked)

@@ -22,7 +22,7 @@ from torch import Tensor
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
-from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty
+from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, excess, forward_pass, or_empty
 from hfpatch.ops._linear_ce_shards import VocabShard
 
 
@@ -69,21 +69,26 @@ def linear_log_prob_ref(
     return LinearLogProbOutput(*(t.masked_fill(~keep, 0.0) for t in outputs), is_top1)
 
 
-def _factors(dlog_prob_N, dlse_N, dstats_3N, lse_N, stats_3N, vocab_size: int) -> Tensor:
-    """The rows of backward_pass, as the head of this file says; an upstream gradient may be None."""
+def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
+    """The rows of backward_pass, as the head of this file says; an upstream gradient may be None.
+
+    They are for exp(z - lse), p / c, and its logarithm, log p + lse_2N[1]: c times each p is in P and H, and c^2 in Q.
+    """
+    lse_N, c_N = lse_2N[0], excess(lse_2N)
     y_N = torch.zeros_like(lse_N) if dlog_prob_N is None else -dlog_prob_N
-    p_N = y_N if dlse_N is None else y_N + dlse_N
+    p_N = y_N if dlse_2N is None else y_N + dlse_2N[0]
     if dstats_3N is None or not dstats_3N.numel():
-        return torch.stack([lse_N, p_N, y_N])
+        return torch.stack([lse_N, p_N * c_N, y_N])
     (entropy_N, _, square_N), (dentropy_N, dmean_N, dsquare_N) = stats_3N, dstats_3N
-    q_N = 2.0 * dsquare_N
-    return torch.stack([lse_N, p_N - q_N * square_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N, q_N])
+    q_N, entropy_N = 2.0 * dsquare_N, entropy_N - lse_2N[1]
+    p_N = (p_N - q_N * square_N) * c_N
+    return torch.stack([lse_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()])
 
 
 def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
     with autocast(hidden.device.type, enabled=False):
         out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard)
-    return out.token_loss_N.neg_(), out.lse_N, out.stats_3N, out.best_N
+    return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
 
 
 def _backward(
@@ -95,21 +100,21 @@ def _backward(
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Eager route. Outputs: log_prob, lse, stats [3, N] (empty where not asked for), best (int32, likewise)."""
+    """Eager route. Outputs: log_prob, lse and its rest [2, N], stats [3, N] (empty where not asked for), best (int32, likewise)."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private, shard):
         ctx.set_materialize_grads(False)
         ctx.opts, ctx.needs, ctx.private, ctx.shard = opts, ctx.needs_input_grad[:3], private, shard
         tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
-        log_prob_N, lse_N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts, shard)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N, stats_3N)
+        log_prob_N, lse_2N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts, shard)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N)
         ctx.mark_non_differentiable(best_N)
-        return log_prob_N, lse_N, stats_3N, best_N
+        return log_prob_N, lse_2N, stats_3N, best_N
 
     @staticmethod
     @one_gradient
-    def backward(ctx, dlog_prob_N, dlse_N, dstats_3N, _):
+    def backward(ctx, dlog_prob_N, dlse_2N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob")(ctx)
         hidden_ND, *others = ctx.saved_tensors
@@ -117,7 +122,9 @@ class _LinearLogProb(torch.autograd.Function):
         hidden_ND = (
             hidden_ND.detach()
         )  # its values are read no more, so that writing there is no change of a saved tensor
-        grads = _backward(dlog_prob_N, dlse_N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite, ctx.shard)
+        grads = _backward(
+            dlog_prob_N, dlse_2N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite, ctx.shard
+        )
         return *grads, None, None, None, None, None, None
 
 
@@ -129,7 +136,8 @@ def _op(hidden, weight, bias, labels, stats, best, *options):
 
 
 def _op_fake(hidden, weight, bias, labels, stats, best, *options):
-    log_prob, lse = (hidden.new_empty(labels.shape, dtype=wide_dtype(Options(*options).dtype)) for _ in range(2))
+    log_prob = hidden.new_empty(labels.shape, dtype=wide_dtype(Options(*options).dtype))
+    lse = log_prob.new_empty(2, *labels.shape)
     stats_3N = log_prob.new_empty(3, labels.shape[0] if stats else 0)
     return log_prob, lse, stats_3N, labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
 
@@ -225,11 +233,11 @@ def linear_log_prob(
     stats, best = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs), "is_top1" in outputs
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
     if torch.compiler.is_compiling():
-        log_prob_N, lse_N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
+        log_prob_N, lse_2N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
     else:
         private = inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
-        log_prob_N, lse_N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private, shard)
+        log_prob_N, lse_2N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private, shard)
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
-    values = log_prob_N, entropy_N, lse_N, mean_N, square_N, is_top1_N
+    values = log_prob_N, entropy_N, lse_2N[0], mean_N, square_N, is_top1_N
     return LinearLogProbOutput(*(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values)))

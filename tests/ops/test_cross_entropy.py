@@ -38,6 +38,26 @@ def test_values_and_gradients(name, dtype, shape):
         assert torch.equal(runs[0][4], runs[1][4]) and torch.equal(runs[0][5], runs[1][5])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("right", [False, True])
+def test_peaked(right, dtype):
+    """Logits about 100: neither the loss of a word that is nearly sure nor its gradient has an error of lse's rounding."""
+    logits, labels = make((2, 33, 101), dtype)
+    logits = logits.detach().mul(30).requires_grad_()
+    labels = logits.argmax(-1).where(labels != -100, labels) if right else labels
+    runs = []
+    for op, (x,) in (
+        (cross_entropy, (logits,)),
+        (cross_entropy_ref, plain([logits])),
+        (cross_entropy_ref, exact([logits])),
+    ):
+        loss = op(x, labels)
+        loss = getattr(loss, "loss", loss)
+        runs.append([loss.detach(), *torch.autograd.grad(loss, x)])
+    for what, got, usual, best in zip(("loss", "d_logits"), *runs):
+        near(got, usual, best, what, dtype if what == "d_logits" else got.dtype)
+
+
 def test_equal_to_the_loss_of_transformers():
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
     logits, labels = make((2, 9, 101), torch.bfloat16)

@@ -165,7 +165,7 @@ def test_opcheck_of_the_small_ops():
 
     labels = torch.tensor([1, -100], device=DEVICE)
     best, stats = labels.int(), float32(3, 2)
-    chunk = (float32(2, 5), labels, float32(), float32(5), float32(2), float32(2), best, stats)
+    chunk = (float32(2, 5), labels, float32(), float32(5), float32(2), float32(2, 2), best, stats)
     chunk += (-100, 0.0, 0.0, 1.0, 0.0, True)
     torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_.default, chunk)
     again = (float32(2, 5), labels, float32(7, 2), None, -100, 0.0, 1.0)
