@@ -150,7 +150,7 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
 def test_trls_trainers(engine, lora, tmp_path):
     """Policy and reference sharded: each number logged and every weight's step as of TRL without hfpatch on the same engine."""
     for report in torchrun("trl_worker.py", engine, int(lora), folder=tmp_path):
-        assert report["ran"] == ["DPO", "KTO", "GRPO"] and report["references"] == (0 if lora else 3)
+        assert report["ran"] == ["DPO", "KTO", "GRPO", "RLOO"] and report["references"] == (0 if lora else 4)
 
 
 @pytest.mark.parametrize("engine", ["ulysses", "context"])

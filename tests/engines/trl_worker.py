@@ -1,4 +1,4 @@
-"""Two gloo processes under ZeRO-3 or FSDP2: TRL's DPO, KTO and GRPO, patched and not, on the same engine."""
+"""Two gloo processes under ZeRO-3 or FSDP2: TRL's DPO, KTO, GRPO and RLOO, patched and not, on the same engine."""
 
 import json
 import os
@@ -31,12 +31,12 @@ def main(engine: str, lora: str, folder: str) -> None:
         given = {"deepspeed": ZERO3}
         deepspeed.init_distributed("gloo")
     ran, references = [], 0
-    for name in ("DPO", "KTO", "GRPO"):
+    for name in ("DPO", "KTO", "GRPO", "RLOO"):
         runs = []
         for order in ("apply first", "stock"):
             if engine == "zero3":
                 AcceleratorState._reset_state(reset_partial_state=False)
-            settings = json.loads(json.dumps(given)) | ({"beta": 0.1} if name == "GRPO" else {})  # filled in place
+            settings = json.loads(json.dumps(given)) | ({"beta": 0.1} if name in ("GRPO", "RLOO") else {})  # filled in place
             where = Path(folder) / f"{name}, {order}"
             if dist.get_rank() == 0:
                 test_trl.base(name).save_pretrained(where / "model")
