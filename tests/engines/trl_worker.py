@@ -36,7 +36,8 @@ def main(engine: str, lora: str, folder: str) -> None:
         for order in ("apply first", "stock"):
             if engine == "zero3":
                 AcceleratorState._reset_state(reset_partial_state=False)
-            settings = json.loads(json.dumps(given)) | ({"beta": 0.1} if name in ("GRPO", "RLOO") else {})  # filled in place
+            settings = json.loads(json.dumps(given))  # filled in place
+            settings |= {"beta": 0.1} if name in ("GRPO", "RLOO") else {}
             where = Path(folder) / f"{name}, {order}"
             if dist.get_rank() == 0:
                 test_trl.base(name).save_pretrained(where / "model")
