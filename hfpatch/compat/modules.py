@@ -22,7 +22,7 @@ def buffers_of(module: nn.Module) -> dict:
 
 
 # By what a module's forward goes another way from one call to the next; but the first PEFT's.
-_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling")
+_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout", "activation_dropout")
 _SAYS = (bool, str, float, int, list, dict)  # no tensors: comparing those waits for the device
 
 

@@ -97,6 +97,7 @@ EDITS = {
     "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()), "a LlamaDecoderLayer has others"),
     "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
     "eval": (lambda m, layer: m.eval(), None),
+    "no more dropout": (lambda m, layer: setattr(layer.mlp.drop, "p", 0.0), None),
     "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
     "frozen from now on": (lambda m, layer: m.model.layers.requires_grad_(False), None),
 }  # fmt: skip
