@@ -338,6 +338,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     not_for_ddp(session.owner(), Waiting(session))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
+        if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
+            continue
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer

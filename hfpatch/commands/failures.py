@@ -16,6 +16,7 @@ BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
 _FULL = "the disk is full{at}; free some room, or write elsewhere"
 _NO_RIGHT = "no permission{at}; check its owner and mode, or write elsewhere"
+_READ_ONLY = "the disk is read-only{at}; see how it is mounted, or write elsewhere"
 _NO_FOLDER = "expected a folder, a file stands in the way{at}; name another path"
 _MEMORY = "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller batch or model"
 _FILES = "too many files are open; raise the limit (ulimit -n) or use fewer workers"
@@ -23,7 +24,7 @@ _BROKEN = "a file is broken or cut{at}{why}; write or download it again"
 # errno: (exit code, sentence)
 _SYSTEM = {
     errno.ENOSPC: (MACHINE, _FULL), errno.EDQUOT: (MACHINE, _FULL), errno.EFBIG: (MACHINE, _FULL),
-    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT), errno.EROFS: (BAD_INPUT, _NO_RIGHT),
+    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT), errno.EROFS: (MACHINE, _READ_ONLY),
     errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}; check the path"),
     errno.ENOTDIR: (BAD_INPUT, _NO_FOLDER), errno.EEXIST: (BAD_INPUT, _NO_FOLDER),
     errno.EISDIR: (BAD_INPUT, "expected a file, a folder came{at}; name a file"),
@@ -38,6 +39,7 @@ _SYSTEM = {
 _WORDS = (
     (r"no space left|os error 28|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
     (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
+    (r"read-only file system|os error 30", MACHINE, _READ_ONLY),
     (r"too many open files", MACHINE, _FILES),
     (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
     (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),

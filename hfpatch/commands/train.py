@@ -111,7 +111,7 @@ def train(argv) -> int:
             record=record,
             **placed,
         )
-        checks.engine_is_on(args, run.accelerator)
+        checks.engine_is_on(args, run.accelerator, checkpoint)
         begin = time.monotonic()
         result = run.train(resume_from_checkpoint=checkpoint)
         if stop.code:

@@ -372,13 +372,20 @@ def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
     return step_memory(shape, policy, **sizes).beyond
 
 
-def engine_is_on(args, accelerator) -> None:
-    """ValueError where DeepSpeed was asked for and accelerate chose something else: the weights are split, nobody gathers them."""
+def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
+    """ValueError where DeepSpeed was asked for and accelerate chose something else: the weights are split, nobody gathers them.
+    Likewise where a checkpoint was written under FSDP, and this run is not under it, or the other way round."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if args.deepspeed and kind != "DEEPSPEED":
         raise ValueError(
             f"hfpatch: expected accelerate to run DeepSpeed as its config asks, it runs {kind}; "
             "launch with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or with plain python."
+        )
+    if checkpoint is not None and (kind == "FSDP") is not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
+        here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
+        raise ValueError(
+            f"hfpatch: {checkpoint} was saved {there} FSDP, this run of {args.world_size} processes is {here} it; launch as many "
+            "with the same --engine, or start anew with --model set to what scripts/consolidate.py makes of it."
         )
 
 
@@ -388,7 +395,7 @@ def run_record(config, model, data, args, fingerprint: str) -> dict:
     The optimizer's settings come back with its state: another value on the command line would be ignored.
     """
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    sharded = {"world_size": args.world_size} if args.deepspeed else {}
+    ranks = {"world_size": args.world_size}
     return {
         "model": {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None},
         "lora_r": model.lora_r,
@@ -403,8 +410,9 @@ def run_record(config, model, data, args, fingerprint: str) -> dict:
         "data_seed": args.data_seed,
         "batch": batch,
         "optimizer": {name: _plain(getattr(args, name)) for name in _OPTIMIZER},
-        "engine": {"engine": "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "none", **sharded},
-        "may_differ": {"world_size": args.world_size} | {name: _plain(getattr(args, name)) for name in _MAY_DIFFER},
+        "engine": {"engine": "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "none"}
+        | (ranks if args.deepspeed else {}),
+        "may_differ": ({} if args.deepspeed else ranks) | {name: _plain(getattr(args, name)) for name in _MAY_DIFFER},
     }
 
 

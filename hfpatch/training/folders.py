@@ -5,6 +5,7 @@ rename makes it `checkpoint-N`. So whatever kills a run, what carries that name 
 does not match its list. Names with an underscore are those that a push to the hub leaves out.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -250,9 +251,11 @@ class Lock:
         os.pwrite(self.fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def close(self) -> None:
+        """Never raises: what ended the run, on a disk that has turned read-only say, is what is to be told."""
         if self.fd is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+                if not any(self.path.parent.iterdir()):  # a run that was refused after all leaves no folder
+                    self.path.parent.rmdir()
             os.close(self.fd)
             self.fd = None
-            if not any(self.path.parent.iterdir()):  # a run that was refused after all leaves no folder
-                self.path.parent.rmdir()

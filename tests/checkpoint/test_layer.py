@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import gradients, largest_difference, stock_loss
+from tiny import classes, gradients, largest_difference, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint import heads as heads_module
@@ -86,6 +86,24 @@ def test_working_dtypes_within_budget(dtype, tile):
     for name, p in model.named_parameters():
         assert p.grad.dtype == dtype
         assert_close(p.grad, plain.get_parameter(name).grad, exact.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_that_run_twice_in_a_forward(every):
+    """One module at two places of the list, as models made deeper by repetition have it; and undo takes it back."""
+    models = pair()
+    for m in models:
+        first, second, _ = m.model.layers
+        m.model.layers = torch.nn.ModuleList([first, second, first])
+    stock, model = models
+    before = classes(model)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, every=every), verdict=False)
+    ids = tokens()
+    stock_step(stock, input_ids=ids, labels=ids)
+    model(ids, labels=ids).loss.backward()
+    assert largest_difference(gradients(stock), gradients(model)) < BUDGET
+    hfpatch.undo(model)
+    assert classes(model) == before
 
 
 def test_biases_and_inputs_embeds():

@@ -273,7 +273,10 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
             RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
             RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
         ],
-        "no permission": [PermissionError(errno.EACCES, "Permission denied", "/x"), OSError(errno.EROFS, "ro", "/x")],
+        "no permission": [PermissionError(errno.EACCES, "Permission denied", "/x")],
+        "the disk is read-only": [
+            OSError(errno.EROFS, "ro", "/x"), SafetensorError("Error while serializing: Read-only file system (os error 30)"),
+        ],
         "a file stands in the way": [caught(lambda: (whole / "x").mkdir()), caught(lambda: whole.mkdir())],
         "there is no such file": [caught(lambda: open(tmp_path / "none"))],
         "a folder came": [caught(lambda: open(tmp_path, "rb"))],

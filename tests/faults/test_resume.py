@@ -216,6 +216,17 @@ def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
     assert run_train(max_steps=1)[0] == 0
 
 
+def test_a_lock_on_a_disk_that_turned_read_only(tmp_path, monkeypatch):
+    """Its file stays; what ended the run is not hidden by that, and the same process may go on there."""
+    lock = folders.Lock(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        lock.close()
+    assert lock.path.exists()
+    folders.Lock(tmp_path / "run").close()
+    assert not (tmp_path / "run").exists()
+
+
 def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     for step in (2, 10, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -1,6 +1,7 @@
 """Bad input: one sentence, exit code 2, before a model is loaded, and nothing written or overwritten."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from workbench import JSON_SOURCES
@@ -192,10 +193,20 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_deepspeed_that_accelerate_left_out_is_refused():
-    from types import SimpleNamespace
-
     asked = SimpleNamespace(deepspeed="zero3.json")
     with pytest.raises(ValueError, match="it runs NO; launch with `accelerate launch --use_deepspeed"):
         checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.NO"))
     checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.DEEPSPEED"))
     checks.engine_is_on(SimpleNamespace(deepspeed=None), SimpleNamespace(distributed_type="DistributedType.NO"))
+
+
+@pytest.mark.parametrize("saved, now", [("FSDP", "NO"), ("NO", "FSDP")])
+def test_a_checkpoint_of_another_layout_is_refused(saved, now, tmp_path):
+    """A single process is under no FSDP, whatever its flags say."""
+    args = SimpleNamespace(deepspeed=None, world_size=1)
+    (tmp_path / ("pytorch_model_fsdp_0" if saved == "FSDP" else "model.safetensors")).mkdir()
+    checks.engine_is_on(args, SimpleNamespace(distributed_type=f"DistributedType.{saved}"), str(tmp_path))
+    with pytest.raises(
+        ValueError, match="^hfpatch: .* was saved .* FSDP, this run of 1 processes is .* it; launch[^\n]*$"
+    ):
+        checks.engine_is_on(args, SimpleNamespace(distributed_type=f"DistributedType.{now}"), str(tmp_path))
