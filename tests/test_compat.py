@@ -311,7 +311,7 @@ def test_whose_evaluation_runs():
     for module, items, found in (
         ("transformers.trainer", 5, True),
         ("transformers.trainer", None, False),
-        ("a.script", 5, False),
+        ("a.script", 5, None),
     ):
         names = {"__name__": module}
         exec("def prediction_step(ask, num_items_in_batch): return ask()", names)

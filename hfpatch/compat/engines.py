@@ -150,14 +150,14 @@ def context_parallel_group():
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
-def evaluated_by_trainer() -> bool:
-    """Whether the forward that asks is of transformers' own evaluation step, and counts tokens in its loss."""
+def evaluated_by_trainer() -> bool | None:
+    """Whether transformers' own evaluation step, of which the forward is that asks, counts tokens in its loss; None outside one."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "prediction_step" and frame.f_globals.get("__name__") == "transformers.trainer":
             return frame.f_locals.get("num_items_in_batch") is not None
         frame = frame.f_back
-    return False
+    return None
 
 
 def skips_by_itself(kind: type) -> None:

@@ -39,7 +39,7 @@ from hfpatch.models.head import copies, has_rows_of_it, reads_logits, rows_of, t
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.parallel import items_of_a_mean_over_rows, sequence_now
 from hfpatch.models.parts import FusedRMSNorm
-from hfpatch.models.shared_rows import evaluated_by_ranks
+from hfpatch.models.shared_rows import evaluated_by_ranks, unlabelled
 
 _WHOLE = "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss transformers' own for a fused one."
 _NOT_ITS_LOSS = (
@@ -278,6 +278,10 @@ class FusedCausalLM:
                 return out
         elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():
             self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
+        elif labels is None and not (
+            self.training or torch.is_grad_enabled() or "past_key_values" in kwargs or torch.compiler.is_compiling()
+        ):
+            unlabelled(self, kwargs)
         return self._with_labels(labels, scores, kwargs)
 
     def _with_labels(self, labels, scores: bool, kwargs):

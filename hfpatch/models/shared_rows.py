@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.checkpoint.shards import least_of
 from hfpatch.checkpoint.weights import is_sharded
+from hfpatch.compat import evaluated_by_trainer
 from hfpatch.models.balance import counted
 from hfpatch.models.parallel import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
 from hfpatch.models.stack import OurAttention
@@ -114,6 +115,25 @@ def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
     return type(out)(**{name: x if x.dim() == 0 else x[:, : T - 1] for name, x in out.items()})
 
 
+def labelled_alike(able: bool, labelled: bool, device) -> bool:
+    """Whether all ranks are able. ValueError on all of them where some have labels and others do not: those would wait for these,
+    who compute rows of their own."""
+    able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)], device)
+    if not having and not lacking:
+        raise ValueError(
+            "hfpatch: expected labels on all ranks or on none in evaluation where ranks share rows, some have none; give every row "
+            f"labels ({IGNORE} where a token is not to be predicted)."
+        )
+    return bool(able)
+
+
+def unlabelled(model, kwargs: dict) -> None:
+    """Tells the other ranks, where transformers' Trainer evaluates rows without labels and they may have some."""
+    sequence = left_alone_in_evaluation(model.config.get_text_config())
+    if sequence is not None and evaluated_by_trainer() is not None and any(map(is_sharded, model.modules())):
+        labelled_alike(False, False, next(x.device for x in kwargs.values() if isinstance(x, Tensor)))
+
+
 def shares_rows(model) -> bool:
     """Whether attention of a model that all ranks enter together can be exchanged between them in evaluation too."""
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
@@ -139,7 +159,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     able = _rows_alone(model, kwargs) and shares_rows(model)
     if not scores:
         able = able and model._fused_loss_serves(kwargs) and not model._wants_logits(labels, kwargs)
-    if not least_of(None, [int(able)], labels.device)[0]:  # of all groups, as in _in_turn
+    if not labelled_alike(able, True, labels.device):  # of all groups, as in _in_turn
         return None
     if scores:
         return evaluation_scores(model._hfpatch_log_probs, kwargs, sequence, labels.device)

@@ -50,10 +50,12 @@ class Callback(TrainerCallback):
         if _parallelism(args) is not None:
             from transformers import Trainer
 
-            from hfpatch.training.sequence import evaluate_together, share_rows
+            from hfpatch.training.sequence import evaluate_together, refuse_unshared_batches, share_rows
 
             trainer = _caller(Trainer)
             if trainer is not None:
+                if _sharing(args) > 1:
+                    refuse_unshared_batches(trainer)
                 share_rows(trainer.accelerator)
                 if type(trainer).prediction_step is Trainer.prediction_step:
                     evaluate_together(trainer)
@@ -76,8 +78,7 @@ class Callback(TrainerCallback):
                 "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
             )
         sizes = vars(_parallelism(args) or object).get
-        self._ranks = args.world_size // (sizes("tp_size") or 1)
-        self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks that have a part each of a row
+        self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
         try:
             self._shape = ModelShape.from_config(model.config)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
@@ -156,6 +157,12 @@ class Callback(TrainerCallback):
 def _parallelism(args):
     """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there is none."""
     return getattr(args, "parallelism_config", None) or parallelism_config()
+
+
+def _sharing(args) -> int:
+    """Ranks that have a part each of a row."""
+    sizes = vars(_parallelism(args) or object).get
+    return max(sizes("sp_size") or 1, sizes("cp_size") or 1)
 
 
 def _caller(kind: type):

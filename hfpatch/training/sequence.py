@@ -7,7 +7,7 @@ from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import skips_by_itself
 from hfpatch.memory.limits import environment_number
 from hfpatch.models.parallel import sequence_of, summed_gradients
-from hfpatch.models.shared_rows import evaluation_loss, of_all_ranks, part_of, shares_rows
+from hfpatch.models.shared_rows import evaluation_loss, labelled_alike, of_all_ranks, part_of, shares_rows
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
@@ -82,6 +82,16 @@ def share_rows(accelerator) -> None:
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, sequence_under(accelerator))
 
 
+def refuse_unshared_batches(trainer) -> None:
+    """ValueError for TRL's trainers that compare rows: some tensors of their batches are dealt out over the ranks, others not."""
+    names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+    if names and "SFTTrainer" not in names:
+        raise ValueError(
+            f"hfpatch: expected TRL's SFTTrainer where ranks share rows, a {type(trainer).__name__} came, whose batches neither "
+            "engine deals out whole; train it with sp_size=1 and cp_size=1."
+        )
+
+
 def evaluate_together(trainer) -> None:
     """The evaluation loss of transformers' own Trainer, where ranks share rows: of all of a row's tokens, computed by all of them.
 
@@ -91,10 +101,11 @@ def evaluate_together(trainer) -> None:
 
     def prediction_step(model, inputs, prediction_loss_only, ignore_keys=None):
         accelerator, sequence = trainer.accelerator, None
-        if prediction_loss_only and "labels" in inputs and shares_rows(trainer.model):
+        if prediction_loss_only and shares_rows(trainer.model):
             sequence = sequence_under(accelerator)
-        if sequence is not None:
-            return evaluation_loss(model, inputs, sequence, trainer.args.device), None, None
+        labelled, device = "labels" in inputs, trainer.args.device
+        if sequence is not None and labelled_alike(labelled, labelled, device):
+            return evaluation_loss(model, inputs, sequence, device), None, None
         loss, *others = stock(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and accelerator.parallelism_config.cp_enabled:
             group = accelerator.torch_device_mesh["cp"].get_group()

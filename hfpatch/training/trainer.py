@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.checkpoint.device import arrived
-from hfpatch.models.shared_rows import IGNORE, evaluation_loss, shares_rows
+from hfpatch.models.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
 from hfpatch.training import folders, schedule
 from hfpatch.training.arguments import refusals
 from hfpatch.training.positions import PositionTrainer
@@ -109,7 +109,8 @@ class Trainer(PositionTrainer):
         ranks = self._parts()
         share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
         sequence = self._sequence()
-        if labelled and sequence is not None and shares_rows(self.model):
+        shared = sequence is not None and shares_rows(self.model)
+        if shared and labelled_alike(labelled, labelled, self.args.device):
             result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
         else:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

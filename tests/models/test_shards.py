@@ -169,7 +169,7 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
         tiny.patched(tiny.llama(num_hidden_layers=1))(**given(shift_labels=given()["labels"], labels=None))
 
 
-def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, **more) -> list[tuple]:
+def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, least=None, **more) -> list[tuple]:
     """[B, t] of each forward of a sharded model's layers, where two ranks evaluate the same rows of 12 tokens. others: what the
     ranks of other groups say, when all are asked."""
     model, seen, said = tiny.patched(tiny.llama(num_hidden_layers=1), eval_logits=False).eval(), [], iter(others)
@@ -179,8 +179,8 @@ def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, **more) -> 
     monkeypatch.setattr(shared_rows, "is_sharded", lambda _: True)
     monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
     monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    everybody = lambda group, mine, _: [min(next(said), *mine)] if group is None else None  # noqa: E731
-    monkeypatch.setattr(shared_rows, "least_of", everybody)
+    everybody = lambda group, mine, _: [min(next(said), mine[0]), *mine[1:]] if group is None else None  # noqa: E731
+    monkeypatch.setattr(shared_rows, "least_of", least or everybody)
     model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
     with torch.no_grad():
         model(**{"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12), **more})
@@ -191,6 +191,18 @@ def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, **more) -> 
 def test_ranks_of_every_group_run_as_many_forwards(others, forwards, monkeypatch):
     """For each an engine gathers weights over all of them: one that runs one forward less would leave the others waiting."""
     assert evaluated(monkeypatch, others) == forwards
+
+
+@pytest.mark.parametrize("labels", [tiny.ids(2, 12), None])
+def test_labels_on_some_ranks_alone_are_refused_on_all(labels, monkeypatch):
+    """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for no loss."""
+    names = {"__name__": "transformers.trainer"}
+    exec("def prediction_step(run): return run()", names)
+    monkeypatch.setattr("hfpatch.checkpoint.shards.dist", SimpleNamespace(
+        ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_, **__: x.copy_(x.new_zeros(3))))  # fmt: skip
+    least = shared_rows.least_of
+    with pytest.raises(ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"):
+        names["prediction_step"](lambda: evaluated(monkeypatch, labels=labels, least=least))
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(12)[None]])

@@ -23,6 +23,7 @@ from hfpatch.training.callback import (
     published_peak,
     rounded_to_nearest,
 )
+from hfpatch.training.sequence import refuse_unshared_batches
 
 COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
 
@@ -225,6 +226,18 @@ def test_public_name():
 
 
 SHARED = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+
+
+@pytest.mark.parametrize("name, module, refused", [
+    ("DPOTrainer", "trl.trainer.dpo_trainer", True), ("SFTTrainer", "trl.trainer.sft_trainer", False), ("Mine", "script", False),
+])  # fmt: skip
+def test_trainers_that_compare_rows_share_none(name, module, refused):
+    """Of TRL's only SFT deals its batches out whole: DPO and KTO end in an error of shapes, or a sentence that leads astray."""
+    kind = type("Mine", (type(name, (), {"__module__": module}),), {"__module__": "script"})
+    if not refused:
+        return refuse_unshared_batches(kind())
+    with pytest.raises(ValueError, match="^hfpatch: expected TRL's SFTTrainer where ranks share rows, a Mine came"):
+        refuse_unshared_batches(kind())
 
 
 def counted_of_shared_rows(parallelism_config) -> tuple[float, ModelShape]:
