@@ -1,5 +1,7 @@
 """Ranks that share each row (`--sp_size`): the engine's settings, rows dealt out over the ranks, evaluation over all of them."""
 
+from contextlib import ExitStack, contextmanager
+
 import accelerate
 import torch.distributed as dist
 
@@ -77,9 +79,37 @@ def sequence_under(accelerator) -> Sequence | None:
     return sequence_of(get_sequence_parallel_group())
 
 
+@contextmanager
+def _heads_told(config):
+    """Within, a config says how wide a head is and how many KV heads there are, as DeepSpeed wants to read: Mixtral's leaves the
+    first None, GPT-NeoX has neither. Attention here goes by what a layer asks for."""
+    heads = getattr(config, "num_attention_heads", None)
+    wanted = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads} if heads else {}
+    before = {n: getattr(config, n, config) for n in wanted if getattr(config, n, None) is None}
+    for name in before:
+        setattr(config, name, wanted[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(config, name) if value is config else setattr(config, name, value)
+
+
 def share_rows(accelerator) -> None:
-    """Trainer's batches under Ulysses are SharedRows, in place of DeepSpeed's adapter."""
+    """Trainer's batches under Ulysses are SharedRows, in place of DeepSpeed's adapter; what that reads of a config is there."""
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(loader, sequence_under(accelerator))
+    config, prepare = accelerator.parallelism_config, accelerator.prepare
+    if config is None or not config.sp_enabled:
+        return
+
+    def prepare_told(*given, **known):
+        with ExitStack() as told:
+            for model in given:
+                if hasattr(model, "config") and hasattr(model.config, "get_text_config"):
+                    told.enter_context(_heads_told(model.config.get_text_config()))
+            return prepare(*given, **known)
+
+    accelerator.prepare = prepare_told
 
 
 def refuse_unshared_batches(trainer) -> None:

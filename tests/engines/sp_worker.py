@@ -87,9 +87,9 @@ def main(engine: str, folder: str) -> None:
         eval_calls.append(len(exchanged) - before)
 
     # With another number of labels in each row, which weigh by token, and experts, which are balanced over whole rows: in
-    # transformers' Trainer and in that of hfpatch train.
+    # transformers' Trainer and in that of hfpatch train. Their config does not say how wide a head is.
     rows = common.make_rows(positions=True)
-    both = [(TrainingArguments, Trainer, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
+    both = [(TrainingArguments, called, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
     uneven = [
         run("uneven", (kind, trainer), make=common.make_experts, rows=rows, max_steps=2, save_strategy="no", **more)
         for kind, trainer, more in both

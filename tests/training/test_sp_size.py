@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+import transformers
 
 from hfpatch.models.shared_rows import part_of
 from hfpatch.simulate.sequence import LoneRank
 from hfpatch.training import checks, sequence
 from hfpatch.training.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.training.dataset import Collator
-from hfpatch.training.sequence import SharedRows, parallelism
+from hfpatch.training.sequence import SharedRows, parallelism, share_rows
 
 
 def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
@@ -76,6 +77,19 @@ def test_heads_that_do_not_go_evenly_are_refused_early():
         ValueError, match="^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
     ):
         checks.sharing(3, tiny.config())
+
+
+@pytest.mark.parametrize("family", [transformers.MixtralConfig, transformers.GPTNeoXConfig])
+def test_deepspeed_is_told_of_heads_that_a_config_leaves_out(family):
+    """For as long as it reads them: what is saved stays the family's."""
+    config = family(hidden_size=32, num_attention_heads=4)
+    read, before = [], config.to_dict()
+    prepare = lambda *given: read.append((config.head_dim, config.num_key_value_heads)) or given  # noqa: E731
+    accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(sp_enabled=True), prepare=prepare)
+    share_rows(accelerator)
+    model = SimpleNamespace(config=config)
+    assert accelerator.prepare(model, "optimizer") == (model, "optimizer")
+    assert read == [(8, getattr(config, "num_key_value_heads", 4))] and config.to_dict() == before
 
 
 def test_labels_are_shifted_before_rows_are_cut():
