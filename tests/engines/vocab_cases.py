@@ -21,13 +21,16 @@ LOSSES = {
     "class weights, smoothing": {"weights": True, "label_smoothing": 0.1, "z_loss": 0.01},
     "num_items": {"num_items": 77, "alone": True}, "by token": {"reduction": "none", "softcap": 3.0},
     "no label": {"nothing": True, "num_items": 5}, "frozen head": {"frozen": True}, "one chunk": {"workspace_bytes": 1 << 20},
+    "words ruled out": {"V": 16, "with_bias": True, "ruled_out": 8},
 }  # fmt: skip
 
 
-def make(V: int = 13, ignore_index: int = -100, nothing: bool = False):
+def make(V: int = 13, ignore_index: int = -100, nothing: bool = False, ruled_out: int = 0):
+    """ruled_out: so many of the last words, all that the last ranks have."""
     torch.manual_seed(V)
     hidden, weight, bias = torch.randn(N, D).double(), torch.randn(V, D).double(), torch.randn(V).double()
-    labels = torch.randint(0, V, (N,))
+    labels = torch.randint(0, V - ruled_out, (N,))
+    bias[V - ruled_out :] = -torch.inf
     labels[::3] = ignore_index
     labels[: N if nothing else 0] = ignore_index
     weight[:, 0] *= 3
@@ -50,10 +53,11 @@ def worst(pairs) -> float:
 
 
 def loss_case(
-    V=13, with_bias=False, weights=False, nothing=False, frozen=False, workspace_bytes=1 << 15, alone=False, **options
+    V=13, with_bias=False, weights=False, nothing=False, ruled_out=0, frozen=False, workspace_bytes=1 << 15, alone=False,
+    **options,
 ) -> float:  # fmt: skip
     """alone: nothing but the loss is asked for, and hidden may be overwritten."""
-    hidden, weight, bias, labels = make(V, options.get("ignore_index", -100), nothing)
+    hidden, weight, bias, labels = make(V, options.get("ignore_index", -100), nothing, ruled_out)
     shard = ops.VocabShard(None, V)
     if weights:
         options["class_weight"] = torch.rand(V).double() + 0.5
@@ -83,14 +87,14 @@ def loss_case(
     return worst(zip(grads[1], grads[0]))
 
 
-def log_prob_case(V=13) -> float:
-    hidden, weight, bias, labels = make(V)
+def log_prob_case(V=13, ruled_out=0) -> float:
+    hidden, weight, bias, labels = make(V, ruled_out=ruled_out)
     shard, found = ops.VocabShard(None, V), []
     names = ("log_prob", "entropy", "lse", "mean_logit", "sum_sq_prob", "is_top1")
     for mine in (False, True):
         x = hidden.clone().requires_grad_(True)
         w, b = (part(shard, t) if mine else t.clone().requires_grad_(True) for t in (weight, bias))
-        options = {"bias": b, "softcap": 4.0, "temperature": 0.7, "scale": 1.2}
+        options = {"bias": b, "softcap": None if ruled_out else 4.0, "temperature": 0.7, "scale": 1.2}
         if mine:
             out = ops.linear_log_prob(
                 x, w, labels, outputs=names, workspace_bytes=(1 << 15) + 56 * N, shard=shard, **options
@@ -105,7 +109,9 @@ def log_prob_case(V=13) -> float:
 
 def main() -> dict[str, float]:
     found = {name: loss_case(**settings) for name, settings in LOSSES.items()}
-    return found | {f"log-probabilities of {V}": log_prob_case(V) for V in (13, 5)}
+    return found | {
+        f"log-probabilities of {V}, {out} ruled out": log_prob_case(V, out) for V, out in ((13, 0), (5, 0), (16, 8))
+    }
 
 
 if __name__ == "__main__":
