@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hfpatch.compat import name_attention, plain_construction, run_experts_plainly
+from hfpatch.models.finding import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
@@ -31,8 +32,9 @@ SIZES = {
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def scaled_config(config, n_layers: int):
-    """A copy of a text config with the sizes above and its first n_layers layers."""
+def scaled_config(config, n_layers: int, at=None):
+    """A copy of a text config with the sizes above and n_layers layers: those that lists have at `at`, else the first."""
+    at = range(n_layers) if at is None else at
     small = copy.deepcopy(config)
     real = {name: _value(small, name) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")}
     for name, size in SIZES.items():
@@ -52,7 +54,7 @@ def scaled_config(config, n_layers: int):
     for name, value in list(vars(small).items()):
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
         if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
-            setattr(small, name, type(value)(value[:n_layers]))
+            setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
     if isinstance(vars(small).get("num_layers"), int):
         small.num_layers = n_layers  # where a layer with two attentions counts as two above (LongCat)
@@ -130,18 +132,35 @@ def quiet_process():
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     """A stack of class stack_class in training mode, float64 where it can be, with weights of ordinary size.
 
-    kinds: of the real layers, in order; as many of the first layers are made as hold one of each. ValueError, saying why, where
-    that is too many or too large; whatever the class itself raises otherwise.
+    kinds: of the real layers, in order. As many of the first layers are made as hold one of each kind; where that is too many, one
+    of each kind that the config lists. Where the class cannot be made so, a base whose forward it runs. ValueError, saying why,
+    where an instance would be too large, or of other modules; whatever the class itself raises otherwise.
     """
-    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
-    n_layers = max(first.values()) + 1
-    if n_layers > MOST_LAYERS:
-        raise ValueError(f"its kinds of layers first occur in the first {n_layers}")
-    small = scaled_config(config, n_layers)
+    bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
+    first_error = None
+    for base in bases:
+        try:
+            return _small_stack(base, config, kinds, exact=base is stack_class)
+        except Exception as error:  # an __init__ of the user's own may ask for anything
+            first_error = first_error or error
+    raise first_error
+
+
+def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool) -> nn.Module:
+    at = sorted({kinds.index(kind) for kind in kinds})
+    n_layers = at[-1] + 1
+    exact = exact and n_layers <= MOST_LAYERS
+    if len(at) > MOST_LAYERS:
+        raise ValueError(f"it has {len(at)} kinds of layers")
+    small = scaled_config(config, n_layers) if n_layers <= MOST_LAYERS else scaled_config(config, len(at), at)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in stack_class(small).parameters())
+        empty = stack_class(small)
+    parameters = sum(p.numel() for p in empty.parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"a small instance would have {parameters:,} parameters")
+    made_of = lambda kinds: {name for kind in kinds for _, name, _ in kind}  # noqa: E731
+    if not exact and not made_of(kinds) <= made_of(kind_of(layer) for layer in list_of_layers(empty)):
+        raise ValueError(f"its kinds of layers, first occurring in the first {n_layers}, are made of other modules")
     made = stack_class(small)
     with torch.no_grad():
         for p in made.parameters():

@@ -1,5 +1,6 @@
 """The verdict: the same wherever and however a model was made, within its limits, and the process is as it was after it."""
 
+import copy
 import os
 import random
 import subprocess
@@ -12,10 +13,12 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
 
 import hfpatch
 from hfpatch.models import scaled, verdict
 from hfpatch.models.finding import find_decoder
+from hfpatch.models.scaled import scaled_config, small_stack
 
 
 def asked(model):
@@ -165,3 +168,36 @@ def test_it_is_the_same_under_zero_init(tmp_path):
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "the same" in done.stdout, done.stderr[-3000:]
+
+
+class _OwnStack(LlamaModel):
+    def __init__(self, config, n_more):
+        super().__init__(config)
+        self.more = torch.nn.Parameter(torch.ones(n_more))
+
+
+@pytest.mark.parametrize("name", ["own", "late"])
+def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
+    """A user's subclass asks more than a config of its __init__; Qwen2's windows begin at layer 17: packed rows were refused."""
+    config = scaled_config(Qwen2Config() if name == "late" else LlamaConfig(), 18 if name == "late" else 2)
+    if name == "late":
+        config.sliding_window, config.layer_types = 8, ["full_attention"] * 17 + ["sliding_attention"]
+    stock = AutoModelForCausalLM.from_config(config).double()
+    if name == "own":
+        stock.model = _OwnStack(config, 3).double()
+    ids = torch.randint(1, config.vocab_size, (1, 40))
+    positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
+    with torch.no_grad():
+        wanted = torch.cat([stock(input_ids=part, use_cache=False).logits for part in ids.split((17, 23), 1)], 1)
+    for trusted in (False, True):
+        ours = copy.deepcopy(stock)
+        report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16), verdict=trusted)
+        assert "whole" not in str(report)
+        got = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
+    other = (("", "LlamaDecoderLayer", ()), ("conv", "ShortConv", ()))
+    with pytest.raises(TypeError, match="n_more"):
+        small_stack(_OwnStack, LlamaConfig(), [other])
