@@ -48,21 +48,38 @@ def planned(name: str, tokens: int, aim: str) -> dict:
 
 
 def counted(name: str, tokens: int, aim: str) -> dict:
-    """The row with its matmuls, attention forwards and memory counted."""
+    """The row with its matmuls, attention forwards and memory counted, on fewer tiled layers than the model has where more of
+    them only repeat: a step of all of them takes, that many times over, what one period of their pattern adds."""
+    from hfpatch.planner.simulated import depths
     from hfpatch.simulate.rivals import build, prepare
     from hfpatch.simulate.simulator import simulate
 
     config, shape, option = settled(name, tokens, aim)
-    model = prepare(build(config), "hfpatch")
-    found = simulate(model, 1, tokens, policy=option.policy)
+    model = build(config)
+    fewer, more, times, _ = depths(model.model.layers)
+    # The last layers, which keep everything, stand on top of those; whole periods of them, so that the pattern goes on.
+    top = -(-option.policy.plain // (more - fewer)) * (more - fewer)
+    fewer, more, times = fewer + top, more + top, times - top // (more - fewer)
+
+    def step(layers: int):
+        cut = build(config)
+        del cut.model.layers[layers:]
+        found = simulate(prepare(cut, "hfpatch"), 1, tokens, policy=option.policy)
+        matmul, attention = sum(found.flops["matmul"].values()), found.flops["attention"]["forward"]
+        return matmul, attention, found.most_beyond_bytes, found.host_peak_bytes
+
+    if times > 0:
+        matmul, attention, device, host = (a + (a - b) * times for a, b in zip(step(more), step(fewer)))
+    else:
+        matmul, attention, device, host = step(shape.num_layers)
     # A tied weight's gradient, until it is whole, counts as an activation there.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    device = {} if tied else {"device_gib": f"{found.most_beyond_bytes / GiB:.1f}"}
+    device = {} if tied else {"device_gib": f"{device / GiB:.1f}"}
     least = step_flops(shape, "off", batch=1, tokens=tokens)
     return planned(name, tokens, aim) | {
-        "matmul": f"{sum(found.flops['matmul'].values()) / least.matmul:.3f}",
-        "attention_forwards": f"{found.flops['attention']['forward'] / least.attention_forward:.2f}",
-        "host_gib": f"{found.host_peak_bytes / GiB:.1f}",
+        "matmul": f"{matmul / least.matmul:.3f}",
+        "attention_forwards": f"{attention / least.attention_forward:.2f}",
+        "host_gib": f"{host / GiB:.1f}",
     } | device  # fmt: skip
 
 

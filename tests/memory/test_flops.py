@@ -141,19 +141,22 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
 
 
-@pytest.mark.parametrize("gpu, tokens, seconds, low, high", [
+@pytest.mark.parametrize("gpu, model, ranks, tokens, seconds, low, high", [
     # A patched transformers Llama of 2024 on one A100, its optimizer on the host.
-    ("a100-80gb", 131072, 187.0, 1.0, 1.3),
+    ("a100-80gb", "llama-3.1-8b", 1, 131072, 187.0, 1.0, 1.3),
     # ALST (Arctic Long Sequence Training) on one H100 at 22% MFU, in FA2.
-    ("fa2 on h100", 500_000, None, 0.85, 1.15),
+    ("fa2 on h100", "llama-3.1-8b", 1, 500_000, None, 0.85, 1.15),
+    # TRL over eight H100 that share the row, whose attention goes backward faster than the rate that is assumed.
+    ("h100", "Qwen/Qwen3-8B", 8, 2**20, 380.0, 0.85, 1.15),
 ])  # fmt: skip
-def test_published_steps_stand_beside_the_step_model(gpu, tokens, seconds, low, high):
-    """Both run attention's forward twice, with every layer's input on the host. What is planned is no slower than what was
-    measured by others, and no more than a third faster, where the attention kernel is theirs."""
+def test_published_steps_stand_beside_the_step_model(gpu, model, ranks, tokens, seconds, low, high):
+    """All run attention's forward twice, with every layer's input on the host. What is planned is at most a third faster than what
+    was measured by others, and hardly slower where the attention kernel is theirs."""
     row = GPUS.get(gpu) or replace(GPUS["h100"], attention_forward=335e12, attention_backward=0.75 * 335e12)
-    shape, policy, sizes = shape_of("llama-3.1-8b"), Policy(save_attention=False), {"batch": 1, "tokens": tokens}
+    shape, policy = replace(shape_of(model), ranks=ranks), Policy(save_attention=False)
+    sizes = {"batch": 1, "tokens": tokens // ranks}
     memory, flops = step_memory(shape, policy, **sizes), step_flops(shape, policy, **sizes)
-    stays = resident("zero3-offload", shape, 1, policy)
+    stays = resident("zero3-offload", shape, ranks, policy)
     planned = step_time(row, flops, memory, policy, shape, stays, **sizes)[0].total
     measured = seconds or flops.model / (0.22 * row.peak_flops)
     assert low <= measured / planned <= high
