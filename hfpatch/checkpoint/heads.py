@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hfpatch.checkpoint.groups import ByGroups
-from hfpatch.ops.attention import attention_backward, attention_forward, copies_inputs, heads_per_group, pick
+from hfpatch.memory.cuts import heads_per_group
+from hfpatch.ops.attention import attention_backward, attention_forward, copies_inputs, pick
 
 ALL = slice(None)
 

@@ -32,14 +32,14 @@ def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) 
         return 1
     if shape.ranks > 1:
         return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
-    return shape.num_kv_heads // heads_per_group(batch, tokens, shape)
+    return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
 
 
-def heads_per_group(batch: int, tokens: int, shape: ModelShape) -> int:
-    """KV heads that go through attention together, as ops/attention.py decides it."""
-    blocks = batch * (shape.num_heads // shape.num_kv_heads) * -(-tokens // 128)
-    wanted, K = -(-512 // max(blocks, 1)), shape.num_kv_heads
-    return next(n for n in range(1, K + 1) if K % n == 0 and (n >= wanted or n == K))
+def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
+    """KV heads that go through attention together: as few as keep a large GPU full (512 blocks of 128 queries)."""
+    blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
+    wanted = -(-512 // max(blocks, 1))
+    return next(n for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads))
 
 
 def loss_chunk_rows(shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE) -> tuple[int, int]:

@@ -80,7 +80,11 @@ def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int,
         rounds = rounds_of(batch, tokens, shape.num_heads, shape.num_kv_heads, shape.ranks)
         kv_heads, repeat = max(1, rounds.width // rounds.repeat), min(rounds.width, rounds.repeat)
     heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
-    expanded = 2 * batch * heads * tokens * shape.head_dim * s if repeat > 1 else 0
+    column = batch * heads * tokens * s
+    expanded = 2 * column * shape.head_dim if repeat > 1 else 0
+    # Narrower values, outputs and their gradient are padded to the width of a query's head, and dv comes in it.
+    narrow = shape.v_head_dim or shape.head_dim
+    expanded += column * (4 * shape.head_dim - narrow) if narrow < shape.head_dim else 0
     return 4 * batch * heads * padded * (width + 1) + expanded
 
 
@@ -102,6 +106,9 @@ class _Sizes:
         # What norms of q and k keep: what goes into them, and a factor a head or row.
         factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
         self.normed = self.rows * (bool(factors) * (shape.q_size + shape.kv_size) * s + 4 * factors)
+        # Of latent attention: the latents, before and after their norms, and the keys that rotary columns are joined to.
+        latents = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim + shape.q_size - shape.num_heads * shape.rope_dim
+        self.latent = self.rows * latents * s if shape.kv_rank else 0
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
@@ -212,16 +219,20 @@ def _written_out(z: _Sizes, layer: int) -> int:
     return z.shape.dense_bytes(behind | mlp_linears(z.shape, layer), z.s, together=True)
 
 
+def _mlp_kept(z: _Sizes, layer: int) -> int:
+    """What autograd keeps of a layer's MLP beside its input: inner columns, and of experts rows gathered and given back."""
+    shape, inner = z.shape, _inner(z, layer, z.rows)
+    if not shape.is_sparse(layer):
+        return (3 if shape.fused_mlp else 4) * inner
+    gathered = z.rows * shape.experts_per_token * shape.hidden_size * z.s
+    return 2 * gathered + (7 if shape.expert_bias else 4) * inner
+
+
 def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
-    inner, shape = _inner(z, layer, z.rows), z.shape
+    shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
-    acts = 3 if shape.fused_mlp else 4
-    beside = 0
-    if shape.is_sparse(layer):
-        acts = 7 if shape.expert_bias else 4
-        beside = 2 * z.rows * shape.experts_per_token * shape.hidden_size * z.s
-    return norms + z.normed + z.q + z.kv + z.out + z.lse + acts * inner + beside
+    return norms + z.normed + z.latent + z.q + z.kv + z.out + z.lse + _mlp_kept(z, layer)
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -239,7 +250,9 @@ def _tiled(z: _Sizes, policy: Policy):
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
-    group = shape.num_kv_heads if policy.wide else heads_per_group(z.batch, z.tokens, shape)
+    group = (
+        shape.num_kv_heads if policy.wide else heads_per_group(z.batch, z.tokens, shape.num_heads, shape.num_kv_heads)
+    )
     groups = head_groups(z.batch, z.tokens, shape, policy.wide)
     scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
     if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
@@ -274,7 +287,7 @@ def _tiled(z: _Sizes, policy: Policy):
     qkv = z.q + z.kv
     whole_outs = fetched, z.lse if save and off else 0, stream
 
-    def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save):
+    def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save, ahead=False):
         inner, sparse = _inner(z, index, t), shape.is_sparse(index)
         # An MLP without a gate has two columns fewer; frozen, it has no gradient that would stand in their place.
         beside = 0 if shape.fused_mlp else inner if shape.gated or not shape.adapters else -inner
@@ -287,22 +300,26 @@ def _tiled(z: _Sizes, policy: Policy):
         known = 2 * inner if "gate_up" in policy.keep else 0
         spared = tile_D * (("mid" in policy.keep) + shape.last_unread(index))
         if single:
-            if sparse:  # the attention outputs of the layer to come are on their way already
-                mlps = [(nbytes + 5 * tile_D + z.q + fetched, dw) for nbytes, dw in _experts_tile(z, index, t)]
+            if sparse:
+                mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in _experts_tile(z, index, t)]
             else:
                 mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
                 mlps = [(mlp + beside - known, 0)]
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
-            # The graph of what stands before attention waits for its gradients; that of experts has it above.
+            # The graph of what stands before attention waits for its gradients; that of experts has it above. Of latent
+            # attention q, k and v were joined of views, and are copied for the kernels.
             graph = 0 if sparse or "qkv" in policy.keep else z.normed
-            held = graph - spared + fetched + recomputed + qkv + join + lse + z.always + extra
+            graph += z.latent + qkv if z.latent and "qkv" not in policy.keep else 0
+            held = graph - spared + (1 + ahead) * fetched + recomputed + qkv + join + lse + z.always + extra
             found = [
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
                 for mlp, dw in mlps
             ]
-            if shape.ranks > 1:
-                c = 2 * (z.u + z.out + qkv) + lse + z.always + extra + grads
-                found.append(Moment(f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch))
+            c = 2 * (z.u + z.out + qkv) + lse + z.always + extra + grads
+            if shape.ranks == 1:
+                gradients += shape.trained_after(index) * z.g
+                c += z.u + graph - grads - (0 if saved else z.out)
+            found.append(Moment(f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch))
             return found
         after = shape.trained_after(index)
         wide = 4 * after
@@ -327,9 +344,17 @@ def _tiled(z: _Sizes, policy: Policy):
             a = z.u + wide + tile + 4 * t * O * s + z.lse + z.always + extra
             c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * grads + z.lse + z.always + extra
         done = after * z.g  # this layer's gradients that are rounded by then
+        # A tile's latents, and the heads that are joined of them, while q, k and v are made again.
+        joined = (z.latent + 2 * z.q + z.kv) * t // z.rows + 4 * tile_D if z.latent else 0
         return [
             Moment(f"{name}: tiles", gradients, checkpoints, a, workspace=ring_here),
-            Moment(f"{name}: attention", gradients + done, checkpoints, c, workspace=ring_here + scratch),
+            Moment(
+                f"{name}: attention",
+                gradients + done,
+                checkpoints,
+                c,
+                workspace=ring_here + max(scratch, joined - grads),
+            ),
         ]
 
     moments = [_loss_moment(z, on_device + plain, policy.loss_bytes)]
@@ -365,6 +390,9 @@ def _tiled(z: _Sizes, policy: Policy):
     again = z.out + z.lse if k > 1 and not policy.by_group else 0
     here = z.head_gradient + z.body - z.first
     moments += layer_moments("first layer", 0, here, first, again, not off, unsaved < n or k > 1)
+    if single and fetched and kept_out > 1:  # the first layer's attention outputs are on their way already
+        here -= shape.trained_of(1) * z.g
+        moments += layer_moments("second layer", 1, here, first, again, not off, ahead=True)
     moments += z.embedding_moments(True, policy.loss_bytes)
     return moments, host
 
@@ -394,11 +422,21 @@ def _forward_moment(
 def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
-    working = lambda i: 2 * _inner(z, i, z.rows) + z.u + z.always  # noqa: E731
+    scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads, z.s)
+
+    def layer_moments(name, i, gradients, checkpoints):
+        working, mlp = [(2 * _inner(z, i, z.rows), 0)], _mlp_kept(z, i)
+        if shape.is_sparse(i):
+            working = [(nbytes - mlp, dw) for nbytes, dw in _experts_tile(z, i, z.rows)]
+        found = [Moment(name, gradients + dw, checkpoints, nbytes + z.u + z.always) for nbytes, dw in working]
+        gradients += shape.trained_after(i) * z.g
+        attention = z.out + z.q + z.kv + z.always - mlp
+        return [*found, Moment(f"{name}: attention", gradients, checkpoints, attention, workspace=scratch)]
+
     done = shape.over(shape.trained_of, n + 1) * z.g
     return [
-        Moment("last layer, plain", z.head_gradient, on_device + plain, working(last)),
-        Moment("first plain layer", z.head_gradient + done, on_device + plain_bytes(z, n), working(n)),
+        *layer_moments("last layer, plain", last, z.head_gradient, on_device + plain),
+        *layer_moments("first plain layer", n, z.head_gradient + done, on_device + plain_bytes(z, n)),
     ]
 
 

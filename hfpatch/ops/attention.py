@@ -258,13 +258,6 @@ def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
     return q_BTHE.dtype not in _HALF and q_BTHE.device.type != "cpu"
 
 
-def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
-    """KV heads that go through the kernels together: as few as keep a large GPU full (512 blocks of 128 queries)."""
-    blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
-    wanted = -(-512 // max(blocks, 1))
-    return next(n for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads))
-
-
 def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int) -> int:
     """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
 

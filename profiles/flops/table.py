@@ -57,8 +57,8 @@ def counted(name: str, tokens: int, aim: str) -> dict:
     config, shape, option = settled(name, tokens, aim)
     model = build(config)
     fewer, more, times, _ = depths(model.model.layers)
-    # The last layers, which keep everything, stand on top of those; whole periods of them, so that the pattern goes on.
-    top = -(-option.policy.plain // (more - fewer)) * (more - fewer)
+    # The last layers, of which the policy says something else, stand on top of those, in whole periods of the pattern.
+    top = -(-(option.policy.plain + option.policy.again) // (more - fewer)) * (more - fewer)
     fewer, more, times = fewer + top, more + top, times - top // (more - fewer)
 
     def step(layers: int):

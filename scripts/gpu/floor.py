@@ -7,7 +7,8 @@ forward once and its backward once, and the head's three matmuls. T tokens; one 
 import common
 import torch
 
-from hfpatch.ops.attention import attention_backward, attention_forward, heads_per_group, pick
+from hfpatch.memory.cuts import heads_per_group
+from hfpatch.ops.attention import attention_backward, attention_forward, pick
 
 
 def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:

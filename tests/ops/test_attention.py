@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hfpatch import compat
+from hfpatch.memory.cuts import heads_per_group
 from hfpatch.ops import _attention_flex as flex
 from hfpatch.ops import attention as A
 from tests.numerics import assert_close
@@ -257,12 +258,12 @@ def test_varlen_call_binds_to_each_version(version, monkeypatch):
 
 def test_groups_keep_a_gpu_full_and_memory_small():
     # 128k tokens: one KV head's four query heads are 4,096 blocks; 1k tokens: 32, so all heads go together.
-    assert A.heads_per_group(1, 131072, 32, 8) == 1
-    assert A.heads_per_group(1, 16384, 32, 8) == 1
-    assert A.heads_per_group(1, 8192, 32, 8) == 2
-    assert A.heads_per_group(1, 1024, 32, 8) == 8
-    assert A.heads_per_group(8, 8192, 32, 8) == 1
-    assert A.heads_per_group(1, 128, 6, 3) == 3
+    assert heads_per_group(1, 131072, 32, 8) == 1
+    assert heads_per_group(1, 16384, 32, 8) == 1
+    assert heads_per_group(1, 8192, 32, 8) == 2
+    assert heads_per_group(1, 1024, 32, 8) == 8
+    assert heads_per_group(8, 8192, 32, 8) == 1
+    assert heads_per_group(1, 128, 6, 3) == 3
 
 
 def test_what_is_picked_without_a_trial(monkeypatch):
