@@ -32,6 +32,7 @@ class Family:
     sinks: bool = False
     block: bool = True  # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
     local_rope: bool = False  # windows have a rotation of their own
+    heads_first: bool = False  # q and k are normed once they are heads first, which kernels take copies of
     windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
     defaults: dict = field(default_factory=dict)
 
@@ -64,6 +65,7 @@ FAMILIES = {
                      defaults=_GEMMA | _SOFT | {"num_key_value_heads": 4, "sliding_window": 4096,
                                                 "window_pattern": 2}),
     "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types", local_rope=True,
+                          heads_first=True,
                           defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "window_pattern": 6,
                                              "vocab_size": 262208, "num_attention_heads": 8}),
     "phi3": Family(joined=True, joined_qkv=True, windows="all"),

@@ -232,7 +232,8 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer of fused parts that runs whole."""
     shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
-    return norms + z.normed + z.latent + z.q + z.kv + z.out + z.lse + _mlp_kept(z, layer)
+    outs = (1 + shape.heads_first) * z.out  # as the kernel laid it out, and as the projection reads it
+    return norms + z.normed + z.latent + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -305,11 +306,13 @@ def _tiled(z: _Sizes, policy: Policy):
             else:
                 mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
                 mlps = [(mlp + beside - known, 0)]
+            spared -= tile_D * (shape.norms > 2)  # what norms behind attention read
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
-            # The graph of what stands before attention waits for its gradients; that of experts has it above. Of latent
-            # attention q, k and v were joined of views, and are copied for the kernels.
-            graph = 0 if sparse or "qkv" in policy.keep else z.normed
-            graph += z.latent + qkv if z.latent and "qkv" not in policy.keep else 0
+            # The graph of what stands before attention waits for its gradients; that of experts has it above. q, k and v that
+            # latent attention joined, or q and k that were normed heads first, are copied for the kernels.
+            graph = 0 if sparse else z.normed
+            graph += z.latent + qkv if z.latent else shape.heads_first * (z.q + z.rows * shape.kv_size * s)
+            graph *= "qkv" not in policy.keep
             held = graph - spared + (1 + ahead) * fetched + recomputed + qkv + join + lse + z.always + extra
             found = [
                 Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)

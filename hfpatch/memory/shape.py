@@ -70,6 +70,7 @@ class ModelShape:
     dense_layers: tuple = ()
     windows: tuple = ()
     local_rope: bool = False
+    heads_first: bool = False
     block: bool = True
     softcap: float = 0.0
     final_softcap: float = 0.0
@@ -160,6 +161,7 @@ class ModelShape:
             qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
             norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
             parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope, block=family.block,
+            heads_first=family.heads_first,
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             final_softcap=values.number("final_logit_softcapping", 0.0),
@@ -210,7 +212,7 @@ class ModelShape:
     @property
     def fused_mlp(self) -> bool:
         """Whether the MLP runs as one fused activation that keeps gate and up alone."""
-        return self.gated and self.activation in ("silu", "swish")
+        return self.gated and (self.activation in ("silu", "swish") or self.activation.startswith("gelu"))
 
     @property
     def keepable(self) -> tuple[str, ...]:
