@@ -80,19 +80,20 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
 
 
 class DeadRotation(torch.autograd.Function):
-    """The fused rotation's backward under a forward that moves nothing. q_BHTE, k_BKTE: expanded constants."""
+    """The fused rotation's backward under a forward that moves nothing. q_BHTE, k_BKTE: expanded constants; dtype: of the rotated,
+    None for the wider of theirs and the angles'."""
 
     @staticmethod
-    def forward(ctx, q_BHTE, k_BKTE, cos, sin):
+    def forward(ctx, q_BHTE, k_BKTE, cos, sin, dtype):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = q_BHTE.dtype
-        wide = torch.promote_types(q_BHTE.dtype, cos.dtype)
+        wide = dtype or torch.promote_types(q_BHTE.dtype, cos.dtype)
         return tuple(x.new_zeros((), dtype=wide).expand(x.shape) for x in (q_BHTE, k_BKTE))
 
     @staticmethod
     def backward(ctx, dq_BHTE, dk_BKTE):
         cos, sin = ctx.saved_tensors
-        return *rotated_back(dq_BHTE, dk_BKTE, cos, sin, ctx.dtype), None, None
+        return *rotated_back(dq_BHTE, dk_BKTE, cos, sin, ctx.dtype), None, None, None
 
 
 rotation_without_values = applying(DeadRotation)

@@ -242,16 +242,42 @@ class _Names(dict):
         return self.file_globals[name]
 
 
+_MIXED = torch.bfloat16, torch.float32  # of q and k, and of angles that a family does not round
+
+
+def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, cos, sin."""
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
+
+
+@cache
+def _rotates_into_what_came(theirs) -> bool:
+    """Whether q and k come back in their own dtype where the angles' is wider (OLMo 2), not in the angles'."""
+    try:
+        with torch.no_grad():
+            return theirs(*_rotation_probe(*_MIXED))[0].dtype == _MIXED[0]
+    except Exception:  # a rotation of another kind, which keeps its own code
+        return False
+
+
 @cache
 def rotation(forward):
     """What stands for `apply_rotary_pos_emb` in an attention's forward: the fused op where all of a head is rotated."""
     theirs = forward.__globals__["apply_rotary_pos_emb"]
+    as_given = _rotates_into_what_came(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.ndim == 3 and cos.shape[-1] == q.shape[-1] and q.ndim == 4
-        if plain and is_dead(q) and is_dead(k):
-            return rotation_without_values(q, k, cos, sin)
-        return ops.rope(q, k, cos, sin) if plain else theirs(q, k, cos, sin, *args, **kwargs)
+        if not plain:
+            return theirs(q, k, cos, sin, *args, **kwargs)
+        dtype = q.dtype if as_given and q.dtype == k.dtype else None
+        if is_dead(q) and is_dead(k):
+            return rotation_without_values(q, k, cos, sin, dtype)
+        return ops.rope(q, k, cos, sin, dtype=dtype)
 
     return rotate
 
@@ -278,15 +304,11 @@ def _rope_reason(forward, theirs) -> str | None:
     code = getattr(forward, "__code__", None)
     if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
         return "no plain apply_rotary_pos_emb in its forward"
-    generator = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
-    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    for dtype in (torch.float32, torch.bfloat16):
-        args = [x.to(dtype) for x in (q, k, cos, sin)]
+    for dtype, of_angles in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), _MIXED):
+        args = _rotation_probe(dtype, of_angles)
         try:
             with torch.no_grad():
-                pairs = zip(ops.rope(*args), theirs(*args))
+                pairs = zip(rotation(forward)(*args), theirs(*args))
                 # Stock rounds both products and their sum: three steps of the largest of them.
                 if not all(_close(ours, his, 8) for ours, his in pairs):
                     return "its rotation is another"
