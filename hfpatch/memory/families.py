@@ -32,6 +32,7 @@ class Family:
     sinks: bool = False
     block: bool = True  # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
     local_rope: bool = False  # windows have a rotation of their own
+    wide_norms: bool = False  # norms and rotations in plain float32 operations, which keep what they make
     heads_first: bool = False  # q and k are normed once they are heads first, which kernels take copies of
     windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
     defaults: dict = field(default_factory=dict)
@@ -83,7 +84,7 @@ FAMILIES = {
                          windows="all",
                          defaults={"use_bias": True, "num_key_value_heads": 2, "tie_word_embeddings": True,
                                    "hidden_act": "gelu_pytorch_tanh"}),
-    "cohere": Family(**_BIASED, qk_norm="full", qk_norm_key="use_qk_norm", norms=1, parallel=True,
+    "cohere": Family(**_BIASED, qk_norm="full", qk_norm_key="use_qk_norm", norms=1, parallel=True, wide_norms=True,
                      defaults={"tie_word_embeddings": True}),
     "deepseek_v3": Family(**_BIASED, latent=True, experts="n_routed_experts",
                           defaults={"num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,

@@ -109,6 +109,9 @@ class _Sizes:
         # Of latent attention: the latents, before and after their norms, and the keys that rotary columns are joined to.
         latents = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim + shape.q_size - shape.num_heads * shape.rope_dim
         self.latent = self.rows * latents * s if shape.kv_rank else 0
+        self.wide = (
+            shape.wide_norms * self.u
+        )  # hidden states that plain float32 operations keep come in multiples of it
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
@@ -162,7 +165,7 @@ def _loss_moment(z: _Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one chunk.
-    loss = 2 * z.u + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
+    loss = 2 * z.u + 7 * z.wide + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
     return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
@@ -223,7 +226,7 @@ def _mlp_kept(z: _Sizes, layer: int) -> int:
     """What autograd keeps of a layer's MLP beside its input: inner columns, and of experts rows gathered and given back."""
     shape, inner = z.shape, _inner(z, layer, z.rows)
     if not shape.is_sparse(layer):
-        return (3 if shape.fused_mlp else 4) * inner
+        return ((3 if shape.fused_mlp else 4) if shape.gated else 2) * inner
     gathered = z.rows * shape.experts_per_token * shape.hidden_size * z.s
     return 2 * gathered + (7 if shape.expert_bias else 4) * inner
 
@@ -233,7 +236,8 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
     shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
     outs = (1 + shape.heads_first) * z.out  # as the kernel laid it out, and as the projection reads it
-    return norms + z.normed + z.latent + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
+    joined = (z.q + z.rows * shape.kv_size * z.s) * shape.joined_qkv  # the projection that values are a view of
+    return norms + 4 * z.wide + z.normed + z.latent + joined + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -291,7 +295,7 @@ def _tiled(z: _Sizes, policy: Policy):
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save, ahead=False):
         inner, sparse = _inner(z, index, t), shape.is_sparse(index)
         # An MLP without a gate has two columns fewer; frozen, it has no gradient that would stand in their place.
-        beside = 0 if shape.fused_mlp else inner if shape.gated or not shape.adapters else -inner
+        beside = 0 if shape.fused_mlp else inner if shape.gated else -inner if shape.adapters else -2 * inner
         beside += _widened(z, index, t, single)
         mlp_dw = 0 if sparse else _mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
@@ -310,7 +314,7 @@ def _tiled(z: _Sizes, policy: Policy):
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
             # The graph of what stands before attention waits for its gradients; that of experts has it above. q, k and v that
             # latent attention joined, or q and k that were normed heads first, are copied for the kernels.
-            graph = 0 if sparse else z.normed
+            graph = (0 if sparse else z.normed) + 11 * z.wide + shape.joined_qkv * qkv
             graph += z.latent + qkv if z.latent else shape.heads_first * (z.q + z.rows * shape.kv_size * s)
             graph *= "qkv" not in policy.keep
             held = graph - spared + (1 + ahead) * fetched + recomputed + qkv + join + lse + z.always + extra
@@ -333,7 +337,7 @@ def _tiled(z: _Sizes, policy: Policy):
             # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
             own = mlp_dw if shape.adapters or s > 2 else 0
             made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
-            tile = made + beside + (4 if known else 3) * tile_D + join - known - spared
+            tile = made + beside + 11 * z.wide * t // z.rows + (4 if known else 3) * tile_D + join - known - spared
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
@@ -428,7 +432,7 @@ def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads, z.s)
 
     def layer_moments(name, i, gradients, checkpoints):
-        working, mlp = [(2 * _inner(z, i, z.rows), 0)], _mlp_kept(z, i)
+        working, mlp = [((1 + shape.gated) * _inner(z, i, z.rows), 0)], _mlp_kept(z, i)
         if shape.is_sparse(i):
             working = [(nbytes - mlp, dw) for nbytes, dw in _experts_tile(z, i, z.rows)]
         found = [Moment(name, gradients + dw, checkpoints, nbytes + z.u + z.always) for nbytes, dw in working]

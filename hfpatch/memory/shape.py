@@ -71,6 +71,7 @@ class ModelShape:
     windows: tuple = ()
     local_rope: bool = False
     heads_first: bool = False
+    wide_norms: bool = False
     block: bool = True
     softcap: float = 0.0
     final_softcap: float = 0.0
@@ -161,7 +162,7 @@ class ModelShape:
             qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
             norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
             parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope, block=family.block,
-            heads_first=family.heads_first,
+            heads_first=family.heads_first, wide_norms=family.wide_norms,
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             final_softcap=values.number("final_logit_softcapping", 0.0),

@@ -5,11 +5,9 @@ tensors: two layers less one, in units of one [tokens, hidden] tensor.
 """
 
 import csv
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 TOKENS = 8192
 ROWS = [  # implementation, tile, what is kept
@@ -19,33 +17,13 @@ ROWS = [  # implementation, tile, what is kept
 FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
 
 
-def moved_bytes():
-    """This tree's function, also where an older hfpatch is imported."""
-    path = Path(__file__).parents[2] / "hfpatch/simulate/kernels_cost.py"
-    spec = importlib.util.spec_from_file_location("kernels_cost_of_this_tree", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.moved_bytes
-
-
 def count(implementation: str, layers: int, policy) -> dict:
     from hfpatch.memory.presets import preset_config
-    from hfpatch.simulate.follow import Follower, _tensors
     from hfpatch.simulate.rivals import build, prepare
     from hfpatch.simulate.simulator import simulate
 
-    cost, moved, total = Follower._cost, moved_bytes(), {}
-
-    def counted(self, func, args, kwargs, out):
-        inputs, outputs = _tensors([*args, *kwargs.values()], []), _tensors((out,), [])
-        total[self.phase] = total.get(self.phase, 0) + moved(func, args, kwargs, inputs, outputs)
-        return cost(self, func, args, kwargs, out)
-
-    Follower._cost = counted
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers, "vocab_size": 512}
-    simulate(prepare(build(config), implementation), 1, TOKENS, policy=policy)
-    Follower._cost = cost
-    return total
+    return simulate(prepare(build(config), implementation), 1, TOKENS, policy=policy).ledger.traffic
 
 
 def row(implementation: str, tile: str, kept: str) -> None:

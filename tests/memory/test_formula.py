@@ -74,6 +74,10 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     ("Qwen/Qwen3-8B", 8192, 1, Policy("gpu", plain=2)), ("Qwen/Qwen3-8B", 16384, 1, Policy("host", tile=16384)),
     ("google/gemma-3-12b", 8192, 1, Policy("gpu", plain=1, keep=("gate_up",))),  # windows in a layer that runs whole
     ("Qwen/Qwen3-30B-A3B", 32768, 1, Policy("gpu", plain=2, tile=32768)),  # the gradients of what experts were given
+    # Latent attention in one tile and in plain layers; no gate; joined projections; norms in plain float32 operations.
+    ("deepseek-ai/DeepSeek-V3", 8192, 1, Policy("host", tile=8192)), ("deepseek-ai/DeepSeek-V3", 32768, 1, Policy("gpu", plain=2)),
+    ("bigcode/starcoder2-7b", 32768, 1, Policy("host", tile=32768)), ("microsoft/phi-4", 16384, 1, Policy("gpu", plain=2)),
+    ("CohereLabs/c4ai-command-r-v01", 16384, 1, Policy("host", plain=1, tile=16384)),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(preset, tokens, batch, policy):
     compare(preset, tokens, batch, policy)
