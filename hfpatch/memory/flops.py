@@ -78,5 +78,6 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
         again, forwards = layers - n * dead, 2
-    run = once * filled_up(shape)
+    # Kernels take values as wide as queries: narrower ones, of latent attention, are padded.
+    run = once * filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
     return Flops(least + 2 * rows * again, run * forwards, run * 2.5, least + 3 * once, 3 * once)
