@@ -2,6 +2,8 @@
 tensors: two layers less one, in units of one [tokens, hidden] tensor.
 
     python profiles/traffic/table.py before=/path/to/old/tree after=. > profiles/traffic/results.csv
+
+A tree whose simulator has no account of traffic yet cannot stand in it.
 """
 
 import csv
@@ -11,7 +13,7 @@ import sys
 
 TOKENS = 8192
 ROWS = [  # implementation, tile, what is kept
-    ("hf", 0, ""), ("hf-ckpt", 0, ""), ("liger", 0, ""), ("hfpatch-off", 0, ""),
+    ("hf", 0, ""), ("hf-ckpt", 0, ""), ("hfpatch-off", 0, ""),
     ("hfpatch", 8192, ""), ("hfpatch", 8192, "qkv gate_up"), ("hfpatch", 2048, ""), ("hfpatch", 2048, "qkv mid gate_up"),
 ]  # fmt: skip
 FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
