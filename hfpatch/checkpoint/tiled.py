@@ -92,6 +92,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
         session.draws.add(kind)
         watched.put_back()
         ask.start_anew()
+        del call, outputs  # what the first run holds goes before the second one
         return tiled_layer(session, policy, ask, x)
     then.ran()
     session.linked(call, outputs[0])

@@ -51,6 +51,7 @@ from hfpatch.compat.modules import (
     modules_in,
     modules_of,
     other_hooks,
+    output_hooks,
     parameters_of,
     pytree,
     submodule,

@@ -21,15 +21,18 @@ def buffers_of(module: nn.Module) -> dict:
     return own["_buffers"] if "_buffers" in own else {}
 
 
-# By what a module's forward goes another way from one call to the next; but the first PEFT's.
-_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout", "activation_dropout")
-_SAYS = (bool, str, float, int, list, dict)  # no tensors: comparing those waits for the device
+# By what a module's forward goes another way from one call to the next, but for the first PEFT's; and every float of its own
+# (rates of dropout, epsilons, multipliers). Engines count in its integers, which must go on.
+_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout")
+_SAYS = (bool, str, int, list, dict)  # no tensors: comparing those waits for the device
 
 
 def ways_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     """How modules go now: (where that stands, its name, a value of its own that says it)."""
-    rows = [(own, n, own[n]) for own in [module.__dict__ for module in modules] for n in _WAYS if n in own]
-    return [(own, n, v.copy() if v.__class__ in (dict, list) else v) for own, n, v in rows if v.__class__ in _SAYS]
+    tables = [module.__dict__ for module in modules]
+    rows = [(own, n, own[n]) for own in tables for n in _WAYS if n in own]
+    rows = [(own, n, v.copy() if v.__class__ in (dict, list) else v) for own, n, v in rows if v.__class__ in _SAYS]
+    return rows + [(own, n, v) for own in tables for n, v in own.items() if v.__class__ is float]
 
 
 def merged_into(modules: list[nn.Module]) -> int:
@@ -88,6 +91,11 @@ def forward_hooks(module: nn.Module) -> list:
 def other_hooks(module: nn.Module) -> list:
     """Hooks that run before the module's forward, and around its backward."""
     return _hooks(module, _OTHER_HOOKS)
+
+
+def output_hooks(module: nn.Module) -> list:
+    """Hooks that are given what the module's forward gives, or a gradient of it."""
+    return _hooks(module, ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 
 def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:

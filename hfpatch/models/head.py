@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import forward_hooks, hooked_forward, modules_of, other_hooks, parameters_of, user_hooks
+from hfpatch.compat import (
+    forward_hooks,
+    hooked_forward,
+    modules_of,
+    other_hooks,
+    output_hooks,
+    parameters_of,
+    user_hooks,
+)
 from hfpatch.models.classes import forward_now, forwards_for_now, swap, whose
 from hfpatch.ops import VocabShard
 
@@ -91,9 +99,9 @@ def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def reads_logits(head: nn.Module) -> str | None:
-    """The reason where a forward hook of the user's expects what a head gives."""
-    hooks = (h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, forward_hooks(m)))
-    return next((f"lm_head has a forward hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks), None)
+    """The reason where a hook of the user's expects what a head gives, or its gradient."""
+    hooks = (h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, output_hooks(m)))
+    return next((f"lm_head has a hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks), None)
 
 
 @dataclass

@@ -98,6 +98,7 @@ EDITS = {
     "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
     "eval": (lambda m, layer: m.eval(), None),
     "no more dropout": (lambda m, layer: setattr(layer.mlp.drop, "p", 0.0), None),
+    "another epsilon": (lambda m, layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5), None),
     "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
     "frozen from now on": (lambda m, layer: m.model.layers.requires_grad_(False), None),
 }  # fmt: skip
