@@ -84,14 +84,19 @@ def run_experts_plainly(config) -> None:
         config._experts_implementation_internal = "eager"
 
 
-def balances_through(kind: type, instead) -> None:
-    """The load-balancing loss that a class's family computes is then instead(stock, ...), stock being its own function for it."""
+def balances_through(kind: type, instead) -> bool:
+    """The load-balancing loss that a class's family computes is then instead(stock, ...), stock being its own function for it;
+    False where that takes something else."""
+    able = True
     for module in {sys.modules[base.__module__] for base in kind.__mro__}:
         stock = vars(module).get("load_balancing_loss_func")
         given = stock and tuple(inspect.signature(stock).parameters)
-        if given == ("gate_logits", "num_experts", "top_k", "attention_mask") and not hasattr(stock, "_hfpatch"):
+        if given and given != ("gate_logits", "num_experts", "top_k", "attention_mask"):
+            able = False
+        elif given and not hasattr(stock, "_hfpatch"):
             module.load_balancing_loss_func = functools.wraps(stock)(functools.partial(instead, stock))
             module.load_balancing_loss_func._hfpatch = True
+    return able
 
 
 def asks_inputs_for_gradients(module: nn.Module) -> bool:

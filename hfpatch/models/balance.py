@@ -22,6 +22,10 @@ _NOT_OURS = (
     "hfpatch: expected a loss that is hfpatch's where ranks share rows, the model's own came, which balances experts over each "
     "rank's tokens alone; leave apply's loss on, or set output_router_logits=False."
 )
+_UNKNOWN = (
+    "hfpatch: expected a balancing loss of experts as most families have it where ranks share rows, {}'s own came, which counts "
+    "each rank's tokens alone; set output_router_logits=False."
+)
 
 
 class _Summed(torch.autograd.Function):
@@ -105,6 +109,7 @@ def shares_balance(kind: type, sequence: Sequence | None) -> None:
     if here.balance is not None:
         here.balance.sequence = sequence
     if sequence is not None:
-        balances_through(kind, balance)
+        if not balances_through(kind, balance):
+            warnings.warn(_UNKNOWN.format(kind.__name__), stacklevel=6)
         if here.balance is None and not here.causal:
             warnings.warn(_NOT_OURS, stacklevel=6)

@@ -276,6 +276,9 @@ class FusedCausalLM:
                     return self._with_labels(labels, scores, kwargs)
             elif not torch.is_grad_enabled() and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
+            elif here.balance is None:  # nobody asked for it above, who knows what becomes of the loss
+                with counted(self._count_as_one_process(kwargs)):
+                    return self._with_labels(labels, scores, kwargs)
         elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():
             self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
         elif labels is None and not (

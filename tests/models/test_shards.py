@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch import compat
 from hfpatch.models import balance, loss, parallel, shared_rows, stack
+from hfpatch.models.asking import here
 from hfpatch.models.parallel import sharded
 from hfpatch.simulate.sequence import LoneRank
 
@@ -134,6 +135,24 @@ def test_experts_are_balanced_over_whole_rows(monkeypatch):
             assert balance.once(found).item() == pytest.approx(wanted.item(), rel=1e-6)
         assert found.item() == pytest.approx(share * wanted.item(), rel=1e-6)
         torch.testing.assert_close(mine.grad, share * whole.grad[:, :6], rtol=1e-5, atol=1e-8)
+
+
+def test_experts_are_balanced_in_every_forward_with_labels():
+    """In one that evaluates by hand, or trains a model without its dropout, too."""
+    model, seen = tiny.patched(tiny.llama(num_hidden_layers=1)), []
+    model.eval().model.norm.register_forward_hook(lambda *_: seen.append(here.balance.times))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(**given())
+            model(**given(), num_items_in_batch=torch.tensor(5))
+    assert seen == [1, 0, 1, 0] and here.balance is None
+
+
+def test_a_balance_of_another_kind_is_said():
+    from transformers.models.doge.modeling_doge import DogeModel
+
+    with balance.counted(1), pytest.warns(UserWarning, match="balancing loss of experts .* DogeModel's own came"):
+        balance.shares_balance(DogeModel, LoneRank(2))
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
