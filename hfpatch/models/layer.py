@@ -417,8 +417,9 @@ class TiledLayer:
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
             return whole(x)
-        if adapter in TOLD and not getattr(self, "gradient_checkpointing", False):
-            # By hooks that PEFT takes away when the model's forward ends, but for gradient_checkpointing.
+        if adapter in TOLD and not (getattr(self, "gradient_checkpointing", False) and x.requires_grad):
+            # By hooks that PEFT takes away when the model's forward ends, but for gradient_checkpointing; there as the layer's
+            # backward begins, where nobody wants the gradient of its input.
             session.tell(f"{type(self).__name__}s run whole and keep everything: {reason}.")
             return whole(x)
         if cut and takes and reason != answers.reason:  # which the report has

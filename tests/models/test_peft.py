@@ -89,6 +89,19 @@ def test_gradients_are_those_over_stock_layers(name):
     assert_as_good(got, plain, true)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+def test_offsets_under_gradient_checkpointing():
+    """PEFT's hooks of aLoRA stay until a layer's backward begins, which the first layer's, whose input is frozen, does too soon."""
+    model = adapted("aLoRA")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    stock = tiny.step(copy.deepcopy(model), tiny.labelled())
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=8), verdict=False)
+    ours = tiny.step(model, tiny.labelled())
+    assert stock.keys() == ours.keys()
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-6 * value.abs().max().item(), msg=name)
+
+
 def quantised(base: str):
     """A tiny Llama over whose layers' frozen weights LoRA lies, and its twin over the weights that those stand for."""
     model = tiny.llama()
