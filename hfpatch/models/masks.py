@@ -9,12 +9,13 @@ import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from types import CellType, FunctionType
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from hfpatch.compat import real_tensors
+from hfpatch.compat import is_fake, real_tensors
 from hfpatch.models.documents import Rows, find_rows
 from hfpatch.ops.attention import Pattern
 
@@ -122,6 +123,26 @@ def _structure(function):
     return "tensor" if isinstance(function, Tensor) else function
 
 
+def _unpadded(function):
+    """The closure with zeros for its tensors, which have no values in a simulation: chunks count from the left padding."""
+    if isinstance(function, (tuple, list)):
+        return type(function)(map(_unpadded, function))
+    if isinstance(function, Tensor):
+        return torch.zeros(function.shape, dtype=function.dtype, device="cpu")
+    if not hasattr(function, "__code__"):
+        return function
+    cells = tuple(CellType(_unpadded(c.cell_contents)) for c in function.__closure__ or ())
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+
+
+def _has_fake(function) -> bool:
+    if isinstance(function, (tuple, list)):
+        return any(map(_has_fake, function))
+    if isinstance(function, Tensor):
+        return is_fake(function)
+    return any(_has_fake(c.cell_contents) for c in getattr(function, "__closure__", None) or ())
+
+
 def _ask(function, T: int, local: int | None, device):
     """("causal" | "window" | "chunk", size) of a closure, None where it is none of these."""
     zero = torch.zeros((), dtype=torch.long, device=device)
@@ -156,9 +177,11 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     if (key, T) in _kinds:
         return _kinds[key, T]
     has_tensor = "'tensor'" in repr(key)
+    simulated = has_tensor and _has_fake(function)
     with _asking:
         try:
-            with nullcontext() if has_tensor else real_tensors(), torch.device("cpu"):
+            with real_tensors() if simulated or not has_tensor else nullcontext(), torch.device("cpu"):
+                function, device = (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
                 kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
         except (RuntimeError, IndexError, TypeError, ValueError):
             kind = None

@@ -305,3 +305,14 @@ def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(implementation, monkeyp
     assert ours.flops == theirs.flops and len(ours.ledger.events) < len(theirs.ledger.events) / 2
     assert ours.most_beyond_bytes == pytest.approx(theirs.most_beyond_bytes, rel=0.02)
     assert ours.host_peak_bytes == theirs.host_peak_bytes
+
+
+def test_chunks_that_count_from_padding_are_known():
+    """Llama 4's masks ask a tensor where rows begin, which has no values here: its layers ran whole in plans alone."""
+    config = {
+        "model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 16,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2,
+        "attention_chunk_size": 32, "vocab_size": 128,
+    }  # fmt: skip
+    found = simulate(prepare(build(config), "hfpatch"), 1, 128, policy=Policy("host", tile=32))
+    assert not found.whole and found.host_peak_bytes
