@@ -314,5 +314,10 @@ def test_chunks_that_count_from_padding_are_known():
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2,
         "attention_chunk_size": 32, "vocab_size": 128,
     }  # fmt: skip
-    found = simulate(prepare(build(config), "hfpatch"), 1, 128, policy=Policy("host", tile=32))
-    assert not found.whole and found.host_peak_bytes
+    kept, tiled = (
+        simulate(prepare(build(config), "hfpatch"), 1, 128, policy=policy)
+        for policy in (Policy("gpu", plain=4, tile=128), Policy("host", tile=32))
+    )
+    # A layer that runs whole computes attention forward twice, and is not what its policy says.
+    assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
+    assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
