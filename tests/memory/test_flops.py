@@ -128,7 +128,7 @@ def counted_traffic(policy, tokens: int) -> dict:
     return {phase: two[phase] - one[phase] for phase in ("forward", "backward")}
 
 
-# One tile and four; what is kept. 2.5 of the forward's 24 units of one tile are attention's groups of heads, joined.
+# One tile and four; what is kept.
 @pytest.mark.parametrize("tile, keep", [(8192, ()), (2048, ()), (2048, ("qkv", "mid", "gate_up"))])
 def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     policy, tokens = Policy("gpu", tile=tile, keep=keep), 8192

@@ -171,7 +171,6 @@ def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     assert chosen(8192, gpu_free=70 * GiB, host_free=200 * GiB).plain == 32
 
 
-# One tile to 16k, larger ones where memory is free: what a step sums in float32 is less.
 def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
     sizes = {"gpu_free": 20 * GiB, "host_free": 480 * GiB, "tokens": 32768}
     kept = [chosen(**sizes, able=able).keep for able in (KEEPABLE, ("qkv",), ())]
