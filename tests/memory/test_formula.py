@@ -1,5 +1,6 @@
 """The closed form against the simulator, which runs the code that the closed form describes."""
 
+import csv
 import dataclasses
 import subprocess
 import sys
@@ -142,11 +143,34 @@ def test_the_readme_has_the_least_memory_that_is_planned():
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     for name, preset in NAMED:
         assert f"{name} {least(preset_config(preset), 131072)[3] / 2**30:.1f}" in readme
-    row = []
-    for tokens in (8192, 32768, 131072):
-        _, _, planned, most = least(preset_config("llama-3.1-8b"), tokens)
-        row.append(f"{planned.beyond / 2**30:.1f} / {most / 2**30:.1f}, {planned.host / 2**30:.0f}")
-    assert f'| hfpatch, `checkpointing="least"` | {" | ".join(row)} |' in readme
+
+
+# The README's table of a step is simulated: (name there, implementation and policy in profiles/plan).
+ROWS = (
+    ("transformers, no checkpointing", "hf", ""), ("transformers' checkpointing", "hf-ckpt", ""),
+    ("the same with `offload` and TRL's fused head", "trl-offload", ""),
+    ("the same with TRL's `selective`", "trl-selective", ""),
+    ("Liger's kernels and head, `selective`, `offload`", "liger-selective", ""),
+    ("Liger, its tiled MLP, `offload` (the ALST recipe)", "liger-tiled-offload", ""),
+    ("hfpatch, inputs and attention on the host", "hfpatch", ""), ('hfpatch, `checkpointing="least"`', "hfpatch", "least"),
+)  # fmt: skip
+
+
+def test_the_readme_has_the_steps_that_were_simulated():
+    root = Path(__file__).parents[2]
+    with open(root / "profiles/plan/results.csv") as file:
+        found = [r for r in csv.DictReader(file) if r["model"] == "llama-3.1-8b"]
+    for name, implementation, policy in ROWS:
+        rows = [r for r in found if (r["implementation"], r["policy"]) == (implementation, policy)]
+        assert [r["tokens"] for r in rows] == ["8192", "32768", "131072"]
+        gib = [[float(r[k]) for k in ("beyond_gib", "most_gib", "host_gib")] for r in rows]
+        cells = [name, *(f"{beyond:.1f} / {most:.1f}, {host:.0f}" for beyond, most, host in gib)]
+        cells += [rows[-1]["attention"], f"{float(rows[-1]['matmul']):.2f}"]
+        assert f"| {' | '.join(cells)} |" in (root / "README.md").read_text()
+        if policy:  # as the closed form has it
+            for r, figures in zip(rows, gib):
+                _, _, planned, most = least(preset_config("llama-3.1-8b"), int(r["tokens"]))
+                assert [n / 2**30 for n in (planned.beyond, most, planned.host)] == pytest.approx(figures, rel=0.05)
 
 
 @pytest.mark.long
