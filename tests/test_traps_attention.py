@@ -7,6 +7,7 @@ from numerics import assert_close
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
+from hfpatch.models.masks import describe
 
 LENGTHS = (7, 1, 11, 5)  # documents that cross tile borders (8, 16), one of a single token
 WAYS = {**tiny.WAYS, "whole": hfpatch.Checkpointing(tile=64)}
@@ -338,3 +339,24 @@ def test_compiled_with_a_mask(kind, way):
         return
     batch = padded("left") if kind == "left" else {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS)}
     tiny.assert_as_good(ours, stock, batch)
+
+
+class _Near:
+    def __init__(self, width):
+        self.width = width
+
+    def sees(self, b, h, q, kv):
+        return (kv <= q) & (kv > q - self.width)
+
+
+CLOSURES = {
+    "default": lambda n: lambda b, h, q, kv, n=n: (kv <= q) & (kv > q - n),
+    "method": lambda n: _Near(n).sees,
+}
+
+
+@pytest.mark.parametrize("kind", CLOSURES)
+def test_a_mask_is_known_by_its_defaults_and_its_object_too(kind):
+    """Of one code, another width was taken for the one that was asked first."""
+    found = [describe(CLOSURES[kind](n), 32, 8, torch.device("cpu")) for n in (8, 4)]
+    assert found == [("window", 8), None]

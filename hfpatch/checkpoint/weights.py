@@ -31,6 +31,7 @@ STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
 _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
+_GONE = object()  # what an attribute is that was deleted since
 
 
 class Place:
@@ -144,7 +145,9 @@ class AsInForward:
         self.then.refuse_others()
         try:
             for table, name, value in self.then.ways:
-                if table[name] is not value and table[name] != value:
+                now = table[name] if name in table else _GONE
+                # Compared with its own kind alone: a tensor that stands there now has no one answer.
+                if now is not value and (now.__class__ is not value.__class__ or now != value):
                     self._put(table, name, value)
             for place in self.then.places:
                 table = place.table()
@@ -162,12 +165,15 @@ class AsInForward:
         return tensor if tensor.requires_grad == place.trained else tensor.detach().requires_grad_(place.trained)
 
     def _put(self, table: dict, name: str, value) -> None:
-        self.before.append((table, name, table[name]))
+        self.before.append((table, name, table[name] if name in table else _GONE))
         table[name] = value
 
     def __exit__(self, *exc):
         for table, name, value in self.before:
-            table[name] = value
+            if value is _GONE:
+                table.pop(name, None)
+            else:
+                table[name] = value
 
 
 class WeightGradients(AsInForward):

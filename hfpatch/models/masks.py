@@ -115,11 +115,14 @@ class Mask:
 
 
 def _structure(function):
-    """The code of a closure and of those it holds, with their numbers; a tensor counts by being one."""
+    """The code of a closure and of those it holds, with their numbers and defaults, and whose method it is; a tensor counts by
+    being one."""
     if isinstance(function, (tuple, list)):
         return tuple(map(_structure, function))
     if callable(function) and hasattr(function, "__code__"):
-        return function.__code__, tuple(_structure(c.cell_contents) for c in function.__closure__ or ())
+        held = tuple(c.cell_contents for c in function.__closure__ or ())
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+        return function.__code__, getattr(function, "__self__", None), _structure(held), _structure(defaults)
     return "tensor" if isinstance(function, Tensor) else function
 
 

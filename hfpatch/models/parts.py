@@ -272,9 +272,9 @@ def rotation(forward):
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.ndim == 3 and cos.shape[-1] == q.shape[-1] and q.ndim == 4
-        if not plain:
+        if not plain or as_given and q.dtype != k.dtype:  # each in its own
             return theirs(q, k, cos, sin, *args, **kwargs)
-        dtype = q.dtype if as_given and q.dtype == k.dtype else None
+        dtype = q.dtype if as_given else None
         if is_dead(q) and is_dead(k):
             return rotation_without_values(q, k, cos, sin, dtype)
         return ops.rope(q, k, cos, sin, dtype=dtype)

@@ -108,7 +108,9 @@ def kind_of(layer: nn.Module) -> tuple:
     home = type(layer).__module__.split(".")[0]
     own = ((name, m) for name, m in layer.named_modules() if type(m).__module__.split(".")[0] == home)
     return tuple(
-        (name.replace(".base_layer", ""), type(m).__name__, settings(m)) for name, m in own if "experts." not in name
+        (name.replace(".base_layer", ""), vars(type(m)).get("_hfpatch_base", type(m)), settings(m))
+        for name, m in own
+        if "experts." not in name
     )
 
 
@@ -158,7 +160,7 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool) -> 
     parameters = sum(p.numel() for p in empty.parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"a small instance would have {parameters:,} parameters")
-    made_of = lambda kinds: {name for kind in kinds for _, name, _ in kind}  # noqa: E731
+    made_of = lambda kinds: {made for kind in kinds for _, made, _ in kind}  # noqa: E731
     if not exact and not made_of(kinds) <= made_of(kind_of(layer) for layer in list_of_layers(empty)):
         raise ValueError(f"its kinds of layers, first occurring in the first {n_layers}, are made of other modules")
     made = stack_class(small)

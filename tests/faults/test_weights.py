@@ -99,6 +99,8 @@ EDITS = {
     "eval": (lambda m, layer: m.eval(), None),
     "no more dropout": (lambda m, layer: setattr(layer.mlp.drop, "p", 0.0), None),
     "another epsilon": (lambda m, layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5), None),
+    "a float gone": (lambda m, layer: delattr(layer.input_layernorm, "variance_epsilon"), None),
+    "a tensor for a float": (lambda m, layer: setattr(layer.input_layernorm, "variance_epsilon", torch.ones(2)), None),
     "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
     "frozen from now on": (lambda m, layer: m.model.layers.requires_grad_(False), None),
 }  # fmt: skip

@@ -7,8 +7,10 @@ import families
 import pytest
 import torch
 import transformers
+from transformers.models.olmo2 import modeling_olmo2
 
 import hfpatch
+from hfpatch.models.parts import rotation
 
 SHORT = (
     "mistral",
@@ -154,6 +156,12 @@ def test_without_a_verdict_a_layer_is_asked_at_its_first_call():
     _, _, grads = step(ours, batch())
     assert [layer._hfpatch_answers.attention for layer in ours.model.layers] == [("self_attn",)] * 2
     assert_close(grads, step(stock, batch())[2])
+
+
+def test_a_rotation_gives_q_and_k_each_its_own_dtype():
+    q, k, cos, sin = (torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)))
+    rotate = rotation(modeling_olmo2.Olmo2Attention.forward)
+    assert [x.dtype for x in rotate(q.bfloat16(), k, cos, sin)] == [torch.bfloat16, torch.float32]
 
 
 # Angles that stay float32 (OLMo 2), norms of heads, norms and rotations in float32. A router may take another expert by rounding.

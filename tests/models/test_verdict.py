@@ -14,11 +14,12 @@ import tiny
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 from hfpatch.models import scaled, verdict
 from hfpatch.models.finding import find_decoder
-from hfpatch.models.scaled import scaled_config, small_stack
+from hfpatch.models.scaled import kind_of, scaled_config, small_stack
 
 
 def asked(model):
@@ -198,6 +199,13 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
 
 
 def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
-    other = (("", "LlamaDecoderLayer", ()), ("conv", "ShortConv", ()))
-    with pytest.raises(TypeError, match="n_more"):
-        small_stack(_OwnStack, LlamaConfig(), [other])
+    for of_its_name in (LlamaDecoderLayer, type("LlamaDecoderLayer", (LlamaDecoderLayer,), {})):
+        of_its_name.__module__ = LlamaDecoderLayer.__module__
+        stack = _OwnStack(scaled_config(LlamaConfig(), 1), 3)
+        stack.layers[0].__class__ = of_its_name
+        kinds = [kind_of(stack.layers[0])]
+        if of_its_name is LlamaDecoderLayer:
+            assert type(small_stack(_OwnStack, LlamaConfig(), kinds)) is LlamaModel
+        else:
+            with pytest.raises(TypeError, match="n_more"):
+                small_stack(_OwnStack, LlamaConfig(), kinds)
