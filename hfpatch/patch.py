@@ -349,7 +349,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
         rest = stack.embed_tokens  # a family's own, that scales what it looks up; a parametrized one stays as it is
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
-            swap(rest, parts.ScaledEmbedding)
+            # A plain one is here where something replaced its forward: accelerate's hooks, tensor parallelism.
+            swap(rest, parts.FreeEmbedding if type(rest) is nn.Embedding else parts.ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")

@@ -97,7 +97,7 @@ class AsThen:
         found, self.ways, self.merged = {}, ways_of(modules), merged_into(modules)
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
-            odd = [n for n in values if n not in _OF_ALL and values[n].__class__ not in _NO_TENSORS]
+            odd = [n for n in values if n not in _OF_ALL and type(values[n]) not in _NO_TENSORS]
             plain = [n for n in odd if isinstance(values[n], Tensor) and not values[n].is_leaf]
             for name in (*own, *buffers, *plain):
                 table = own if name in own else buffers if name in buffers else values

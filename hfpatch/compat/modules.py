@@ -32,7 +32,7 @@ def ways_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     tables = [module.__dict__ for module in modules]
     rows = [(own, n, own[n]) for own in tables for n in _WAYS if n in own]
     rows = [(own, n, v.copy() if v.__class__ in (dict, list) else v) for own, n, v in rows if v.__class__ in _SAYS]
-    return rows + [(own, n, v) for own in tables for n, v in own.items() if v.__class__ is float]
+    return rows + [(own, n, own[n]) for own in tables for n in own if type(own[n]) is float]
 
 
 def merged_into(modules: list[nn.Module]) -> int:
