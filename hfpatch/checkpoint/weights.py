@@ -97,8 +97,11 @@ class AsThen:
         found, self.ways, self.merged = {}, ways_of(modules), merged_into(modules)
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
-            odd = [n for n in values if n not in _OF_ALL and type(values[n]) not in _NO_TENSORS]
-            plain = [n for n in odd if isinstance(values[n], Tensor) and not values[n].is_leaf]
+            plain = [
+                n for n in values
+                if n not in _OF_ALL and type(values[n]) not in _NO_TENSORS
+                and isinstance(values[n], Tensor) and not values[n].is_leaf
+            ]  # fmt: skip
             for name in (*own, *buffers, *plain):
                 table = own if name in own else buffers if name in buffers else values
                 tensor = table[name]
