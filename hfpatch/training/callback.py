@@ -25,8 +25,8 @@ class Callback(TrainerCallback):
     """Adds `tokens_per_second`, `mfu`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
 
     tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
-    (recomputation not counted, causal attention counted by half); on a device without a published peak the share of a
-    matmul measured at the start. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
+    (recomputation not counted, causal attention counted by half); of a GPU without a published peak the share of a matmul
+    measured at the start; a CPU has none. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
     peak_host_gib the process's largest resident set.
 
     Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
@@ -254,9 +254,12 @@ def published_peak(device_name: str) -> float | None:
     return row and row.peak_flops
 
 
-def peak_flops(device, dtype: torch.dtype) -> float:
-    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of eight matmuls."""
+def peak_flops(device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of eight matmuls; None of a
+    CPU, whose share says nothing."""
     device = torch.device(device)
+    if device.type == "cpu":
+        return None
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         known = published_peak(torch.cuda.get_device_name(device))
         if known:

@@ -39,6 +39,7 @@ def make_trainer(tmp_path, *callbacks, model=None, **flags):
 
 def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    monkeypatch.setattr("hfpatch.training.callback.peak_flops", lambda *device_and_dtype: 1e10)  # as a GPU has one
     trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -153,7 +154,7 @@ def test_published_peak_by_name(name, tera):
 def test_memory_and_peak_are_plausible():
     columns = memory_columns("cpu")
     assert 0.05 < columns["peak_host_gib"] < 1000 and "peak_gpu_gib" not in columns
-    assert 1e8 < peak_flops("cpu", torch.float32) < 1e15
+    assert peak_flops("cpu", torch.float32) is None
 
 
 WARNING = r"AdamW came: \d+ of \d+ trained tensors are bfloat16 alone"

@@ -35,8 +35,8 @@ def test_trains_evaluates_saves_and_says_so(run_train):
     assert re.search(r"30 steps, total training time 0:\d\d:\d\d", out)
     assert "LlamaRMSNorm" in err, "apply's report"
     lines = [entry for entry in history(folder) if "loss" in entry]
-    wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_host_gib"}
-    assert len(lines) == 30 and all(wanted <= entry.keys() for entry in lines)
+    wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_host_gib"}
+    assert len(lines) == 30 and all(wanted <= entry.keys() and "mfu" not in entry for entry in lines)  # of a CPU
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("import", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
