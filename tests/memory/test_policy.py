@@ -9,7 +9,7 @@ import torch
 from hfpatch.memory import free as memory
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import HOST_SHARE, SAME, TILES, Budget, Search, best_interval, choose, frontier, reserve
-from hfpatch.memory.cuts import loss_chunk_rows
+from hfpatch.memory.cuts import loss_chunk_rows, tile_bounds
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
@@ -253,6 +253,15 @@ def test_best_interval_keeps_the_fewest_bytes(n, u, v):
 
     best = min(range(1, n + 1), key=kept)
     assert kept(best_interval(n, u, v)) <= kept(best) * 1.05
+
+
+def test_one_token_more_makes_no_tile_of_one_token():
+    for tokens, tile in ((131_073, 8192), (131_073, 16384), (8193, 8192), (1025, 1024)):
+        bounds = tile_bounds(1, tokens, tile)
+        lengths = [b - a for a, b in bounds]
+        assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
+        assert len(lengths) == -(-tokens // tile) and max(lengths) <= tile
+        assert max(lengths) - min(lengths) < 128 * len(lengths)  # all but the last come in multiples of 128 rows
 
 
 def test_tiles_are_at_most_8192_rows():
