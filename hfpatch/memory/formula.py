@@ -11,7 +11,7 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 from dataclasses import dataclass, replace
 
 from hfpatch.memory.adapters import attention_linears, mlp_linears
-from hfpatch.memory.cuts import head_groups, heads_per_group, loss_chunk_rows, tiles
+from hfpatch.memory.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.sequence import exchange_bytes, rounds_of
 from hfpatch.memory.shape import GiB, ModelShape
@@ -101,17 +101,18 @@ class _Sizes:
         self.rows = batch * tokens
         self.u = self.rows * shape.hidden_size * s
         self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
+        self.qk = self.rows * (shape.q_size + shape.kv_size) * s
         self.kv = self.rows * (shape.kv_size + shape.v_size) * s
         self.lse = self.rows * shape.num_heads * 4
         # What norms of q and k keep: what goes into them, and a factor a head or row.
         factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
-        self.normed = self.rows * (bool(factors) * (shape.q_size + shape.kv_size) * s + 4 * factors)
+        self.normed = bool(factors) * self.qk + self.rows * 4 * factors
         # Of latent attention: the latents, before and after their norms, and the keys that rotary columns are joined to.
         latents = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim + shape.q_size - shape.num_heads * shape.rope_dim
         self.latent = self.rows * latents * s if shape.kv_rank else 0
-        self.wide = (
-            shape.wide_norms * self.u
-        )  # hidden states that plain float32 operations keep come in multiples of it
+        # Norms and rotations in plain float32 operations keep several times the hidden states: of the last norm, of a layer that
+        # keeps everything, of a tile that runs again (as the simulator counts them for Cohere).
+        self.wide_loss, self.wide_plain, self.wide_tile = (n * shape.wide_norms * self.u for n in (7, 4, 11))
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
@@ -165,7 +166,7 @@ def _loss_moment(z: _Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one chunk.
-    loss = 2 * z.u + 7 * z.wide + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
+    loss = 2 * z.u + z.wide_loss + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
     return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
@@ -236,8 +237,8 @@ def plain_bytes(z: _Sizes, layer: int) -> int:
     shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
     outs = (1 + shape.heads_first) * z.out  # as the kernel laid it out, and as the projection reads it
-    joined = (z.q + z.rows * shape.kv_size * z.s) * shape.joined_qkv  # the projection that values are a view of
-    return norms + 4 * z.wide + z.normed + z.latent + joined + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
+    joined = z.qk * shape.joined_qkv  # beside the values, which are a view of one projection's output
+    return norms + z.wide_plain + z.normed + z.latent + joined + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
@@ -255,11 +256,8 @@ def _tiled(z: _Sizes, policy: Policy):
     save = policy.save_attention and policy.every == 1
     off = policy.offload != "gpu"
     stream = policy.stream_attention and save and off
-    group = (
-        shape.num_kv_heads if policy.wide else heads_per_group(z.batch, z.tokens, shape.num_heads, shape.num_kv_heads)
-    )
     groups = head_groups(z.batch, z.tokens, shape, policy.wide)
-    scratch = attention_scratch(shape, z.batch, z.tokens, group, s)
+    scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads // groups, s)
     if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
         scratch += z.out // groups  # of whole attention outputs a group is copied out
     grads = (z.q + z.kv) // groups
@@ -314,8 +312,8 @@ def _tiled(z: _Sizes, policy: Policy):
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
             # The graph of what stands before attention waits for its gradients; that of experts has it above. q, k and v that
             # latent attention joined, or q and k that were normed heads first, are copied for the kernels.
-            graph = (0 if sparse else z.normed) + 11 * z.wide + shape.joined_qkv * qkv
-            graph += z.latent + qkv if z.latent else shape.heads_first * (z.q + z.rows * shape.kv_size * s)
+            graph = (0 if sparse else z.normed) + z.wide_tile + shape.joined_qkv * qkv
+            graph += z.latent + qkv if z.latent else shape.heads_first * z.qk
             graph *= "qkv" not in policy.keep
             held = graph - spared + (1 + ahead) * fetched + recomputed + qkv + join + lse + z.always + extra
             found = [
@@ -337,7 +335,7 @@ def _tiled(z: _Sizes, policy: Policy):
             # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
             own = mlp_dw if shape.adapters or s > 2 else 0
             made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
-            tile = made + beside + 11 * z.wide * t // z.rows + (4 if known else 3) * tile_D + join - known - spared
+            tile = made + beside + z.wide_tile * t // z.rows + (4 if known else 3) * tile_D + join - known - spared
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
