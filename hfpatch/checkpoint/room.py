@@ -34,24 +34,32 @@ class Gauge:
     def ooms(self) -> int:
         return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
 
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        torch.cuda.synchronize(self.device)
+
     def gpu(self) -> Gpu | None:
         return gpu_named(torch.cuda.get_device_name(self.device))
 
 
 class Room:
-    """Of one device. parameters: a function giving the model's, or None of one that is gone."""
+    """Of one device. parameters: a function giving the model's, or None of one that is gone; first_step: called once, as the
+    first optimizer step has ended."""
 
-    def __init__(self, gauge: Gauge, parameters):
-        self.gauge, self.parameters = gauge, parameters
+    def __init__(self, gauge: Gauge, parameters, first_step=lambda: None):
+        self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
         self.gpu, self.ooms = gauge.gpu(), gauge.ooms()
         self.alone = True
         self.stepped = False  # whether an optimizer has: then its states are there, or never will be
         self.learnt: str | None = None  # why the next step keeps something else
         self.over, self.most = 1.0, None  # bytes measured over those planned; a bound that running out has set
-        self.step: tuple | None = None  # (allocated and peak as it began, bytes planned)
+        self.step: tuple | None = (
+            None  # (allocated and peak as it began, bytes planned), until an optimizer has stepped
+        )
+        self.measured = False  # whether its backward has ended
         me = weakref.ref(self)
         for register, what in (
-            (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.first_step)
+            (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.end)
         ):  # fmt: skip
             weakref.finalize(self, register(lambda *_, what=what: what(me()) if me() else None).remove)
 
@@ -64,14 +72,18 @@ class Room:
     def _to_come(self, states: int = 0) -> int:
         return to_come(self.parameters() or (), states=states, device=self.gauge.device)
 
-    def first_step(self) -> None:
+    def end(self) -> None:
+        """An optimizer has stepped."""
+        self.step = None
         if not self.stepped:
             self.stepped, self.learnt = True, self.learnt or ""
+            self.gauge.wait()
+            self.first_step()
 
     def begin(self, planned: int | None) -> None:
         """A step begins whose layers take `planned` bytes."""
         now = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
-        self.step = None if planned is None else now
+        self.step, self.measured = None if planned is None else now, False
 
     def also(self, planned: int | None) -> None:
         """Other layers of the step, of another kind, were planned to take `planned` bytes with the rest."""
@@ -81,9 +93,9 @@ class Room:
 
     def measure(self) -> None:
         """A step's backward has ended: was it as planned?"""
-        if self.step is None:
+        if self.step is None or self.measured:
             return
-        (allocated, peak, planned, coming), self.step = self.step, None
+        (allocated, peak, planned, coming), self.measured = self.step, True
         took = self.gauge.peak() - allocated - coming
         if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
             self.over *= took / planned
@@ -96,8 +108,8 @@ class Room:
             planned = self.step[2]
             self.most = int(SHRINK * (planned + reserve(planned)))
             self.learnt = "memory ran out"
-            self.step = None
         else:
             self.measure()
+        self.step = None
         learnt, self.learnt = self.learnt, None
         return learnt

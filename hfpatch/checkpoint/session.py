@@ -178,8 +178,9 @@ class Session:
         if not metered(device):
             return None
         if device not in self.rooms:
-            owner = self.owner
-            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters())
+            owner, me = self.owner, weakref.ref(self)
+            ended = lambda: me() and me()._first_step_ended()  # noqa: E731
+            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters(), ended)
         return self.rooms[device]
 
     def _look_back(self, room: Room) -> None:
@@ -190,7 +191,9 @@ class Session:
             self.opened.clear()
         if learnt:
             say(f"{learnt}: layers keep less from now on.")
-        if self.began is not None and room.stepped:
+
+    def _first_step_ended(self) -> None:
+        if self.began is not None:
             took, self.began = time.monotonic() - self.began, None
             say(
                 f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."

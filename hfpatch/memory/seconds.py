@@ -175,6 +175,7 @@ def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
 COMPILE_SECONDS = 12 * 240 / 1518
 # ops/attention.py: two backends, three forwards and backwards each, over as many tokens at most.
 TRIALS, TRIAL_TOKENS = 6, 16384
+FIRST_STEP_BUDGET = 60.0  # seconds that a first step may take beside a step's own
 
 
 def first_step(

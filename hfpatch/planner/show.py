@@ -1,6 +1,7 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
 from hfpatch.memory.policy import Policy, describe
+from hfpatch.memory.seconds import FIRST_STEP_BUDGET
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 
 GiB = 1 << 30
@@ -74,7 +75,11 @@ def text(plan) -> str:
     if plan.first_step:
         beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
         whole = plan.step_seconds + sum(plan.first_step.values())
-        lines.insert(-3, f"first step      {whole:.1f} s: a step, {beside}")
+        over = sum(plan.first_step.values()) - FIRST_STEP_BUDGET
+        late = (
+            f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run" if over > 0 else ""
+        )
+        lines.insert(-3, f"first step      {whole:.1f} s: a step, {beside}{late}")
     if plan.simulated_beyond_bytes is not None:
         held = "contradicts the plan: believe the simulator" if plan.contradicted else "agrees with the closed form"
         lines.append(

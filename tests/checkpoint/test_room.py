@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from tiny import gradients
+from transformers import Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.checkpoint import session as session_module
@@ -30,6 +31,7 @@ class Told(Gauge):
     counters = {"free": 0, "allocated": 0, "peak": 0, "ooms": 0}
 
     free, allocated, peak, ooms = (lambda self, n=n: self.counters[n] for n in ("free", "allocated", "peak", "ooms"))
+    wait = lambda self: None  # noqa: E731
 
     def gpu(self):
         return GPUS["h100"]
@@ -50,6 +52,9 @@ class OfLedger(Gauge):
 
     def __init__(self, device):
         self.device, self.seen, self.now, self.top = device, 0, 0, 0
+
+    def wait(self):
+        pass
 
     def allocated(self):
         from hfpatch.simulate.follow import current
@@ -151,6 +156,54 @@ def test_after_memory_ran_out_less_is_kept(told, capfd):
     assert all(g is not None for g in expected.values())
 
 
+class RunsOut(torch.optim.SGD):
+    """Runs out of memory in its first step, as where its states have no room."""
+
+    def step(self, closure=None):
+        if not Told.counters["ooms"]:
+            Told.counters["ooms"] = 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_after_memory_ran_out_in_the_optimizer_less_is_kept(accumulation, told, capfd):
+    model = tiny_llama()
+    hfpatch.apply(model)
+    told["free"] = 2 * GiB
+    optimizer = RunsOut(model.parameters(), lr=0.0)
+    for _ in range(accumulation):
+        step(model)
+    before = room_of(model).bytes()
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    optimizer.zero_grad()
+    capfd.readouterr()
+    step(model)
+    assert "hfpatch: memory ran out: layers keep less from now on." in capfd.readouterr().err
+    bound = room_of(model).most
+    assert 0 < bound < before and room_of(model).bytes() <= bound
+    optimizer.step()
+    told["ooms"] = 2  # in an evaluation, say: no step of ours is under way
+    step(model)
+    assert room_of(model).most == bound and "ran out" not in capfd.readouterr().err
+
+
+def test_a_smaller_batch_after_memory_ran_out_in_the_optimizer_keeps_less(told, capfd, tmp_path):
+    model = tiny_llama().float()
+    hfpatch.apply(model)
+    told["free"] = 2 * GiB
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), auto_find_batch_size=True, per_device_train_batch_size=4, max_steps=2, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
+    trainer = Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=(RunsOut, {"lr": 0.0}))
+    trainer.train()
+    assert trainer.state.global_step == 2 and room_of(model).most is not None
+    assert capfd.readouterr().err.count("hfpatch: memory ran out: layers keep less from now on.") == 1
+
+
 def test_a_step_that_took_more_than_planned_gives_the_next_one_less(told, capfd):
     model = tiny_llama()
     hfpatch.apply(model)
@@ -208,11 +261,14 @@ def test_states_are_to_come_until_an_optimizer_has_stepped(told, capfd):
     assert room_of(model).bytes() == 2 * GiB - 2 * own  # the gradients are there
     step(model)
     assert "first step" not in capfd.readouterr().err
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    optimizer, waited = torch.optim.SGD(model.parameters(), lr=0.0), []
+    room_of(model).gauge.wait = lambda: waited.append(capfd.readouterr().err)
+    optimizer.step()
+    assert waited == [""] and capfd.readouterr().err.startswith("hfpatch: from apply to the end of the first step: ")
     assert room_of(model).bytes() == 2 * GiB
     step(model)
-    step(model)
-    assert capfd.readouterr().err.count("hfpatch: from apply to the end of the first step: ") == 1
+    optimizer.step()
+    assert len(waited) == 1 and "first step" not in capfd.readouterr().err
 
 
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
