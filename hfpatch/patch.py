@@ -354,6 +354,11 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
+    if found.isolation is None and None in found.answers:
+        report.notes.append(
+            f"{found.answers.count(None)} of {len(layers)} layers hold modules that the small instance of the verdict has not: "
+            "each is asked at its first call."
+        )
     report.notes.append(_checkpointing_note(settings, len(layers)))
     if settings.weights == "host":
         report.notes.append(

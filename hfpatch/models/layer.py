@@ -367,6 +367,8 @@ class TiledLayer:
                 self._hfpatch_answers = self._hfpatch_asks(
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
+            if self._hfpatch_answers.reason:  # which no report has
+                session.tell(_runs_whole(self, self._hfpatch_answers.reason))
         answers = self._hfpatch_answers or Answers()
         mixes = answers.mixers or answers.reason == OTHER_MIXER
         if mixes and batch is not None and batch.sequence is not None:
@@ -423,7 +425,7 @@ class TiledLayer:
             session.tell(f"{type(self).__name__}s run whole and keep everything: {reason}.")
             return whole(x)
         if cut and takes and reason != answers.reason:  # which the report has
-            session.tell(f"{type(self).__name__}s run whole, their inputs offloaded: {reason}.")
+            session.tell(_runs_whole(self, reason))
         if cache is not None:  # asked for by the caller; running the layer again would write its keys twice
             return whole(x)
         if kwargs.get("use_cache"):
@@ -439,6 +441,10 @@ class TiledLayer:
                 return whole(h)
 
         return offloaded_checkpoint(session, policy, self, kwargs.get("attention_mask"), run, x)
+
+
+def _runs_whole(layer: nn.Module, reason: str) -> str:
+    return f"{type(layer).__name__}s run whole, their inputs offloaded: {reason}."
 
 
 def _ancestors(path: str) -> list[str]:

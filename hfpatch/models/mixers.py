@@ -190,7 +190,9 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
         if isinstance(out, tuple) and len(out) == 2:
             paired.append(name)
             calls[name][0] = (*calls[name][0][:2], out := out[0])
-        if len(calls[name]) > 1 or not isinstance(out, Tensor) or out.shape != x_BTD.shape:
+        args, kwargs, _ = calls[name][0]
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if len(calls[name]) > 1 or not isinstance(out, Tensor) or not out.shape == x.shape == x_BTD.shape:
             return None
     with standing_in(layer, found, constant, paired):
         if _mixes(run, (x_BTD,), {}, tokens, known):

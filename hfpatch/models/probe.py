@@ -23,13 +23,14 @@ class _Counting:
     """Answers every call with NaN and remembers whether a later call saw one."""
 
     def __init__(self, value: float = float("nan")):
-        self.modules, self.independent, self.reasons, self.value = [], True, [], value
+        self.modules, self.inputs, self.independent, self.reasons, self.value = [], [], True, [], value
         self.softcap = None
 
     def __call__(self, asked: Asked) -> Tensor:
         inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
         self.independent &= all(bool(torch.isfinite(x).all()) for x in inputs)
         self.modules.append(asked.module)
+        self.inputs += [x.transpose(1, 2) for x in inputs]
         self.softcap = asked.softcap or self.softcap
         self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
         q, v = asked.q_BHTE, asked.v_BKTE
@@ -109,8 +110,13 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
     if count.reasons:
         return Answers(reason=count.reasons[0])
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
+
+    def told(x):  # by the layer, and to its attention
+        with asking(_Counting(0.0)) as count:
+            return run(x), count.inputs
+
     with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
-        found = find_mixers(layer, run, x_BTD, known)
+        found = find_mixers(layer, told, x_BTD, known)
     if found is None:
         return Answers(reason=OTHER_MIXER)
     mixers, paired = found

@@ -6,7 +6,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import nn
 
-from hfpatch.compat import name_attention, plain_construction, run_experts_plainly
+from hfpatch.compat import modules_of, name_attention, plain_construction, run_experts_plainly
+from hfpatch.models.classes import package_of
 from hfpatch.models.finding import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
@@ -112,6 +113,26 @@ def kind_of(layer: nn.Module) -> tuple:
         for name, m in own
         if "experts." not in name
     )
+
+
+def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
+    """Names of the outermost modules in a layer that are of no known class. What stands for a Linear (quantised), and adapters,
+    which models.adapters looks at, are none."""
+    found, todo = [], list(modules_of(layer).items())
+    while todo:
+        name, module = todo.pop()
+        if module is None:
+            continue
+        if package_of(module) == "peft":
+            under = modules_of(module)
+            todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
+        elif isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+            continue
+        elif vars(type(module)).get("_hfpatch_base", type(module)) not in known:
+            found.append(name)
+        else:
+            todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
+    return sorted(found)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.parallel import sharded
-from hfpatch.models.scaled import TOKENS, kind_of, quiet_process, small_stack
+from hfpatch.models.scaled import TOKENS, kind_of, quiet_process, small_stack, strange
 from hfpatch.models.stack import OurAttention
 
 CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
@@ -40,7 +40,8 @@ class _Different(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted); ours: whether the
+    """answers: one for each layer, None where it is to be asked at its first call (no verdict was wanted, or the layer holds what
+    the small instance does not); ours: whether the
     stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None; prefill:
     whether they fill an empty KV cache as transformers' do; apart: whether documents of one row were seen not to see each other,
     None where `isolation`, a function of the config, says so at the first rows with positions."""
@@ -70,7 +71,9 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
         untried = Answers(reason=f"no small instance of it could be tried ({reason})")
         return Verdict((untried,) * n, False, shared, apart=False)
     unknown = Answers(reason="no layer of its kind in the small instance")
-    answers = tuple(found.answers.get(kind, unknown) for kind in kinds)
+    answers = [found.answers.get(kind, unknown) for kind in kinds]
+    # Of what somebody put into a layer the small instance says nothing: such a layer is asked itself.
+    answers = tuple(a if a.reason or not strange(m, found.classes) else None for a, m in zip(answers, decoder.layers))
     return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
 
 
@@ -80,13 +83,14 @@ def _shares_keys(config) -> bool:
 
 @dataclass
 class _Found:
-    """The same of a small instance: answers by kind."""
+    """The same of a small instance: answers by kind; classes: of all that is in its layers."""
 
     answers: dict[tuple, Answers]
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
     apart: bool = True
+    classes: frozenset[type] = frozenset()
 
 
 class _Config:
@@ -116,6 +120,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
         expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
         found = _settled(answers, expected, late)
+        found.classes = frozenset(type(m) for layer in _layers_of(stack) for m in layer.modules())
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or _keeps_apart(stack, found)

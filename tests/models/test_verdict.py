@@ -101,6 +101,40 @@ def test_the_models_own_weights_do_not_matter(make, expected):
     assert asked(make()) == expected
 
 
+class Shift(nn.Module):
+    """A user's own: hands a share of each token on to the next."""
+
+    def __init__(self, inner, share):
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + self.share * nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize("at, wanted", [("mlp.down_proj", True), ("input_layernorm", False)])
+def test_a_layer_with_a_module_of_the_users_own_is_asked_itself(at, wanted, capsys):
+    """No small instance of the config holds it, and the next layer has no such module. What mixes tokens before attention shows in
+    what attention is given alone."""
+
+    def model(share):
+        made = tiny.llama(dtype=torch.float64)
+        holder, _, name = at.rpartition(".")
+        holder = made.model.layers[1].get_submodule(holder)
+        setattr(holder, name, Shift(getattr(holder, name), share))
+        return made
+
+    for share in (0.0, 0.5):
+        stock = model(share)
+        ours = tiny.patched(stock, verdict=wanted)
+        tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+        first, second = (layer._hfpatch_answers for layer in ours.model.layers[:2])
+        assert first.reason is None and bool(second.reason) == bool(share)
+        assert ("1 of 2 layers hold modules" in str(ours._hfpatch_report)) == wanted
+        assert ("run whole, their inputs offloaded: " in capsys.readouterr().err) == bool(share)
+
+
 def test_code_of_a_remote_repository_is_not_fetched(monkeypatch, expected):
     def fetch(*args, **kwargs):
         raise AssertionError("remote code")
