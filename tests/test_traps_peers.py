@@ -325,6 +325,55 @@ def test_hooks_inside_a_layer_get_what_stock_gives_them(way, name):
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
+def _fired(model, names) -> dict:
+    """What hooks of each kind on modules and weights of layer 0 get in the first step: {(name, kind): tensors in order}."""
+    found, layer = {}, model.model.layers[0]
+
+    def note(key, *values):
+        found.setdefault(key, []).extend(v.detach().clone() for v in values if isinstance(v, torch.Tensor))
+
+    for name in names:
+        module = layer.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, a, n=name: note((n, "before"), *a))
+        module.register_forward_hook(lambda m, a, out, n=name: note((n, "behind"), *a, out))
+        module.register_full_backward_pre_hook(lambda m, dy, n=name: note((n, "backward"), *dy))
+        module.register_full_backward_hook(lambda m, dx, dy, n=name: note((n, "gone back"), *dx, *dy))
+        for parameter in module.parameters():
+            parameter.register_hook(lambda g, n=name: note((n, "weight"), g))
+    hidden = model.model(tiny.ids(), use_cache=False).last_hidden_state
+    (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, verdict, capsys):
+    """From the first step on: who records or counts gets whole rows, as often, and no tokens by which a layer is asked."""
+    names = ["post_attention_layernorm", "self_attn.v_proj", "mlp", "mlp.act_fn", "mlp.down_proj"]
+    stock, ours = (tiny.llama(dtype=torch.float64) for _ in range(2))
+    hfpatch.apply(ours, checkpointing=tiny.WAYS[way], rms_norm=False, verdict=verdict)
+    if way != "off":
+        tiny.checkpoint(stock)
+    got, wanted = _fired(ours, names), _fired(stock, names)
+    assert {key: len(values) for key, values in got.items()} == {key: len(values) for key, values in wanted.items()}
+    for key, values in wanted.items():
+        for a, b in zip(got[key], values, strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() <= 1e-12 * b.abs().max(), key
+    said = "run whole, their inputs offloaded: hooks on self_attn.v_proj" in capsys.readouterr().err
+    assert said == (way != "off")
+
+
+@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
+def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
+    """Tile by tile it would mix those of a tile."""
+    stock, grads = tiny.llama(dtype=torch.float64), []
+    for model in (tiny.patched(stock, verdict=verdict), stock):
+        model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out - out.mean(1, keepdim=True))
+        grads.append(tiny.step(model, tiny.labelled()))
+    for name, value in grads[1].items():
+        assert torch.allclose(grads[0][name], value, rtol=0, atol=3e-6 * value.abs().max().item()), name
+
+
 def _squashed(function):
     return lambda *args, **kwargs: (lambda y: (torch.tanh(y[0]), *y[1:]) if isinstance(y, tuple) else torch.tanh(y))(
         function(*args, **kwargs)

@@ -99,7 +99,7 @@ def test_two_threads_at_one_model(place):
         with torch.no_grad():
             got["loss"] = ours(ids, labels=ids, skip_logits=True).loss
 
-    ours.get_submodule(place).register_forward_pre_hook(wait_there)
+    ours.get_submodule(place).register_forward_pre_hook(tiny.OfAnEngine(wait_there))
     thread = threading.Thread(target=beside)
     thread.start()
     try:

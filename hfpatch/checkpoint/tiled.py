@@ -78,7 +78,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     if call.keep != policy.keep and session.checkpointing.keep != "auto":
         lost = ", ".join(name for name in policy.keep if name not in call.keep)
         session.tell(
-            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing (hooks, adapters, autocast, or "
+            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing (adapters, autocast, or "
             "another block)."
         )
     call.shape, call.dtype = x.shape, x.dtype

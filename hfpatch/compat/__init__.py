@@ -56,7 +56,9 @@ from hfpatch.compat.modules import (
     pytree,
     submodule,
     twin_of,
+    unwatched,
     user_hooks,
+    watched_by_user,
     ways_of,
 )
 from hfpatch.compat.tensors import (

@@ -1,5 +1,7 @@
 """Private names of torch: modules and trees."""
 
+import inspect
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -81,6 +83,7 @@ def twin_of(module: nn.Module, parameters: dict, modules: dict) -> nn.Module:
 
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list:
@@ -113,14 +116,39 @@ def _home(hook) -> str:
     """The module in which a hook was written."""
     while isinstance(hook, partial):
         hook = hook.func
-    inner = getattr(hook, "__func__", hook)
+    inner = inspect.unwrap(getattr(hook, "__func__", hook))
     return getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
 
 
 def user_hooks(module: nn.Module, hooks=None) -> list:
     """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no values."""
-    hooks = _hooks(module, ("_forward_hooks", *_OTHER_HOOKS)) if hooks is None else hooks
+    hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
+
+
+def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
+    """The first of these modules that has such a hook."""
+    hooked = [m for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
+    return next((m for m in hooked if user_hooks(m)), None) if hooked else None
+
+
+@contextmanager
+def unwatched(modules: list[nn.Module]):
+    """Within, no such hook of these modules runs, nor any on their parameters."""
+    tables = [(m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)]
+    parameters = [p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)]
+    noted = [(p, p._backward_hooks) for p in dict.fromkeys(parameters)]
+    for own, name, hooks in tables:
+        own[name] = type(hooks)((key, h) for key, h in hooks.items() if _home(h).startswith(_SERVE_ANY_OUTPUT))
+    for parameter, _ in noted:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for own, name, hooks in tables:
+            own[name] = hooks
+        for parameter, hooks in noted:
+            parameter._backward_hooks = hooks
 
 
 def pytree():

@@ -6,7 +6,6 @@ added in the second norm's pass.
 
 from torch import Tensor, nn
 
-from hfpatch.compat import user_hooks
 from hfpatch.models.answers import rope_of
 from hfpatch.models.asking import Call
 from hfpatch.models.dead import is_dead
@@ -22,9 +21,9 @@ class Block:
         attn, mask = layer.self_attn, kwargs.get("attention_mask")
         self.norm, self.norm_behind, self.mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
         self.projections, self.out, self.head_dim = (attn.q_proj, attn.k_proj, attn.v_proj), attn.o_proj, attn.head_dim
-        # use_kernels sets a forward whenever train() or eval() is called; a hook expects a norm's argument and its output.
+        # use_kernels sets a forward whenever train() or eval() is called.
         behind = self.norm_behind
-        self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind) and not user_hooks(behind)
+        self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
         self.rotate = rotation(attn._hfpatch_base.forward) if isinstance(attn, FusedAttention) else rope_of(attn)
         self.cos, self.sin = kwargs["position_embeddings"]

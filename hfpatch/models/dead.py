@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
-from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule, user_hooks
+from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
 from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
 from hfpatch.ops.rope import rotated_back
 
@@ -117,16 +117,13 @@ def can_go_without(module: nn.Module | None) -> bool:
     )
 
 
-def unwatched(layer: nn.Module, name: str) -> bool:
-    """Whether the named module's value goes where it went when the layer was asked: no hook of the user's on it or between it
-    and the layer, and no other module or forward between them."""
+def as_found(layer: nn.Module, name: str) -> bool:
+    """Whether the named module's value goes where it went when the layer was asked: no other module or forward between them."""
     home, module, parts = package_of(layer), layer, name.split(".")
     for i, part in enumerate(parts, 1):
         try:
             module = submodule(module, part)
         except AttributeError:
-            return False
-        if user_hooks(module):
             return False
         if i < len(parts) and (package_of(module) != home or other_forward(module)):
             return False
@@ -143,9 +140,9 @@ def idle(
     """
     if autocast_dtype(device) is not None:  # whose casts are F.linear's own
         return []
-    names = (name for name in dict.fromkeys(names) if unwatched(layer, name))
+    names = (name for name in dict.fromkeys(names) if as_found(layer, name))
     named = (submodule(layer, name) for name in names)
-    modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)) and not user_hooks(m))
+    modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)))
     dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
     return [(m, partial(_valueless_forward, m, dense(m), value, adding, fill)) for m, fill in modules]
 

@@ -24,6 +24,8 @@ from hfpatch.compat import (
     other_hooks,
     submodule,
     under_zero3,
+    unwatched,
+    watched_by_user,
 )
 from hfpatch.memory.cuts import tile_bounds
 from hfpatch.memory.policy import KEEPABLE
@@ -44,7 +46,7 @@ from hfpatch.models.asking import (
 )
 from hfpatch.models.block import Block
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
-from hfpatch.models.dead import add_up, can_go_without, idle, unwatched, without_values
+from hfpatch.models.dead import add_up, as_found, can_go_without, idle, without_values
 from hfpatch.models.documents import refuse_packed
 from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
@@ -244,7 +246,7 @@ def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: st
     if autocast_dtype(device) is not None:
         return tuple(n for n in names if n == "qkv")
     sources = _sources(layer, answers)
-    spared = lambda name: can_go_without(submodule(layer, name)) and unwatched(layer, name)  # noqa: E731
+    spared = lambda name: can_go_without(submodule(layer, name)) and as_found(layer, name)  # noqa: E731
     return tuple(n for n in names if n == "qkv" or n in sources and all(map(spared, sources[n])))
 
 
@@ -316,6 +318,14 @@ class TiledLayer:
         pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
         return self.why_no_kernels(x.device, dtype, pattern)
 
+    def _hooked(self, modules: list[nn.Module]) -> str | None:
+        """None where nobody watches what is inside this layer, which has these modules: tiles would show them parts of a row,
+        and more often."""
+        hooked = watched_by_user(modules[1:])
+        if hooked is None:
+            return None
+        return f"hooks on {next(n for n, m in self.named_modules() if m is hooked)}"
+
     def why_no_kernels(self, device: torch.device, dtype: torch.dtype, pattern: Pattern) -> str | None:
         """None where this device has kernels for what its attention asks, else the reason."""
         heads = [getattr(submodule(self, name), "head_dim", 0) or 0 for name in self._hfpatch_answers.attention]
@@ -360,10 +370,11 @@ class TiledLayer:
             batch = Batch(*x.shape[:2], x.device) if alone else None
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
+        modules = modules_in(self)
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
             # What the layer records while it is asked (router logits) is no part of this forward.
-            with session.weights.forward(self, x.device), collecting({}):
+            with session.weights.forward(self, x.device), collecting({}), unwatched(modules):
                 self._hfpatch_answers = self._hfpatch_asks(
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
@@ -389,9 +400,9 @@ class TiledLayer:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
-        modules = modules_in(self)
         adapter, draws = look(modules)
         reason = adapter and f"an adapter in it has {adapter}"
+        reason = reason or self._hooked(modules)
         reason = reason or (self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now")
         if reason is None:
             able = partial(_able, self, answers, KEEPABLE, x.device.type)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from tiny import classes, gradients, largest_difference, stock_loss
+from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint import heads as heads_module
@@ -292,7 +292,7 @@ def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True))
     monkeypatch.setattr(heads_module, "attention_forward", counted)  # behind apply(), which tries a small model
     up = model.model.layers[1].mlp.up_proj
-    up.register_forward_hook(lambda m, args, out: calls.__setitem__("up", calls["up"] + args[0].shape[1]))
+    up.register_forward_hook(OfAnEngine(lambda m, args, out: calls.__setitem__("up", calls["up"] + args[0].shape[1])))
     ids = tokens(1, 40)
     model(ids, labels=ids).loss.backward()
     groups = 1  # forty tokens do not fill a GPU: all heads go together

@@ -194,7 +194,7 @@ def test_a_layers_weights_stay_on_the_device_while_another_thread_calls_the_mode
                 found.append(any(weight.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
                                  for slot, _ in streams(ours).slots.rows))  # fmt: skip
 
-        layer.mlp.down_proj.register_forward_pre_hook(meanwhile)
+        layer.mlp.down_proj.register_forward_pre_hook(tiny.OfAnEngine(meanwhile))
         assert torch.equal(ours(tiny.ids()).logits, wanted)
         second.join()
     assert found == [True] and torch.equal(other[0], wanted)
@@ -232,7 +232,7 @@ def test_an_exception_leaves_weights_on_the_host():
 
     last = model.base_model.model.model.layers[1].mlp.down_proj
     for register in (last.register_forward_hook, last.lora_A["default"].weight.register_hook):
-        handle = register(stop)
+        handle = register(tiny.OfAnEngine(stop))
         with pytest.raises(RuntimeError, match="stopped"):
             tiny.step(model, tiny.labelled())
         assert at_rest(model)
@@ -319,7 +319,9 @@ def test_a_weight_of_two_layers_that_becomes_two():
         _, second, last = m.base_model.model.model.layers
         layer = last.mlp.up_proj.base_layer
         other = nn.Parameter(layer.weight.detach() / 2, requires_grad=False)
-        second.mlp.register_forward_pre_hook(lambda *_, layer=layer, other=other: setattr(layer, "weight", other))
+        second.mlp.register_forward_pre_hook(
+            tiny.OfAnEngine(lambda *_, layer=layer, other=other: setattr(layer, "weight", other))
+        )
         found.append(tiny.step(m, tiny.labelled()))
     assert all(torch.equal(value, found[1][n]) for n, value in found[0].items())
 
@@ -344,7 +346,9 @@ def test_other_values_of_a_weight_of_two_layers():
         stack.layers = whole
     assert torch.equal(resident.found, ours.found)
     ours.train()
-    hook = whole[1].mlp.register_forward_pre_hook(lambda module, args: hook.remove() or halve(ours, whole))
+    hook = whole[1].mlp.register_forward_pre_hook(
+        tiny.OfAnEngine(lambda module, args: hook.remove() or halve(ours, whole))
+    )
     loss = ours(**tiny.labelled()).loss
     with pytest.raises(RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"):
         loss.backward()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from unittest import mock
 
+import tiny
 import torch
 
 import hfpatch
@@ -115,7 +116,7 @@ def raising(place: str, turn: str):
                     raise Stop
 
             register = module.register_forward_hook if turn == "forward" else module.weight.register_hook
-            handle = register(hook)
+            handle = register(tiny.OfAnEngine(hook))
             with contextlib.suppress(Stop):
                 loss(model).backward()
             handle.remove()

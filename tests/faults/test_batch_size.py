@@ -33,7 +33,7 @@ def trained(model, folder, pass_of):
             passes.append(len(out))
             planted(module, args, out)
 
-    handle = mlp.register_forward_hook(hook)
+    handle = mlp.register_forward_hook(tiny.OfAnEngine(hook))
     arguments = TrainingArguments(
         output_dir=str(folder), auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=STEPS, use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no", optim="sgd", learning_rate=0.05, seed=3, logging_steps=1,

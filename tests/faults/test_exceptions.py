@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import gradients, stock_loss
+from tiny import OfAnEngine, gradients, stock_loss
 
 import hfpatch
 from hfpatch.checkpoint import disk
@@ -144,7 +144,7 @@ def raise_in(module, nth):
         if count[0] == nth:
             raise torch.OutOfMemoryError("planted")
 
-    return module.register_forward_hook(hook)
+    return module.register_forward_hook(OfAnEngine(hook))
 
 
 # Out of memory in forward and in backward, in post and in pre, a hundred times; and no step between that clears up.

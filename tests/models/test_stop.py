@@ -52,7 +52,7 @@ def test_without_a_gradient_nothing_is_stopped(name, stops):
     layer = ours.model.layers[-1]
     mlp = layer.feed_forward if name == "falcon_h1" else layer.mlp
     part = mlp.router if name == "gpt_oss" else mlp.gate_proj
-    part.register_forward_pre_hook(lambda _, args: found.append(args[0].numel() // args[0].shape[-1]))
+    part.register_forward_pre_hook(tiny.OfAnEngine(lambda _, args: found.append(args[0].numel() // args[0].shape[-1])))
     for model in (stock, ours):
         model.config.output_router_logits = name == "gpt_oss"
     got, wanted = (m(**batch(), use_cache=False) for m in (ours, stock))
