@@ -156,7 +156,7 @@ def apply(
         the copies that its loss makes.
     train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
     verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
-        Without it each layer is asked at its first call, and trusted.
+        Without it each layer is asked at its first call, and trusted; the first that cannot be cut has the instance run then.
 
     Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
     without decoder layers, and on settings out of range.

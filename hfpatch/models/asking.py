@@ -44,6 +44,10 @@ class NotStopped(RuntimeError):
         )
 
 
+class Doubted(Exception):
+    """Ends a forward without a verdict at a layer that cannot be tiled, to see first whether its model can have our masks."""
+
+
 class _Here(threading.local):
     role = None  # Noting or Answering
     batch: Batch | None = None  # what the mask function describes

@@ -36,6 +36,7 @@ from hfpatch.models.asking import (
     Answering,
     Asked,
     Call,
+    Doubted,
     Noting,
     NotStopped,
     Stopped,
@@ -379,6 +380,9 @@ class TiledLayer:
                     self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
                 )
             if self._hfpatch_answers.reason:  # which no report has
+                if batch.doubted:
+                    self._hfpatch_answers = None
+                    raise Doubted
                 session.tell(_runs_whole(self, self._hfpatch_answers.reason))
         answers = self._hfpatch_answers or Answers()
         mixes = answers.mixers or answers.reason == OTHER_MIXER

@@ -49,6 +49,7 @@ class Batch:
         self.prefill = False  # whether the caller's cache, an empty one, is filled
         self.cached = False  # whether transformers would make a cache, which nobody reads
         self.weights = False  # whether attention is to give its probabilities too
+        self.doubted = False  # whether no verdict says that the stack can have our masks
         self._rows: dict = {}
 
     @cached_property

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 from hfpatch.compat import attention_of, forward_mode, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
-from hfpatch.models.asking import CAUSAL_NAME, here, named, our_attention
+from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, our_attention
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import packs, refuse_packed
@@ -37,13 +37,14 @@ _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atte
 class OurAttention:
     """Mixed over the class of the module that holds the decoder layers.
 
+    `_hfpatch_asks`: what says the last three of these, where nobody looked yet (models.verdict.isolation), else None;
     `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
     `_hfpatch_mixers`: whether some layers mix tokens by something else; `_hfpatch_prefill`: whether an empty cache may be filled
     by our layers; `_hfpatch_apart`: whether its layers, as they run here, keep documents apart where positions restart.
     """
 
     _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (), None, False, True, False
-    _hfpatch_apart = True
+    _hfpatch_apart, _hfpatch_asks = True, None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -110,6 +111,7 @@ class OurAttention:
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             return self._hfpatch_declined(kwargs)
+        as_given = dict(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
             if here.sequence:
@@ -135,8 +137,21 @@ class OurAttention:
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found already.
             kwargs["attention_mask"] = torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)
-        with our_attention(self._hfpatch_configs, batch):
-            return self._hfpatch_stock(kwargs)
+        try:
+            with our_attention(self._hfpatch_configs, batch):
+                return self._hfpatch_stock(kwargs)
+        except Exception as error:  # a family's own code may add a mask to its scores
+            if not batch.doubted:
+                raise
+            self._hfpatch_look()
+            if self._hfpatch_ours and not isinstance(error, Doubted):
+                raise
+        return self._hfpatch_run(as_given)
+
+    def _hfpatch_look(self) -> None:
+        """What the verdict that apply() left out would have said of documents, mixers and masks."""
+        asks, self._hfpatch_asks = self._hfpatch_asks, None
+        self._hfpatch_apart, self._hfpatch_mixers, self._hfpatch_ours = asks(self.config)
 
     def _differentiated(self, embeds) -> bool:
         return any(isinstance(x, Tensor) and x.requires_grad for x in (embeds, *self.parameters()))
@@ -178,7 +193,7 @@ class OurAttention:
             seen = mask[:, -T:]  # it tells of what is in the cache too
         packed = lambda: packs(B, positions, seen, None)  # noqa: E731
         if self._hfpatch_apart is None and (positions is not None or offsets is not None):
-            self._hfpatch_apart, self._hfpatch_mixers = self._hfpatch_asks(config)
+            self._hfpatch_look()
         if not self._hfpatch_apart and packs(B, positions, rows_mask, offsets):
             refuse_packed(type(self))
         stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None
@@ -213,7 +228,7 @@ class OurAttention:
             return self._hfpatch_without(packed)
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
-        batch.cached = cached
+        batch.cached, batch.doubted = cached, self._hfpatch_asks is not None
         batch.prefill = cache is not None or bool(use_cache)
         if replaced_attention(config):
             refuse_packed_shards(config, batch.rows().documents)

@@ -142,21 +142,15 @@ def _ask_all(stack: nn.Module, late=lambda: False) -> dict[tuple, Answers] | Non
     return answers
 
 
-def isolation(stack_class: type, kinds: tuple, config) -> tuple[bool, bool]:
-    """(whether documents of one row are kept apart, whether layers mix tokens beside attention) of a model without verdict, by a
-    small instance as its layers answer; (False, False) where none can be tried."""
-
-    def found():
-        with quiet_process(), sharded(False):
-            stack = _in_double(small_stack(stack_class, config, list(kinds)))
-            found = _Found(_ask_all(stack))
-            return _keeps_apart(stack, found), any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
-
+def isolation(stack_class: type, kinds: tuple, config) -> tuple[bool, bool, bool]:
+    """(whether documents of one row are kept apart, whether layers mix tokens beside attention, whether the stack may have our
+    attention and masks) of a model without verdict, as its small instance has it; (False, False, False) where none can be tried."""
     try:
         with ThreadPoolExecutor(1) as pool:  # where nothing of the forward under way is in force
-            return pool.submit(found).result()
+            found = pool.submit(_verdict, stack_class, _Config(config), kinds, frozenset()).result()
     except Exception:  # whatever a family raises on a small instance
-        return False, False
+        return False, False, False
+    return found.apart, any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values()), found.ours
 
 
 def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found:

@@ -1,20 +1,22 @@
-"""The scan of Mamba, Falcon-Mamba, Jamba and Zamba where transformers runs it token by token in plain code, for fake tensors.
+"""Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of Mamba, Falcon-Mamba, Jamba and
+Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids.
 
-Each operation of its loop takes a block of tokens: the same bytes and FLOPs in as few operations at a million tokens as at a
+Each operation of such a loop takes a block of them: the same bytes and FLOPs in as few operations at a million tokens as at a
 thousand. Values mean nothing here.
 
-B batch, I channels, T tokens, N states a channel.
+B batch, H heads, I channels, T tokens, N states a channel, C chunks a block.
 """
 
 import contextlib
+import inspect
 import sys
+from functools import partial
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-NAME = "mamba_selective_scan"  # in transformers' modules; where it has another, each token is an operation
 BLOCKS = 64
 
 
@@ -43,11 +45,35 @@ def selective_scan(
     return (out, state[:, :, -1]) if return_last_state else out
 
 
+def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int = 64, **kwargs):
+    """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it indexes by a slice where it had
+    a number, and the state that it hands on is one a chunk [B, H, C, K, V]."""
+    plain = inspect.unwrap(stock)
+    chunks = -(-value.shape[1] // chunk_size)
+    size = -(-chunks // BLOCKS)
+    state = value.new_zeros(value.shape[0], value.shape[2], size, key.shape[3], value.shape[3], dtype=torch.float32)
+
+    def blocks(*bounds):
+        if bounds not in ((chunks,), (0, chunks)):
+            return range(*bounds)
+        return [slice(min(a, chunks - size), min(a, chunks - size) + size) for a in range(0, chunks, size)]
+
+    with mock.patch.dict(plain.__globals__, range=blocks):
+        return plain(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
+
+
+# In transformers' modules; where it has other names, each token or chunk is an operation.
+_BY_BLOCKS = {
+    "mamba_selective_scan": lambda stock: selective_scan,
+    "torch_chunk_gated_delta_rule": lambda stock: partial(gated_delta_rule, stock),
+}
+
+
 @contextlib.contextmanager
 def scans_by_blocks():
     """Within, transformers' models scan so."""
     with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.models.") and NAME in vars(module):
-                stack.enter_context(mock.patch.object(module, NAME, selective_scan))
+        for file, module in list(sys.modules.items()):
+            for name in _BY_BLOCKS.keys() & vars(module).keys() if file.startswith("transformers.models.") else ():
+                stack.enter_context(mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name))))
         yield

@@ -181,3 +181,15 @@ def test_in_16_bits_as_exact_as_transformers(name):
         return sum((grads[n].double() - exact[n]).square().sum() for n in exact).sqrt()
 
     assert error(got) <= 1.25 * error(stock)
+
+
+@pytest.mark.parametrize("name", ["bloom", pytest.param("inkling_text", marks=pytest.mark.long)])
+def test_a_family_that_reads_masks_itself_is_looked_at_without_a_verdict_too(name):
+    """Bloom adds its mask to its scores (a TypeError came), Inkling has its own say in it (other gradients came)."""
+    stock = families.small_model(name).double()
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE, verdict=False)
+    for _ in range(2):
+        given = batch() | {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
+        given["attention_mask"][1, -5:] = 0
+        assert_close(step(ours, given)[2], step(stock, given)[2])
