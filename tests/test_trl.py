@@ -24,6 +24,7 @@ from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and datasets' own, about settings that tiny runs do not have
 STEPS = 4
+ORDERS = ("apply first", "trainer first")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -171,7 +172,7 @@ CASES = [
             name, order, {"lora": lora, "gradient_checkpointing": checkpointed, **packed}, marks=pytest.mark.long
         )
         for name in TRAINERS
-        for order in ("apply first", "trainer first")
+        for order in ORDERS
         for lora in (False, True)
         for checkpointed in (False, True)
         for packed in ([{}, PACKED] if name == "SFT" else [{}])
@@ -203,7 +204,7 @@ def test_equal_policy_and_reference_give_equal_log_probs(bf16, tmp_path):
     assert [e["rewards/chosen"] for e in logged] == [e["rewards/margins"] for e in logged] == [0.0] * STEPS
 
 
-@pytest.mark.parametrize("order", ["apply first", "trainer first"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
 def test_every_field_of_trls_head(order, changes):
     """Values and gradients of all outputs, with a temperature, shifted here or beforehand, against TRL's own in float64."""
@@ -338,25 +339,31 @@ def test_a_head_that_fsdp_shards_by_itself():
     assert done.stdout.strip() == "same None", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("order", ["apply first", "trainer first"])
-def test_undo_and_a_second_apply_after_training(order, tmp_path, heads):
+@pytest.mark.parametrize("name, order", [
+    ("SFT", "apply first"), ("SFT", "trainer first"),
+    *(pytest.param(n, o, marks=pytest.mark.long) for n in ("DPO", "KTO", "GRPO", "RLOO", "Reward") for o in ORDERS),
+])  # fmt: skip
+def test_undo_and_a_second_apply_after_training(name, order, tmp_path, heads):
     """What the trainer left on the model (its head, accelerate's forward) runs on with our classes gone, and with them back."""
-    trainer, *_ = trained("SFT", tmp_path, order)
-    model, batch = trainer.model, tiny.labelled()
-    stock = tiny.llama()
+    trainer, *_ = trained(name, tmp_path, order)
+    model, batch, loss, stock = trainer.model, tiny.labelled(), lambda out: out.loss, base(name)
+    if name == "Reward":
+        batch, loss = {"input_ids": tiny.ids()}, lambda out: out.logits.sum()
     stock.load_state_dict(model.state_dict())
     hfpatch.undo(model)
     assert tiny.classes(model) == tiny.classes(stock)
-    got, wanted = tiny.step(model, batch), tiny.step(stock, batch)
+    model.train()
+    got, wanted = tiny.step(model, batch, loss), tiny.step(stock, batch, loss)
     assert got.keys() == wanted.keys() and all(torch.equal(got[n], wanted[n]) for n in wanted)
     heads.clear()
     heads["theirs"] = 0
     trainer.train()
-    assert heads == {"theirs": STEPS}
+    assert id(model) not in heads and (heads["theirs"] >= STEPS or name == "Reward")
     hfpatch.apply(model, checkpointing=tiny.TILED)
     stock.load_state_dict(model.state_dict())
-    tiny.assert_as_good(model, stock, batch)
+    model.train()
+    tiny.assert_as_good(model, stock, batch, loss)
     heads.clear()
     heads["theirs"] = 0
     trainer.train()
-    assert heads == {id(model): STEPS, "theirs": 0}
+    assert heads["theirs"] == 0 and (heads.get(id(model), 0) >= STEPS or name == "Reward")

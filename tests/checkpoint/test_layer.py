@@ -423,7 +423,7 @@ def test_evaluation_keeps_nothing():
     with torch.no_grad():
         out = model(ids, labels=ids)
         assert abs(out.loss.item() - stock_loss(stock, ids, input_ids=ids).item()) < BUDGET and out.logits is None
-        assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-9, rtol=0)
+        assert (model(ids).logits - stock(ids).logits).abs().max() < BUDGET
     assert model.model._hfpatch_session.transfers is None
 
 

@@ -26,7 +26,7 @@ def both(name):
 
 def close(ours, theirs):
     assert ours.shape == theirs.shape
-    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
 
 
 @pytest.mark.parametrize("name", ["mistral", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
@@ -74,7 +74,8 @@ def test_evaluation_and_generation_plan_nothing(monkeypatch):
     stock = tiny.llama().eval()
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8))
     with torch.no_grad():
-        assert torch.allclose(ours(tiny.ids()).logits, stock(tiny.ids()).logits, atol=1e-5)
+        logits = (model(tiny.ids()).logits for model in (ours, stock, tiny.exact(stock)))
+        tiny.numerics.assert_close(*logits, "logits")
     ours.generate(tiny.ids(1), max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="^hfpatch: checkpoints need"):
         ours.train()(tiny.ids(), labels=tiny.ids())
