@@ -17,7 +17,6 @@ from hfpatch.memory.seconds import StepTime, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
-from hfpatch.ops.attention import WIDEST_HEAD
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.models import text_config_of
 from hfpatch.planner.placements import PLACEMENTS, resident
@@ -94,17 +93,11 @@ class Counted:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         states, heads = carries_states(type(find_decoder(model).stack)), getattr(model.config, "num_attention_heads", 1)
         keys = getattr(model.config, "num_key_value_heads", None) or heads
-        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
         softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
+        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
         return cls(
             *sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys, widest, softcap=softcap
         )
-
-    @property
-    def loops(self) -> bool:
-        """Whether plain code, which is all that a simulation has, goes through the tokens in a loop: mixers, and attention whose
-        heads no kernel takes."""
-        return self.carries_states or self.head_dim > WIDEST_HEAD
 
     def parameter_bytes(self) -> int:
         """Of all of them, with the scales of those that are packed."""
@@ -211,7 +204,7 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
 
 def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
     """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several tiles, FLOPs by tokens and their
-    square. For models that loop over the tokens."""
+    square. For models whose mixers loop over the tokens."""
     one, two = 2 * tile, 4 * tile
     (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
@@ -324,7 +317,7 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
     tile = _tile(policy)
-    slow = counted.loops and run.seq_len > 4 * tile
+    slow = counted.carries_states and run.seq_len > 4 * tile
     memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, policy, slow)
     why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
     why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""

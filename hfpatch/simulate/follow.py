@@ -111,6 +111,7 @@ class Follower(TorchDispatchMode):
         self.ledger = Ledger()
         self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
         self.operations, self.most_operations = 0, most_operations
+        self.times = 1  # how many operations each one stands for in what is counted (scan.few_blocks)
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
         self._modules: list = []
         self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
@@ -263,7 +264,7 @@ class Follower(TorchDispatchMode):
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
         self._cost(func, args, kwargs)
-        moved = kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs)
+        moved = kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs) * self.times
         self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + moved
         if self.shadows is not None:
             self.shadows.run(func, args, kwargs, inputs, outputs)
@@ -322,7 +323,7 @@ class Follower(TorchDispatchMode):
 
     def _cost(self, func, args, kwargs) -> None:
         ledger, phase = self.ledger, self.phase
-        flops = kernels_cost.matmul_flops(func, args)
+        flops = kernels_cost.matmul_flops(func, args) * self.times
         if flops:
             ledger.matmul_flops[phase] = ledger.matmul_flops.get(phase, 0) + flops
         attention = kernels_cost.attention(func, args, kwargs)

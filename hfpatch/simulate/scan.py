@@ -1,8 +1,8 @@
 """Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of Mamba, Falcon-Mamba, Jamba and
-Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids.
+Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids; and our own attention in blocks of queries.
 
-Each operation of such a loop takes a block of them: the same bytes and FLOPs in as few operations at a million tokens as at a
-thousand. Values mean nothing here.
+Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few operations at a million tokens as
+at a thousand. Values mean nothing here.
 
 B batch, H heads, I channels, T tokens, N states a channel, C chunks a block.
 """
@@ -76,4 +76,27 @@ def scans_by_blocks():
         for file, module in list(sys.modules.items()):
             for name in _BY_BLOCKS.keys() & vars(module).keys() if file.startswith("transformers.models.") else ():
                 stack.enter_context(mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name))))
+        yield
+
+
+@contextlib.contextmanager
+def few_blocks(follower):
+    """Within, attention in blocks (ops/_attention_blocks.py) runs those in the middle, which stand for all in what is counted, and
+    the last two, which take the most bytes (of each the next finds something alive) and are not counted."""
+    module = sys.modules.get("hfpatch.ops._attention_blocks")
+    if module is None:
+        yield
+        return
+    stock = module._blocks
+
+    def few(q_BTHE, pattern):
+        every = list(stock(q_BTHE, pattern))
+        middle = sorted({(len(every) - 1) // 2, len(every) // 2})
+        counted = [(len(every) // len(middle), i) for i in middle]
+        for times, i in (*counted, (0, max(0, len(every) - 2)), (0, -1)):
+            follower.times = times
+            yield every[i]
+        follower.times = 1
+
+    with mock.patch.object(module, "_blocks", few):
         yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import buffers_of, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
-from hfpatch.simulate.scan import scans_by_blocks
+from hfpatch.simulate.scan import few_blocks, scans_by_blocks
 from hfpatch.simulate.shadow import Shadows
 
 
@@ -351,7 +351,10 @@ def simulate(
 
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
-    with mode, _transformers_as_if_real(), scans_by_blocks(), _hfpatch_as(model, policy, cuda, no_flex), shares:
+    loops = contextlib.ExitStack()
+    with mode, _transformers_as_if_real(), loops, _hfpatch_as(model, policy, cuda, no_flex), shares:
+        loops.enter_context(scans_by_blocks())
+        loops.enter_context(few_blocks(follower))
         weights = _FakeWeights(model, shadows)
         try:
             with following(model, follower):
