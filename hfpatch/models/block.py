@@ -10,7 +10,7 @@ from hfpatch.models.answers import rope_of
 from hfpatch.models.asking import Call
 from hfpatch.models.dead import is_dead
 from hfpatch.models.keeping import known_sum, note, unread_sum
-from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation
+from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation, rotation_in
 from hfpatch.ops.attention import Pattern
 
 
@@ -25,7 +25,9 @@ class Block:
         behind = self.norm_behind
         self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self.rotate = rotation(attn._hfpatch_base.forward) if isinstance(attn, FusedAttention) else rope_of(attn)
+        self.rotate = (
+            rotation(rotation_in(attn._hfpatch_base.forward)) if isinstance(attn, FusedAttention) else rope_of(attn)
+        )
         self.cos, self.sin = kwargs["position_embeddings"]
         self.asked = Call(attn.scaling, Pattern() if mask is None else mask.pattern(), None)
 

@@ -228,7 +228,13 @@ class FusedAttention:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
             return super().forward(*args, **kwargs)
-        return rotating(self._hfpatch_base.forward)(self, *args, **kwargs)
+        forward = self._hfpatch_base.forward
+        return rotating(forward, rotation_in(forward))(self, *args, **kwargs)
+
+
+def rotation_in(forward):
+    """The `apply_rotary_pos_emb` that an attention's forward calls now: some replace it for the whole process."""
+    return forward.__globals__["apply_rotary_pos_emb"]
 
 
 class _Names(dict):
@@ -265,9 +271,8 @@ def _rotates_into_what_came(theirs) -> bool:
 
 
 @cache
-def rotation(forward):
-    """What stands for `apply_rotary_pos_emb` in an attention's forward: the fused op where all of a head is rotated."""
-    theirs = forward.__globals__["apply_rotary_pos_emb"]
+def rotation(theirs):
+    """What stands for `theirs`, a `rotation_in` an attention's forward: the fused op where all of a head is rotated."""
     as_given = _rotates_into_what_came(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
@@ -283,12 +288,10 @@ def rotation(forward):
 
 
 @cache
-def rotating(forward):
-    """An attention's forward with `apply_rotary_pos_emb` replaced in it alone."""
-    rotate = rotation(forward)
-    names = _Names(
-        forward.__globals__, {"apply_rotary_pos_emb": rotate, "__builtins__": forward.__globals__["__builtins__"]}
-    )
+def rotating(forward, theirs):
+    """An attention's forward with `theirs`, its `rotation_in`, replaced in it alone."""
+    own = {"apply_rotary_pos_emb": rotation(theirs), "__builtins__": forward.__globals__["__builtins__"]}
+    names = _Names(forward.__globals__, own)
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
@@ -308,7 +311,7 @@ def _rope_reason(forward, theirs) -> str | None:
         args = _rotation_probe(dtype, of_angles)
         try:
             with torch.no_grad():
-                pairs = zip(rotation(forward)(*args), theirs(*args))
+                pairs = zip(rotation(theirs)(*args), theirs(*args))
                 # Stock rounds both products and their sum: three steps of the largest of them.
                 if not all(_close(ours, his, 8) for ours, his in pairs):
                     return "its rotation is another"

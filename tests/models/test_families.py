@@ -160,7 +160,7 @@ def test_without_a_verdict_a_layer_is_asked_at_its_first_call():
 
 def test_a_rotation_gives_q_and_k_each_its_own_dtype():
     q, k, cos, sin = (torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)))
-    rotate = rotation(modeling_olmo2.Olmo2Attention.forward)
+    rotate = rotation(modeling_olmo2.apply_rotary_pos_emb)
     assert [x.dtype for x in rotate(q.bfloat16(), k, cos, sin)] == [torch.bfloat16, torch.float32]
 
 
