@@ -58,6 +58,7 @@ class _Here(threading.local):
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
     # The model that is asked for a loss, its labels, whether they are to be shifted, their count.
     target: tuple | None = None
+    labels: Tensor | None = None  # that the forward under way computes the loss of
     balance = None  # models.balance.Counted, where a causal model's loss is computed
     idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
 

@@ -354,8 +354,9 @@ class FusedCausalLM:
 
     @contextmanager
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
-        """Within, layers know whose output nobody reads: tokens that are followed by no label."""
-        idle = here.idle_BT
+        """Within, layers know what labels there are, and whose output nobody reads: tokens that are followed by no label."""
+        before = here.idle_BT, here.labels
+        here.labels = target
         if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
             unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
             # Who asks for documents waits for it on the host, which is not to wait for the step before.
@@ -363,7 +364,7 @@ class FusedCausalLM:
         try:
             yield
         finally:
-            here.idle_BT = idle
+            here.idle_BT, here.labels = before
 
     def _hfpatch_log_probs(self, kwargs):
         """What TRL's fused head would return, by ours where it can."""

@@ -2,10 +2,12 @@
 
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfpatch.checkpoint.device import ToHost
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import (
     context_parallel,
@@ -159,6 +161,27 @@ def require_positions(position_ids: Tensor | None) -> None:
             "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, and each rank would count its "
             "own from 0; put position_ids = torch.arange(tokens) into every batch before it is sharded."
         )
+
+
+def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | None) -> None:
+    """ValueError on all ranks where their parts of the rows differ in shape, or one's labels and the like from its tokens: those
+    that go on would wait for the others. given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None."""
+    B, t = given.shape[:2]
+    mine = {"input_ids": (B, t)}
+    for name, x in beside.items():
+        mine[name] = (-1, -1) if x is None else (max(B, len(x)), x.shape[1]) if len(x) == 1 else tuple(x.shape[:2])
+    numbers = list(mine.values())
+    gather = lambda x: sequence.all_gather(torch.tensor(numbers, device=x.device))  # noqa: E731
+    found = ToHost(gather, given).get()
+    ranks = [] if found is None else found.tolist()
+    words = lambda shapes: ", ".join(f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0)  # noqa: E731
+    for rank, shapes in enumerate(ranks):
+        if shapes != ranks[0] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
+            raise ValueError(
+                "hfpatch: expected parts of one shape on all ranks that share rows, with labels and position_ids as long as "
+                f"input_ids, rank {rank} has {words(shapes)}" + (f", rank 0 {words(ranks[0])}" if rank else "")
+                + "; cut or pad the rows before they are dealt out."
+            )  # fmt: skip
 
 
 def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:

@@ -19,6 +19,7 @@ from hfpatch.models.parallel import (
     refuse_packed_shards,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
+    refuse_uneven_rows,
     replaced_attention,
     require_positions,
     sequence_now,
@@ -183,6 +184,7 @@ class OurAttention:
             mask = kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, T - mask.shape[1]))
         rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
         if sequence is not None:
+            refuse_uneven_rows(sequence, given, labels=here.labels, position_ids=positions, attention_mask=rows_mask)
             require_positions(kwargs.get("position_ids"))
             rows_mask, positions, idle = whole_rows(sequence, B, rows_mask, positions, idle)
             T, use_cache = T * sequence.size, False

@@ -3,9 +3,9 @@
 Legend: C rows of one chunk, V vocabulary. Each op mutates what its schema marks and returns nothing, so that nothing is
 allocated inside it (on the plain path a tile of rows of at most TILE elements, or one row, is upcast at a time).
 
-For a row with logits x, z = outer * tanh(inner * x) (or outer * x), y the label, e the label smoothing, w_j the weight
+For a row with logits x, u = tanh(inner * x) (or x), z = outer * u, y the label, e the label smoothing, w_j the weight
 of class j (1 without class weights), p_j = exp(z_j - lse):
-    lse  = log sum_j exp(z_j)               best = the first largest z
+    lse  = log sum_j exp(z_j)               best = the first largest u
     loss = (1 - e) w_y (lse - z_y) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2
     entropy = - sum_j p_j log p_j           mean = 1/V sum_j z_j           square = sum_j p_j^2
 and the gradient of any combination of these is
@@ -13,6 +13,10 @@ and the gradient of any combination of these is
 with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e) w_y, U = s e/V,
 P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss, lse and the others 0, best
 -1 and an exactly zero gradient.
+
+lse is two numbers, the largest u and the logarithm of L = sum_j exp(z_j - largest z): where logits are large one rounding of lse
+or of z is many of a probability, while differences of u near the largest are exact. The backward is given factors for
+q_j = exp(z_j - largest z) = L p_j and its logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
 """
 
 import torch
@@ -29,28 +33,38 @@ def _tiles(logits_CV: Tensor):
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _z(logits_RV: Tensor, inner: float, outer: float) -> Tensor:
-    """z of the head of this file, a new tensor in the wide dtype."""
-    z_RV = logits_RV.to(wide_dtype(logits_RV.dtype), copy=True)
-    z_RV = z_RV.mul_(inner).tanh_() if inner else z_RV
-    return z_RV.mul_(outer) if outer != 1.0 else z_RV
+def _u(logits_RV: Tensor, inner: float) -> Tensor:
+    """u of the head of this file, a new tensor in the wide dtype."""
+    u_RV = logits_RV.to(wide_dtype(logits_RV.dtype), copy=True)
+    return u_RV.mul_(inner).tanh_() if inner else u_RV
+
+
+def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
+    """lse of its two numbers, as the head of this file says; 0 where ignored."""
+    return outer * lse_2N[0] + lse_2N[1]
+
+
+def _below(u_RV: Tensor, top_R: Tensor, outer: float) -> Tensor:
+    """z less the largest z of its row; u_RV is consumed."""
+    u_RV.sub_(top_R.unsqueeze(1))
+    return u_RV.mul_(outer) if outer != 1.0 else u_RV
 
 
 def _gradient_(
-    z_RV: Tensor, logits_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float
+    u_RV: Tensor, logits_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float
 ) -> Tensor:
-    """dx of the head of this file; z_RV is consumed. rows_KR: lse, P, Y, then U, then entropy, H, Q."""
+    """dx of the head of this file; u_RV is consumed. rows_KR: the largest u, P, Y, then U, then entropy, H, Q."""
     # 1 - tanh^2 without the cancellation where tanh is near 1.
-    slope_RV = logits_RV.to(z_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner) if inner else None
-    lse_R1, p_R1, y_R1, *others = rows_KR.unsqueeze(-1)
-    log_p_RV = z_RV.sub_(lse_R1)
+    slope_RV = logits_RV.to(u_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner) if inner else None
+    below_RV = _below(u_RV, rows_KR[0], outer)
+    p_R1, y_R1, *others = rows_KR[1:].unsqueeze(-1)
     if len(others) > 1:
-        u_R1, entropy_R1, h_R1, q_R1 = others
-        d_RV = log_p_RV.exp()
-        factor_RV = log_p_RV.add_(entropy_R1).mul_(h_R1).add_(p_R1).addcmul_(d_RV, q_R1)
+        _, entropy_R1, h_R1, q_R1 = others
+        d_RV = below_RV.exp()
+        factor_RV = below_RV.add_(entropy_R1).mul_(h_R1).add_(p_R1).addcmul_(d_RV, q_R1)
         d_RV = d_RV.mul_(factor_RV.masked_fill_(d_RV == 0.0, 0.0))
     else:
-        d_RV = log_p_RV.exp_().mul_(p_R1)
+        d_RV = below_RV.exp_().mul_(p_R1)
     if others:
         d_RV.sub_(others[0] if class_weight_V is None else others[0] * class_weight_V.to(d_RV.dtype))
     d_RV.scatter_add_(1, labels_R1, -y_R1)
@@ -79,50 +93,49 @@ def cross_entropy_chunk_plain_(
     vocab_size = logits_CV.shape[1]
     w_V = None if class_weight_V is None else class_weight_V.to(loss_C.dtype)
     for rows in _tiles(logits_CV):
-        z_RV = _z(logits_CV[rows], inner, outer)
+        u_RV = _u(logits_CV[rows], inner)
         keep_R = labels_C[rows] != ignore_index
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, vocab_size - 1)
-        top_R = z_RV.amax(1)
+        top_R = u_RV.amax(1)
         top_R.masked_fill_(top_R.isinf(), 0.0)  # a row of -inf has an lse of -inf
-        log_R = z_RV.sub(top_R.unsqueeze(1)).exp_().sum(1).log_()
-        lse_R = top_R + log_R
-        rest_R = (top_R - lse_R).add_(log_R)
+        log_R = _below(u_RV.clone(), top_R, outer).exp_().sum(1).log_()
+        lse_R = outer * top_R + log_R
         share_R = keep_R.to(loss_C.dtype).mul_(1.0 - smoothing)
         if w_V is not None:
             share_R *= w_V[labels_R1.squeeze(1)]
         uniform = smoothing / vocab_size
-        loss_R = share_R * (top_R - z_RV.gather(1, labels_R1).squeeze(1) + log_R) + z_loss * lse_R.square()
+        loss_R = share_R * (outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R) + z_loss * lse_R.square()
         if smoothing:
-            z_sum_R, w_sum = (z_RV.sum(1), vocab_size) if w_V is None else (z_RV @ w_V, w_V.sum())
-            loss_R += uniform * (w_sum * lse_R - z_sum_R)
+            u_sum_R, w_sum = (u_RV.sum(1), vocab_size) if w_V is None else (u_RV @ w_V, w_V.sum())
+            loss_R += uniform * (w_sum * lse_R - outer * u_sum_R)
         loss_C[rows] = loss_R.masked_fill_(~keep_R, 0.0)
-        for out_C, value_R in zip(lse_2C, (lse_R, rest_R)):
+        for out_C, value_R in zip(lse_2C, (top_R, log_R)):
             out_C[rows] = value_R.masked_fill(~keep_R, 0.0)
         if best_C is not None:
-            best_C[rows] = z_RV.argmax(1).to(best_C.dtype).masked_fill_(~keep_R, -1)
+            best_C[rows] = u_RV.argmax(1).to(best_C.dtype).masked_fill_(~keep_R, -1)
         if stats_3C is not None:
-            _stats_(z_RV, keep_R, stats_3C[:, rows])
+            _stats_(u_RV, top_R, outer, keep_R, stats_3C[:, rows])
         if grad:
             y_R = scale * share_R
-            factors = [lse_R, y_R + 2.0 * scale * z_loss * lse_R, y_R]
+            factors = [top_R, y_R + 2.0 * scale * z_loss * lse_R, y_R]
             if smoothing:
                 factors[1] += scale * uniform * w_sum
                 factors.append((scale * uniform).expand_as(lse_R))
-            factors[1] *= rest_R.neg().exp_()
+            factors[1] *= log_R.neg().exp_()
             logits_CV[rows] = _gradient_(
-                z_RV, logits_CV[rows], labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
+                u_RV, logits_CV[rows], labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
             ).to(logits_CV.dtype)
 
 
-def _stats_(z_RV: Tensor, keep_R: Tensor, out_3R: Tensor) -> None:
-    """Entropy, mean z and the sum of squared probabilities of each row; z_RV stays as it is."""
-    below_RV = z_RV - z_RV.amax(1, keepdim=True)
+def _stats_(u_RV: Tensor, top_R: Tensor, outer: float, keep_R: Tensor, out_3R: Tensor) -> None:
+    """Entropy, mean z and the sum of squared probabilities of each row; u_RV stays as it is."""
+    below_RV = _below(u_RV.clone(), top_R, outer)
     e_RV = below_RV.exp()
     total_R = e_RV.sum(1)
     # Nothing where e is 0: a word ruled out with -inf.
     entropy_R = total_R.log() - below_RV.masked_fill_(e_RV == 0.0, 0.0).mul_(e_RV).sum(1) / total_R
     square_R = e_RV.square_().sum(1) / total_R.square()
-    for out_R, values_R in zip(out_3R, (entropy_R, z_RV.mean(1), square_R)):
+    for out_R, values_R in zip(out_3R, (entropy_R, outer * u_RV.mean(1), square_R)):
         out_R.copy_(values_R.masked_fill_(~keep_R, 0.0))
 
 
@@ -137,11 +150,11 @@ def cross_entropy_chunk_bwd_plain_(
 ) -> None:
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
     for rows in _tiles(logits_CV):
-        z_RV = _z(logits_CV[rows], inner, outer)
+        u_RV = _u(logits_CV[rows], inner)
         keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
-        labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, z_RV.shape[1] - 1)
+        labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, u_RV.shape[1] - 1)
         logits_CV[rows] = _gradient_(
-            z_RV, logits_CV[rows], labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer
+            u_RV, logits_CV[rows], labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer
         ).to(logits_CV.dtype)
 
 
@@ -187,7 +200,7 @@ cross_entropy_chunk_ = define(
     _chunk,
     _no_output,
 )
-# rows: [K, C] in the wide dtype, one column a row of logits: lse, P, Y (K = 3), U (K = 4), entropy, H, Q (K = 7).
+# rows: [K, C] in the wide dtype, one column a row of logits: the largest u, P, Y (K = 3), U (K = 4), entropy, H, Q (K = 7).
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, Tensor? class_weight,"
     " int ignore_index, float inner, float outer) -> ()",

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from hfpatch.compat import assert_async, is_fake
 from hfpatch.ops._library import wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
 from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops._wide_sums import into, on_cuda, sums_in_matmul
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
-BYTES_PER_TOKEN = 56  # loss, lse and its rest, best, label, sort key and order of every token, from the workspace
+BYTES_PER_TOKEN = 56  # loss, lse in two numbers, best, label, sort key and order of every token, from the workspace
 STATS_BYTES_PER_TOKEN = 56  # where entropy and its kin are asked for: three numbers, twice, and the backward's factors
 
 
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
     @property
     def inner(self) -> float:
-        """z = outer * tanh(inner * x), or outer * x where inner is 0."""
+        """z = outer * u with u = tanh(inner * x), or x where inner is 0."""
         return self.scale / self.softcap if self.softcap else 0.0
 
     @property
@@ -64,7 +64,7 @@ class Forward(NamedTuple):
 
     total: Tensor  # scale * sum of token_loss
     token_loss_N: Tensor
-    lse_2N: Tensor  # and its rest, see loss_factors
+    lse_2N: Tensor  # in two numbers, see `whole_lse`
     best_N: Tensor  # int32, -1 where ignored
     stats_3N: Tensor  # entropy, mean logit, sum of squared probabilities
     scale: Tensor
@@ -341,9 +341,8 @@ def forward_pass(
     return Forward(loss_N.sum() / total_by, loss_N, lse_2N, best_N, stats_3N, scale, grads)
 
 
-def excess(lse_2N: Tensor) -> Tensor:
-    """What exp(z - lse_2N[0]) is too large by: lse has been rounded, and where logits are large that is many roundings of a
-    probability; lse_2N[1] is what was left."""
+def share(lse_2N: Tensor) -> Tensor:
+    """The largest probability of each token: p of a word is that times exp(z - largest z)."""
     return lse_2N[1].neg().exp_()
 
 
@@ -356,19 +355,18 @@ def loss_factors(
     vocab_size: int,
     opts: Options,
 ) -> Tensor:
-    """The rows of backward_pass for an upstream gradient per token loss and, where given, per lse."""
+    """The rows of backward_pass for an upstream gradient per token loss and, where given, per lse (dlse_2N[1])."""
     y_N = dloss_N * (1.0 - opts.smoothing)
     if class_weight_V is not None:
         y_N = y_N * class_weight_V[labels_N.clamp(0, vocab_size - 1)]
-    lse_N = lse_2N[0]
-    p_N = y_N + dloss_N * (2.0 * opts.z_loss * lse_N)
+    p_N = y_N + dloss_N * (2.0 * opts.z_loss * whole_lse(lse_2N, opts.outer))
     if dlse_2N is not None:
-        p_N = p_N + dlse_2N[0]
+        p_N = p_N + dlse_2N[1]
     if not opts.smoothing:
-        return torch.stack([lse_N, p_N * excess(lse_2N), y_N])
+        return torch.stack([lse_2N[0], p_N * share(lse_2N), y_N])
     u_N = dloss_N * (opts.smoothing / vocab_size)
     p_N = p_N + u_N * (vocab_size if class_weight_V is None else class_weight_V.sum())
-    return torch.stack([lse_N, p_N * excess(lse_2N), y_N, u_N])
+    return torch.stack([lse_2N[0], p_N * share(lse_2N), y_N, u_N])
 
 
 def backward_pass(

@@ -1,8 +1,8 @@
 """The chunk of linear_cross_entropy and linear_log_prob where each rank has a part of the vocabulary, and of the logits.
 
-What a rank finds of its part goes together in two small all-reduces a chunk, the largest lse and the sums: with s_r = exp(lse_r -
+What a rank finds of its part goes together in two small all-reduces a chunk, the largest logit and the sums: with s_r = exp(lse_r -
 lse) over ranks r,
-    lse = max_r lse_r + log sum_r exp(lse_r - max_r lse_r)      z_y: of the rank that has the label, 0 of the others
+    lse = top + log sum_r exp(lse_r - top), top the largest z    z_y: of the rank that has the label, 0 of the others
     entropy = sum_r s_r (entropy_r + lse - lse_r)               sum p^2 = sum_r s_r^2 square_r
 and the ordinary backward of the chunk makes this rank's gradient from them. The gradient of hidden is a sum over the ranks.
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
 
 IGNORED = -1  # among columns, where the caller's ignore_index may be one of them
 
@@ -52,7 +52,7 @@ class VocabShard:
     ) -> None:  # fmt: skip
         """`cross_entropy_chunk_`'s work; class_weight_V is of all words. factors: loss_factors where logits become their
         gradient, else None."""
-        wide, v, (lse_C, rest_C) = loss_C.dtype, logits_Cv.shape[1], lse_2C
+        wide, v, (top_C, log_C) = loss_C.dtype, logits_Cv.shape[1], lse_2C
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         keep_C, index_C1 = local_C != IGNORED, local_C.clamp(min=0).long().unsqueeze(1)
         weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop]
@@ -62,29 +62,30 @@ class VocabShard:
                 logits_Cv, local_C, scale, weight_v if opts.smoothing else None, loss_C, lse_2C, best_C, stats_3C,
                 IGNORED, 1.0 if opts.smoothing else 0.0, opts.inner, opts.outer, 0.0, False,
             )  # fmt: skip
-            z_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
-            z_C = (torch.tanh(z_C * opts.inner) if opts.inner else z_C) * opts.outer
+            u_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
+            u_C = torch.tanh(u_C * opts.inner) if opts.inner else u_C
         else:
-            lse_C.fill_(float("-inf"))
-            z_C = torch.zeros_like(lse_C)
-        sums = [torch.where(here_C, z_C, 0.0)]
+            log_C.fill_(float("-inf"))
+            u_C = torch.zeros_like(log_C)
+        sums = [torch.where(here_C, u_C, 0.0)]
         if opts.smoothing:
             weights = v if weight_v is None else weight_v.sum()
-            sums.append(weights * lse_C - v * loss_C if v else z_C)
-        rest_C.masked_fill_(lse_C == float("-inf"), 0.0)  # no word here has a probability
-        top_C = lse_C.clone()
+            sums.append(weights * whole_lse(lse_2C, opts.outer) - v * loss_C if v else u_C)
+        top_C.masked_fill_(log_C == float("-inf"), float("-inf"))  # no word here has a probability
+        part_2C = lse_2C.clone()
         self._reduce(top_C, dist.ReduceOp.MAX)
-        sums_KC = torch.stack([(lse_C - top_C).add_(rest_C).exp_(), *sums])
+        below_C = (part_2C[0] - top_C).mul_(opts.outer).add_(part_2C[1])
+        sums_KC = torch.stack([below_C.exp(), *sums])
         self._reduce(sums_KC, dist.ReduceOp.SUM)
-        part_2C, log_C = lse_2C.clone(), sums_KC[0].log_()
-        lse_C.copy_(top_C + log_C)
-        rest_C.copy_((top_C - lse_C).add_(log_C))
+        log_C.copy_(sums_KC[0].log_())
+        log_share_C = below_C.sub_(log_C)  # of the probability that this rank's words have
         lse_2C.masked_fill_(~keep_C, 0.0)
+        lse_C = whole_lse(lse_2C, opts.outer)
 
         share_C = 1.0 - opts.smoothing
         if class_weight_V is not None:
             share_C = share_C * class_weight_V[labels_C.clamp(0, self.size - 1)]
-        loss = share_C * (top_C - sums_KC[1] + log_C) + opts.z_loss * lse_C.square()
+        loss = share_C * (opts.outer * (top_C - sums_KC[1]) + log_C) + opts.z_loss * lse_C.square()
         if opts.smoothing:
             weights = self.size if class_weight_V is None else class_weight_V.sum()
             loss += opts.smoothing / self.size * (weights * lse_C - sums_KC[2])
@@ -92,7 +93,7 @@ class VocabShard:
         if best_C is not None:
             self._best_(logits_Cv, keep_C, best_C)
         if stats_3C is not None:
-            self._stats_(part_2C, lse_2C, keep_C, stats_3C, v)
+            self._stats_(log_share_C, keep_C, stats_3C, v)
         if factors is not None:
             rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_2C, class_weight_V, self.size, opts)
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
@@ -109,10 +110,9 @@ class VocabShard:
         self._reduce(best_C, dist.ReduceOp.MIN)
         best_C.masked_fill_(~keep_C, -1)
 
-    def _stats_(self, part_2C: Tensor, lse_2C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
-        """Entropy, mean z and sum of squared probabilities; part_2C: lse of this rank's words."""
+    def _stats_(self, log_share_C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
+        """Entropy, mean z and sum of squared probabilities, from those of this rank's words and their share of probability."""
         entropy_C, mean_C, square_C = stats_3C
-        log_share_C = (part_2C - lse_2C).sum(0)
         share_C = log_share_C.exp()
         if v:
             entropy_C.copy_(share_C * (entropy_C - log_share_C))
@@ -132,7 +132,7 @@ class VocabShard:
         if not logits_Cv.shape[1]:
             return
         local_C, here_C = self._local(labels_C, opts.ignore_index)
-        lse_C, p_C, y_C, *others = rows_KC
-        rows_KC = torch.stack([lse_C, p_C, torch.where(here_C, y_C, 0.0), *others])
+        top_C, p_C, y_C, *others = rows_KC
+        rows_KC = torch.stack([top_C, p_C, torch.where(here_C, y_C, 0.0), *others])
         weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop].contiguous()
         cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, weight_v, IGNORED, opts.inner, opts.outer)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_, whole_lse
 from hfpatch.ops._linear_ce_inputs import (
     as_class_weight,
     as_num_items,
@@ -192,4 +192,4 @@ def cross_entropy(
     asked = return_token_loss, return_lse, return_accuracy, return_predicted
     if not any(asked):
         return loss
-    return CrossEntropyOutput.of(loss, token_loss_N, lse_2N[0], best_N, labels, ignore_index, asked)
+    return CrossEntropyOutput.of(loss, token_loss_N, whole_lse(lse_2N, opts.outer), best_N, labels, ignore_index, asked)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
-from hfpatch.ops._linear_ce_chunk import scale_
+from hfpatch.ops._linear_ce_chunk import scale_, whole_lse
 from hfpatch.ops._linear_ce_inputs import (
     as_class_weight,
     as_num_items,
@@ -306,4 +306,4 @@ def linear_cross_entropy(
     asked = return_token_loss, return_lse, return_accuracy, return_predicted
     if not any(asked):
         return loss
-    return CrossEntropyOutput.of(loss, token_loss_N, lse_2N[0], best_N, labels, ignore_index, asked)
+    return CrossEntropyOutput.of(loss, token_loss_N, whole_lse(lse_2N, opts.outer), best_N, labels, ignore_index, asked)

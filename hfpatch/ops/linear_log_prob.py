@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
+from hfpatch.ops._linear_ce_chunk import whole_lse
 from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
-from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, excess, forward_pass, or_empty
+from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty, share
 from hfpatch.ops._linear_ce_shards import VocabShard
 
 
@@ -72,17 +73,18 @@ def linear_log_prob_ref(
 def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
     """The rows of backward_pass, as the head of this file says; an upstream gradient may be None.
 
-    They are for exp(z - lse), p / c, and its logarithm, log p + lse_2N[1]: c times each p is in P and H, and c^2 in Q.
+    They are for p / c, where c is the largest p, and its logarithm, log p + lse_2N[1]: c is in P and H, c^2 in Q. lse's upstream
+    gradient is dlse_2N[1].
     """
-    lse_N, c_N = lse_2N[0], excess(lse_2N)
-    y_N = torch.zeros_like(lse_N) if dlog_prob_N is None else -dlog_prob_N
-    p_N = y_N if dlse_2N is None else y_N + dlse_2N[0]
+    top_N, c_N = lse_2N[0], share(lse_2N)
+    y_N = torch.zeros_like(top_N) if dlog_prob_N is None else -dlog_prob_N
+    p_N = y_N if dlse_2N is None else y_N + dlse_2N[1]
     if dstats_3N is None or not dstats_3N.numel():
-        return torch.stack([lse_N, p_N * c_N, y_N])
+        return torch.stack([top_N, p_N * c_N, y_N])
     (entropy_N, _, square_N), (dentropy_N, dmean_N, dsquare_N) = stats_3N, dstats_3N
     q_N, entropy_N = 2.0 * dsquare_N, entropy_N - lse_2N[1]
     p_N = (p_N - q_N * square_N) * c_N
-    return torch.stack([lse_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()])
+    return torch.stack([top_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()])
 
 
 def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
@@ -100,7 +102,7 @@ def _backward(
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Eager route. Outputs: log_prob, lse and its rest [2, N], stats [3, N] (empty where not asked for), best (int32, likewise)."""
+    """Eager route. Outputs: log_prob, lse in two numbers [2, N], stats [3, N] (empty where not asked for), best (int32, so too)."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private, shard):
@@ -239,5 +241,5 @@ def linear_log_prob(
         log_prob_N, lse_2N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private, shard)
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
-    values = log_prob_N, entropy_N, lse_2N[0], mean_N, square_N, is_top1_N
+    values = log_prob_N, entropy_N, whole_lse(lse_2N, opts.outer), mean_N, square_N, is_top1_N
     return LinearLogProbOutput(*(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values)))

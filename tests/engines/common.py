@@ -10,6 +10,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -56,6 +58,15 @@ def make_experts(dtype=torch.float32) -> MixtralForCausalLM:
     made = MixtralConfig(**given, **experts, attn_implementation="sdpa")
     run_experts_plainly(made)
     return MixtralForCausalLM(made).to(dtype)
+
+
+def make_neox(dtype=torch.float32) -> GPTNeoXForCausalLM:
+    """A family whose config names neither a head's width nor KV heads."""
+    torch.manual_seed(0)
+    config = make_config().to_dict()
+    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                                    "initializer_range")}  # fmt: skip
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**given, attn_implementation="sdpa")).to(dtype)
 
 
 def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]:

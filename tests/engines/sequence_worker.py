@@ -236,6 +236,22 @@ def refusals(ranks: Ranks) -> list[str]:
     return said
 
 
+def uneven(ranks: Ranks) -> list[str]:
+    """What each rank is told where the last one has fewer labels, none, or fewer tokens; then a step that all can take."""
+    ours, said = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8)), []
+    mine = {
+        n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items() if n in ("input_ids", "position_ids", "labels")
+    }
+    wrong = {"labels": mine["labels"][:, 2:]}, {"labels": None}, {n: x[:, 2:] for n, x in mine.items()}
+    for change in wrong if ranks.size == 2 else wrong[:1]:
+        try:
+            ours(**{**mine, **(change if ranks.rank == ranks.size - 1 else {})}, use_cache=False)
+        except ValueError as error:
+            said.append(str(error))
+    ours(**mine, use_cache=False).loss.backward()
+    return said
+
+
 def hybrid(ranks: Ranks) -> str:
     """A model whose layers mix tokens by something else than attention, at its first forward."""
     model = families.small_model("lfm2")
@@ -316,12 +332,13 @@ def main(chosen: str, folder: str) -> None:
     for name in ("mixtral", "qwen3_moe", "olmoe") if chosen == "all" else ("mixtral",):
         found[f"{name}, zigzag"] = family(ranks, name, "zigzag", "padded")
     said = refusals(ranks)
+    lengths = uneven(ranks)
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
     least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu"))
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared, scores=scores(ranks), backend=backend,
-        least=least,
+        least=least, lengths=lengths,
         hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
     )  # fmt: skip

@@ -7,11 +7,16 @@ import common
 import torch
 
 
-def main(folder: str) -> None:
+def main(folder: str, neox: str = "") -> None:
     common.quiet()
     found = {}
     for dtype in (torch.float32, torch.float64):
         name = str(dtype).removeprefix("torch.")
+        if neox:
+            rows, settings = common.make_rows(positions=True), {"max_steps": 2, "save_strategy": "no"}
+            trainer = common.train(common.make_neox(dtype), Path(folder) / name, batch=1, rows=rows, **settings)
+            found[f"{name}-neox"], found[f"{name}-neox-norms"] = common.losses(trainer), common.norms(trainer)
+            continue
         trainer = common.train(common.make_model(dtype=dtype), Path(folder) / name, batch=2)
         trainer.save_model(str(Path(folder) / f"{name}-final"))
         found[name] = common.losses(trainer)

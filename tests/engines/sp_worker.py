@@ -54,7 +54,7 @@ def context(**_) -> dict:
 def main(engine: str, folder: str) -> None:
     common.quiet()
     shim = common.as_if_on_gpus() if engine == "context" else {}
-    settings = {"ulysses": ulysses, "context": context}[engine]
+    settings = {"ulysses": ulysses, "neox": ulysses, "context": context}[engine]
     # Under Ulysses the first rank has no label at all.
     out, rows = Path(folder), common.make_rows(positions=True, ignored=13)
     seen, exchanged = set(), []
@@ -64,9 +64,21 @@ def main(engine: str, folder: str) -> None:
     def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, make=common.make_model, **extra):
         model = make()
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), eval_logits=False)
-        model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
+        if engine != "neox":
+            model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
         extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}
         return common.train(model, out / where, batch=1, kinds=kinds, **extra)
+
+    called = partial(Trainer, callbacks=[hfpatch.Callback()])
+    if engine == "neox":
+        given = {
+            "make": common.make_neox,
+            "rows": common.make_rows(positions=True),
+            "max_steps": 2,
+            "save_strategy": "no",
+        }
+        trainer = run("neox", (TrainingArguments, called), **given)
+        return common.report(folder, losses=common.losses(trainer), norms=common.norms(trainer), calls=len(exchanged))
 
     whole = run("whole")
     train_calls, tokens = len(exchanged), sorted(seen)
@@ -75,7 +87,6 @@ def main(engine: str, folder: str) -> None:
 
     # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's Trainer, and transformers' own with
     # our callback.
-    called = partial(Trainer, callbacks=[hfpatch.Callback()])
     more = {"resume": str(out / "whole" / "checkpoint-2"), "save_strategy": "no"}
     resumed = [
         run("resumed", (TrainArguments, ours.Trainer), eval_positions=0, lr_scheduler_type="linear", **more),

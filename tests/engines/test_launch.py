@@ -176,6 +176,16 @@ def test_sequence_parallel(engine, single, tmp_path):
         assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 
+@pytest.mark.long
+def test_gpt_neox_under_ulysses(tmp_path):
+    """Its config says neither how wide a head is nor how many KV heads there are, which DeepSpeed asks."""
+    single = (launch("single_worker.py", tmp_path, "neox", folder=tmp_path)[0],)
+    for report in torchrun("sp_worker.py", "neox", folder=tmp_path):
+        assert_losses(report["losses"], single, "-neox")
+        assert_losses(report["norms"], single, "-neox-norms")
+        assert report["calls"] >= 2 * 4  # two layers, four micro-batches
+
+
 def test_tensor_parallel(single, tmp_path):
     reports = torchrun("tp_worker.py", folder=tmp_path)
     for report in reports:

@@ -35,6 +35,13 @@ def test_gradients_are_those_of_one_process(tmp_path):
         positions, packed = report["said"]
         assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
         assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
+        labels, none, tokens = report["lengths"]
+        assert (
+            "rank 1 has input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids [1, 12], labels"
+            in labels
+        )
+        assert "rank 1 has input_ids [1, 12], position_ids [1, 12], rank 0" in none
+        assert "rank 1 has input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
         assert max(report["evaluation"]) <= 1e-6 and report["scores"] <= 1e-5
         assert report["shared"] == 3 * 2 * 2  # three losses alone, of a row of each rank, in two layers
         assert "mixes tokens by something else than attention" in report["hybrid"]
@@ -132,7 +139,7 @@ def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind, said", [
-    ("error", "a kernel failed"), ("memory", "no memory on this rank"), ("lengths", ""), ("interrupt", ""),
+    ("error", "a kernel failed"), ("memory", "no memory on this rank"), ("lengths", "parts of one shape"), ("interrupt", ""),
 ])  # fmt: skip
 def test_what_stops_one_rank_stops_all(kind, said, tmp_path):
     """In the middle of an exchange, by an error or Ctrl-C: no rank waits for ever, and none is left behind."""

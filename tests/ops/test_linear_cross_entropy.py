@@ -145,9 +145,10 @@ def test_chunk_ops(vocab_size, dtype, softcap, weighted):
         cross_entropy_chunk_(fwd, labels, total, class_weight, loss, lse, best, None, *options)
         nothing = (loss.clone(), lse.clone(), None)
         cross_entropy_chunk_(x.clone(), labels, total, None, *nothing, stats, -100, 0.0, inner, outer, 0.0, False)
-        rows = torch.stack([lse[0], *factors[:3], stats[0], *factors[4:]]).to(wide)
+        c, f = lse[1].neg().exp(), factors
+        rows = torch.stack([lse[0], f[0] * c, f[1], f[2], stats[0] - lse[1], f[4] * c, f[5] * c.square()]).to(wide)
         cross_entropy_chunk_bwd_(bwd, labels, rows, class_weight, -100, inner, outer)
-        return fwd, bwd, loss, lse[0], *stats, best
+        return fwd, bwd, loss, outer * lse[0] + lse[1], *stats, best
 
     def autograd(x):
         x = x.detach().requires_grad_()
