@@ -24,10 +24,12 @@ from hfpatch.compat import autocast_dtype, not_for_deepspeed
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
-from hfpatch.memory.formula import ModelShape
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND, at_place, place_of
 from hfpatch.memory.limits import environment_number
 from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
+from hfpatch.memory.seconds import step_time
 from hfpatch.ops.attention import deterministic_scratch
 
 
@@ -199,6 +201,21 @@ class Session:
                 f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."
             )
 
+    def planned_seconds(self, B: int, T: int, stays) -> tuple[float, float] | None:
+        """Seconds of a pass at [B, T], both ways, and of the optimizer's step, by the step model under the policy that was chosen;
+        None where nobody knows the device's rates, or no closed form describes the model. stays: what a placement keeps."""
+        for (batch, longest, dtype, device, whole, *_), policy in self.policies.items():
+            gpu = device in self.rooms and self.rooms[device].gpu
+            if (batch, longest) == (B, _rounded(T)) and gpu and not whole:
+                sizes = {"batch": B, "tokens": T}
+                taken = (
+                    step_flops(self.shape, policy, **sizes),
+                    step_memory(self.shape, policy, **sizes, itemsize=dtype.itemsize),
+                )
+                time, _ = step_time(gpu, *taken, policy, self.shape, stays, **sizes, itemsize=dtype.itemsize)
+                return time.total - time.optimizer, time.optimizer
+        return None
+
     def is_plain(self, layer: nn.Module, policy: Policy) -> bool:
         """Whether this is one of the last layers, which keep everything."""
         return layer._hfpatch_index >= self.n_layers - policy.plain
@@ -271,9 +288,10 @@ class Session:
         if room is not None:
             kept = describe(option.policy, self.shape.num_layers)
             pin = option.host / PIN_BYTES_PER_SECOND
+            takes = f", {option.seconds:.1f} s planned" if gpu else ""
             say(
                 f"{B} x {T:,} tokens: {kept}; {option.device / 2**30:.1f} of {free[0] / 2**30:.1f} GiB free on the device, "
-                f"{option.host / 2**30:.1f} GiB on the host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}."
+                f"{option.host / 2**30:.1f} GiB on the host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}{takes}."
             )
         return option.policy
 

@@ -165,9 +165,12 @@ class Search:
         return [way for way in ways if way != base]
 
     def wide(self, base: Policy) -> list[Policy]:
-        """The same with all heads in one launch of attention's backward, where they went by groups."""
+        """The same with all heads in one launch of attention's backward, where they went by groups; then with dx parked too."""
         groups = head_groups(self.sizes["batch"], self.sizes["tokens"], self.shape)
-        return [replace(base, wide=True)] if groups > 1 and self.shape.ranks == 1 and not self.scarce else []
+        if groups == 1 or self.shape.ranks > 1 or self.scarce:
+            return []
+        parked = (way for way in self.streamed(base) if not way.stream_attention and not way.by_group)
+        return [replace(way, wide=True) for way in (base, *parked)]
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def best(self, budget: Budget) -> Option | None:
@@ -221,14 +224,7 @@ class Search:
         admits = lambda again: budget.admits_host(self.memory(replace(policy, again=again))[1])  # noqa: E731
         tiled = self.shape.num_layers - policy.plain
         saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
-        if (
-            self.settings.save_attention != "auto"
-            or not saves
-            or policy.keep
-            or policy.by_group
-            or tiled < 2
-            or admits(0)
-        ):
+        if self.settings.save_attention != "auto" or not saves or policy.by_group or tiled < 2 or admits(0):
             return policy
         again = _first(admits, 1, tiled)
         return replace(policy, again=again) if again < tiled else policy
@@ -319,16 +315,17 @@ def decide(
 
 
 def _larger_loss(search: Search, option: Option, budget: Budget) -> Option:
-    """The option with more of the loss's logits at a time, where that makes the step shorter and fits; where nobody knows what is
-    free, or the least is asked for, where the step takes no more for it."""
-    most = LOSS_WORKSPACE_FREE
-    while most > option.policy.loss_bytes:
-        more = search.price(replace(option.policy, loss_bytes=most))
-        fits = budget.device is not None and budget.admits_device(more) or more.device <= option.device
-        if fits and more.seconds < option.seconds:
-            return more
+    """The option with more of the loss's logits at a time, where that makes the step shorter and fits, if need be with a plain
+    layer or two fewer; where nobody knows what is free, or the least is asked for, where the step takes no more for it."""
+    policy, most = option.policy, LOSS_WORKSPACE_FREE
+    fewer = min(2, policy.plain) if budget.device is not None and search.settings.plain == "auto" else 0
+    found = [option]
+    while most > policy.loss_bytes:
+        found += (search.price(replace(policy, plain=policy.plain - k, loss_bytes=most)) for k in range(fewer + 1))
         most //= 2
-    return option
+    known = budget.device is not None
+    fits = (o for o in found if known and budget.admits(o) or o.device <= option.device)
+    return min(fits, key=lambda o: o.seconds)
 
 
 def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:

@@ -11,13 +11,16 @@ from hfpatch.memory.shape import ModelShape
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as the field counts."""
+    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as the field counts. moved_forward,
+    moved_backward: bytes that all else reads and writes, where they were counted."""
 
     matmul: float
     attention_forward: float
     attention_backward: float
     model: float
     model_attention: float  # of model, attention's part
+    moved_forward: float = 0.0
+    moved_backward: float = 0.0
 
     @property
     def total(self) -> float:

@@ -55,7 +55,7 @@ class Gpu:
     @property
     def peer_rate(self) -> float:
         """Bytes/s that exchanges between the GPUs of a machine are planned with, one direction."""
-        return LINK_SHARE * self.peer if self.peer else self.link_rate
+        return (self.peer if self.measured else LINK_SHARE * self.peer) if self.peer else self.link_rate
 
     @property
     def usable_bytes(self) -> int:

@@ -151,7 +151,7 @@ def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int
     return forward, forward * max(0, again - 2) // n
 
 
-def _tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float:
+def tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
     all queries that see it. A layer that runs whole has one launch, as has a policy that is wide."""
     tiled = 1 - min(policy.plain, shape.num_layers) / shape.num_layers if isinstance(policy, Policy) else 0
@@ -194,6 +194,36 @@ def first_step(
     return found | {"compiling": COMPILE_SECONDS, "attention_choice": TRIALS * trial}
 
 
+def _seconds(gpu: Gpu, flops: Flops) -> tuple[float, float]:
+    """Seconds of all matmuls and of attention, both ways."""
+    attend = flops.attention_forward / gpu.attention_forward + flops.attention_backward / gpu.attention_backward
+    return flops.matmul / gpu.matmul_flops, attend
+
+
+def _copy_wait(gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple) -> tuple[float, float, float]:
+    """Seconds that copies take beyond the work which they hide behind, and those of that work, forward and backward: a third of
+    what the mathematics needs is forward. total: seconds of the work; fore: of its forward, beside matmuls and attention; up,
+    down: bytes to the host and to the device, in forward and in backward; each direction of the link hides behind its own pass."""
+    needed = (flops.model - flops.model_attention) / gpu.matmul_flops
+    forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
+    passes = forward, total - forward
+    waits = (max(0.0, max(u, d) / gpu.link_rate - hides) for u, d, hides in zip(up, down, passes))
+    return sum(waits), *passes
+
+
+def counted_time(gpu: Gpu, flops: Flops, memory: StepMemory, stays, tails: float = 0.0) -> StepTime:
+    """The seconds of a step whose bytes were counted (flops.moved_forward, moved_backward), whoever's code it runs. What it keeps
+    on the host goes there once and comes back once; no time of Python's is known. stays: a placement's bytes;
+    tails: seconds of attention's launches (`tails`)."""
+    matmul, attend = _seconds(gpu, flops)
+    fore, back = flops.moved_forward / gpu.bandwidth, flops.moved_backward / gpu.bandwidth
+    third = stays.link / 3
+    up, down = (memory.host, third), (third, memory.host + third)
+    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back + tails, fore, up, down)
+    optimizer = optimizer_seconds(gpu, memory, stays)
+    return StepTime(matmul, attend, tails, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
+
+
 def step_time(
     gpu: Gpu, flops: Flops, memory: StepMemory, policy, shape: ModelShape, resident=None, *,
     batch: int, tokens: int, itemsize: int = 2,
@@ -220,21 +250,16 @@ def step_time(
     wide = 8 * shape.trained_head * chunks if chunks > 1 and (tiled or policy == "off") else 0
     loss = (logits + wide) / gpu.bandwidth
 
-    matmul = flops.matmul / gpu.matmul_flops
-    ahead = flops.attention_forward / gpu.attention_forward
-    behind = flops.attention_backward / gpu.attention_backward
-    tails = _tails(gpu, shape, policy, batch, tokens)
+    matmul, attend = _seconds(gpu, flops)
+    waits = tails(gpu, shape, policy, batch, tokens)
 
-    # A third of what the mathematics needs is forward; each direction of the link hides behind its own pass. An engine
-    # that keeps weights on the host sends them down in both passes and gradients up in the second.
-    needed = (flops.model - flops.model_attention) / gpu.matmul_flops
-    forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
-    backward = matmul + ahead + behind + fore + back + sums + loss + tails - forward
+    # An engine that keeps weights on the host sends them down in both passes and gradients up in the second.
     to_host, to_gpu = link_bytes(memory, policy, shape, batch=batch, tokens=tokens, itemsize=itemsize)
     third = stays.link / 3
     first, second = weight_bytes(shape, policy, itemsize)
-    wait = max(0.0, max(to_host, third + first) / gpu.link_rate - forward)
-    wait += max(0.0, max(third, to_gpu + third + second) / gpu.link_rate - backward)
+    up, down = (to_host, third), (third + first, to_gpu + third + second)
+    total = matmul + attend + fore + back + sums + loss + waits
+    wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down)
 
     python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
 
@@ -244,6 +269,6 @@ def step_time(
         forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
         exchange = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
         hides = not (tiled and policy.stream_attention)  # short of memory, no round is under way beside another
-        exchange = max(0.0, exchange - ahead - behind) if hides else exchange
-    time = StepTime(matmul, ahead + behind, tails, fore + back, sums, loss, wait, python_wait, optimizer, exchange)
+        exchange = max(0.0, exchange - attend) if hides else exchange
+    time = StepTime(matmul, attend, waits, fore + back, sums, loss, wait, python_wait, optimizer, exchange)
     return time, to_host + to_gpu + stays.link + first + second

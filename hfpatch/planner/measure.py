@@ -35,10 +35,18 @@ def measure_this() -> Gpu:
     if not torch.cuda.is_available():
         raise ValueError("hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean instead.")
 
+    device = torch.device("cuda:0")
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        name=properties.name, memory_bytes=gpu_limit(device), **_rates(device), source="measured on this machine",
+        processors=properties.multi_processor_count, measured=True,
+    )  # fmt: skip
+
+
+def _rates(device: torch.device) -> dict[str, float]:
+    """A Gpu's rates, each timed."""
     from hfpatch.ops.attention import BACKENDS, pick
 
-    device = torch.device("cuda")
-    properties = torch.cuda.get_device_properties(device)
     make = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
     a, b = make(8192, 8192), make(8192, 8192)
     matmul = 2 * 8192**3 / _seconds(lambda: a @ b)
@@ -56,7 +64,11 @@ def measure_this() -> Gpu:
     bandwidth = 2 * big.numel() / _seconds(lambda: other.copy_(big))
     host = torch.empty(1 << 28, dtype=torch.uint8, device="cpu", pin_memory=True)
     link = big.numel() / _seconds(lambda: big.copy_(host, non_blocking=True))
-    return Gpu(
-        name=properties.name, memory_bytes=gpu_limit(device), peak_flops=matmul, bandwidth=bandwidth, link=link,
-        attention_forward=fwd, attention_backward=bwd, source="measured on this machine", measured=True,
-    )  # fmt: skip
+    peer = 0.0
+    if torch.cuda.device_count() > 1:
+        there = torch.empty_like(big, device="cuda:1")
+        peer = big.numel() / _seconds(lambda: there.copy_(big))
+    return {
+        "peak_flops": matmul, "bandwidth": bandwidth, "link": link, "attention_forward": fwd, "attention_backward": bwd,
+        "peer": peer,
+    }  # fmt: skip

@@ -13,7 +13,7 @@ from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
 from hfpatch.memory.policy import Policy, auto_tile
-from hfpatch.memory.seconds import StepTime, optimizer_seconds
+from hfpatch.memory.seconds import counted_time
 from hfpatch.memory.shape import ModelShape
 from hfpatch.models.finding import find_decoder, list_of_layers
 from hfpatch.models.scaled import kind_of
@@ -199,7 +199,8 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
     forward, backward = (onward(lambda s: s.flops["attention"].get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
     least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
-    return memory, Flops(matmul, forward, backward, sum(least), least[1]), whole
+    moved = (onward(lambda s: s.ledger.traffic.get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
+    return memory, Flops(matmul, forward, backward, sum(least), least[1], *moved), whole
 
 
 def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
@@ -260,7 +261,7 @@ def _counted(config: _Values, adapters: Adapters | None) -> Counted:
 
 def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = False) -> Plan:
     """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
-    attention outputs on the host where layers run tile by tile; seconds are matmuls, attention and the optimizer alone.
+    attention outputs on the host where layers run tile by tile; seconds are those of its FLOPs and of the bytes that were counted.
 
     run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for what cannot be simulated.
     """
@@ -319,7 +320,7 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     tile = _tile(policy)
     slow = counted.carries_states and run.seq_len > 4 * tile
     memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, policy, slow)
-    why = "simulated: no closed form describes this model; norms, activations and copies take longer still"
+    why = "simulated: no closed form describes this model"
     why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
@@ -332,16 +333,8 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
 
     def under(name):
         stays = resident(name, counted, run.gpus, policy)
-        attend = (
-            flops.attention_forward / run.gpu.attention_forward + flops.attention_backward / run.gpu.attention_backward
-        )
-        time = StepTime(
-            flops.matmul / run.gpu.matmul_flops,
-            attend,
-            *(0.0,) * 6,
-            optimizer=optimizer_seconds(run.gpu, memory, stays),
-        )
-        return assembled(run, name, policy, why, memory, flops, time, stays.link)
+        time = counted_time(run.gpu, flops, memory, stays)
+        return assembled(run, name, policy, why, memory, flops, time, stays.link + 2 * memory.host)
 
     plans = [under(name) for name in names]
     return next((p for p in plans if p.fits), min(plans, key=lambda p: p.gpu_peak_bytes))

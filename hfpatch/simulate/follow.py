@@ -264,11 +264,17 @@ class Follower(TorchDispatchMode):
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
         self._cost(func, args, kwargs)
-        moved = kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs) * self.times
-        self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + moved
+        self._moved(kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs))
         if self.shadows is not None:
             self.shadows.run(func, args, kwargs, inputs, outputs)
         return out
+
+    def moves(self, tensors: list) -> None:
+        """Counts what a kernel that no dispatcher sees reads or writes: a tensor as often as it stands here."""
+        self._moved(sum(map(kernels_cost.bytes_of, tensors)))
+
+    def _moved(self, nbytes: int) -> None:
+        self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + nbytes * self.times
 
     def _fakes(self, func, args, kwargs, inputs):
         """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than the call does;

@@ -70,6 +70,9 @@ def attention(func, args, kwargs):
     return kind, flops if kind == "forward" else flops * 5 // 2
 
 
+_ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
+
+
 def matmul_flops(func, args) -> int:
     """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
     packet = func.overloadpacket
@@ -79,7 +82,7 @@ def matmul_flops(func, args) -> int:
         # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.
         a, b = args[0], args[1]
         return 2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
-    elif packet in (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_):
+    elif packet in _ADDING:
         a, b = args[1], args[2]
     else:
         return 0
@@ -95,7 +98,7 @@ _WRITE_ALONE = ("copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like
 _MOVE_NOTHING = ("empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
 
 
-def _bytes_of(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Of what an operation reads or writes of it: expanded dimensions once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
@@ -103,13 +106,12 @@ def _bytes_of(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def _wider_sum(func, kwargs) -> int:
-    """What a matmul that adds to a sum wider than its inputs moves more than one that writes a gradient as wide as they are."""
+def _sum_bytes(func, args, kwargs) -> int:
+    """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its inputs: the sum read, and as much
+    of it as is wider."""
     out = kwargs.get("out")
-    if out is None or "dtype" not in func.__name__:
-        return 0
-    read = 1 if func.overloadpacket in (aten.addmm, aten.baddbmm) else 0
-    return _bytes_of(out) * (1 + read) - _bytes_of(out) // 2
+    wider = 0 if out is None or "dtype" not in func.__name__ else bytes_of(out) // 2
+    return wider + (bytes_of(args[0]) if func.overloadpacket in _ADDING else 0)
 
 
 def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
@@ -121,12 +123,12 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
         return 0
     if matmul_flops(func, args):
-        return _wider_sum(func, kwargs)
+        return _sum_bytes(func, args, kwargs)
     storages = {id(x.untyped_storage()) for x in inputs}
     if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
         return 0
     read = inputs[1:] if name == "copy_" else () if name in _WRITE_ALONE else inputs
-    return sum(map(_bytes_of, (*read, *outputs)))
+    return sum(map(bytes_of, (*read, *outputs)))
 
 
 def _copied(func, x: Tensor) -> int:

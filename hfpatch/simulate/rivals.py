@@ -9,7 +9,7 @@ from hfpatch.memory.limits import check_sizes
 from hfpatch.simulate import trl
 from hfpatch.simulate.adapters import adapted
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
                    "hfpatch-off")  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -17,17 +18,19 @@ from hfpatch.compat import is_sharded_by_zero3, parallelism_config
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import gpu_named
+from hfpatch.memory.seconds import Nothing
 
 GiB = 1 << 30
 
 
 class Callback(TrainerCallback):
-    """Adds `tokens_per_second`, `mfu`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
+    """Adds `tokens_per_second`, `mfu`, `step_seconds`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
 
     tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
     (recomputation not counted, causal attention counted by half); of a GPU without a published peak the share of a matmul
-    measured at the start; a CPU has none. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
-    peak_host_gib the process's largest resident set.
+    measured at the start; a CPU has none. step_seconds: of the steps since the last line, on average; planned_step_seconds: of
+    the same batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its table. peak_gpu_gib is
+    allocated memory, peak_gpu_reserved_gib what the allocator holds, peak_host_gib the process's largest resident set.
 
     Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
     torchao's to round at random, it does so under transformers 4 too, which drops that argument. Where ranks
@@ -43,7 +46,7 @@ class Callback(TrainerCallback):
         self._applied = lambda: None
         self._hook = self._loader = None
         self._warned = False
-        self._tokens, self._flops = 0, 0.0
+        self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._go_first()
@@ -96,9 +99,12 @@ class Callback(TrainerCallback):
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = _trained_share(model)
+        self._plans = (
+            _planner(model, optimizer) if getattr(args.distributed_state, "distributed_type", "") == "NO" else None
+        )
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._start()
+        self._start(state)
 
     def _count(self, model, positional, named):
         if not model.training:
@@ -107,6 +113,7 @@ class Callback(TrainerCallback):
         if ids is not None:  # shapes alone: nothing waits for the device
             B, T = ids.shape[:2]
             self._tokens += B * T
+            self._shapes[B, T] += 1
             if self._shape:
                 self._flops += model_flops(
                     replace(self._shape, ranks=self._sharing), B, T, self.attention_share, self._trained
@@ -114,7 +121,7 @@ class Callback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time; its logs come first, so nothing is lost.
-        self._start()
+        self._start(state)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None:
@@ -125,7 +132,11 @@ class Callback(TrainerCallback):
             extra["tokens_per_second"] = round(self._tokens * self._ranks / seconds, 1)
             if self._peak:
                 extra["mfu"] = round(self._flops / seconds / self._peak, 4)
-            self._start()
+            if (steps := state.global_step - self._steps) > 0:
+                extra["step_seconds"] = round(seconds / steps, 4)
+                if self._plans and (planned := self._plans(self._shapes, steps)):
+                    extra["planned_step_seconds"] = round(planned / steps, 4)
+            self._start(state)
         logs.update(extra)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(extra)
@@ -138,8 +149,9 @@ class Callback(TrainerCallback):
             _set_class(self._loader, type(self._loader).__base__)
             self._loader = None
 
-    def _start(self):
+    def _start(self, state):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
+        self._shapes, self._steps = Counter(), state.global_step
 
     def _go_first(self):
         """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
@@ -235,6 +247,25 @@ def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0,
     """
     flops = step_flops(shape, "off", batch=batch, tokens=tokens)
     return (flops.model - flops.model_attention) * (4 + 2 * trained) / 6 + flops.model_attention * attention_share
+
+
+def _planner(model, optimizer):
+    """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's steps after them, None where
+    they are not known; None of a model that hfpatch does not run."""
+    session = next((s for m in model.modules() if (s := vars(m).get("_hfpatch_session")) is not None), None)
+    if session is None:
+        return None
+    nbytes = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))  # noqa: E731
+
+    def seconds(shapes, steps: int) -> float | None:
+        states = nbytes(value for state in optimizer.state.values() for value in state.values())
+        stays = Nothing(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
+        found = [(session.planned_seconds(B, T, stays), n) for (B, T), n in shapes.items()]
+        if any(one is None for one, _ in found):
+            return None
+        return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)
+
+    return seconds
 
 
 def _trained_share(model) -> float:

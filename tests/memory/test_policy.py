@@ -8,7 +8,18 @@ import torch
 
 from hfpatch.memory import free as memory
 from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.choice import HOST_SHARE, SAME, TILES, Budget, Search, best_interval, choose, frontier, reserve
+from hfpatch.memory.choice import (
+    DENSE_TILE,
+    HOST_SHARE,
+    SAME,
+    TILES,
+    Budget,
+    Search,
+    best_interval,
+    choose,
+    frontier,
+    reserve,
+)
 from hfpatch.memory.cuts import loss_chunk_rows, tile_bounds
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
@@ -133,32 +144,43 @@ SMALL = ModelShape.from_config(preset_config("llama-3.1-8b") | {"num_hidden_laye
 
 
 def every_policy(shape, tokens):
-    """All there are, whether they make sense or not."""
-    keeps = [k for n in range(len(KEEPABLE) + 1) for k in combinations(KEEPABLE, n)]
+    """All that a session runs, whether they make sense or not."""
+    n, packed = shape.num_layers, shape.adapters is not None
+    keeps = [k for count in range(len(shape.keepable) + 1) for k in combinations(shape.keepable, count)]
     tiles = [t for t in TILES if t < tokens] + ([TILES[-1]] if tokens <= TILES[-1] else [])
-    for place, every, save, (stream, wide), tile, plain, keep in product(
-        ("gpu", "host"), range(1, shape.num_layers + 1), (True, False), ((True, False), (False, False), (False, True)), tiles,
-        range(shape.num_layers + 1), keeps,
+    for place, every, save, (stream, wide), tile, plain, keep, (park, group), dense in product(
+        ("gpu", "host"), range(1, n + 1), (True, False), ((True, False), (False, False), (False, True)), tiles, range(n + 1), keeps,
+        ((False, False), (True, False), (False, True)), (False, True) if packed else (False,),
     ):  # fmt: skip
-        if every == 1 or not (keep or save or stream):
-            yield Policy(place, every, save, stream, tile, plain, keep, wide=wide)
+        several = tile < tokens
+        segments = every > 1 and (keep or save or stream)
+        by_group = group and (keep or wide or stream != (save and every == 1))
+        if segments or by_group or (park or group) and (place == "gpu" or not several):
+            continue
+        if dense and (tile > DENSE_TILE or not several):
+            continue
+        fields = {"park": park, "by_group": group, "wide": wide, "dense": dense}
+        yield Policy(place, every, save, stream, tile, plain, keep, **fields)
+        for again in range(1, n - plain) if save and every == 1 and place == "host" else ():
+            yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
 
 
-# From what hardly holds one layer to what holds all of them; a host that is large, small, and slow to reach.
-@pytest.mark.parametrize("tokens, link", [(4096, 32e9), (20000, 32e9), (20000, 1e9)])
-@pytest.mark.parametrize("host", [0, 1, 64])
-def test_no_policy_that_fits_is_faster(tokens, link, host):
-    gpu = dataclasses.replace(GPUS["a100-80gb"], link=link)
-    search = Search(Checkpointing(), SMALL, batch=1, tokens=tokens, gpu=gpu)
-    options = [search.price(policy) for policy in every_policy(SMALL, tokens)]
-    for room in (2, 3, 5, 8, 12, 40):
-        budget = Budget(room * GiB, host * GiB)
+# From what hardly holds one layer to what holds all of them; a host that is large, small, and slow to reach; weights of 4 bits.
+@pytest.mark.parametrize("tokens, link, adapters", [
+    (4096, 32e9, None), (20000, 32e9, None), (20000, 1e9, None), (40000, 16e9, None), (4096, 32e9, Adapters(16, base="4bit")),
+])  # fmt: skip
+def test_no_policy_that_fits_is_faster(tokens, link, adapters):
+    gpu, shape = dataclasses.replace(GPUS["a100-80gb"], link=link), dataclasses.replace(SMALL, adapters=adapters)
+    search = Search(Checkpointing(), shape, batch=1, tokens=tokens, gpu=gpu)
+    options = [search.price(policy) for policy in every_policy(shape, tokens)]
+    for host, room in product((0, 0.4, 0.7, 1, 1.6, 64), (2, 2.5, 3, 4, 5, 8, 12, 40)):
+        budget = Budget(int(room * GiB), int(host * GiB))
         found = search.best(budget)
         fitting = [o.seconds for o in options if budget.admits(o)]
         assert (found is None) == (not fitting)
         if found:
             assert budget.admits(found) and found.device + reserve(found.device) <= room * GiB
-            assert min(fitting) <= found.seconds <= SAME * min(fitting), (room, found)
+            assert min(fitting) <= found.seconds <= SAME * min(fitting), (room, host, found)
 
 
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():

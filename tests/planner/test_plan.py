@@ -299,7 +299,8 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["gpu_bytes"]["parameters"] == 2 * sum(p.numel() for p in build(values).parameters())
     assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
-    assert answer["step_seconds"] > 0
+    bytes_moved = answer["seconds"]["elementwise"] * GPUS["h100"].bandwidth
+    assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
 
 
 def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
@@ -461,6 +462,21 @@ def test_a_first_step_beyond_its_budget_is_said():
     found = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 1 << 19, "host_ram": "2000GiB"})
     over = sum(found.first_step.values()) - FIRST_STEP_BUDGET
     assert over > 1 and f"; {over:.0f} s beyond the budget of a step and 60 s, once a run" in str(found)
+
+
+def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
+    """A card that waits for its last blocks by its own number of processors."""
+    from hfpatch.planner import measure
+
+    told = SimpleNamespace(name="NVIDIA H100 SXM", multi_processor_count=132)
+    rates = {f: float(i + 1) for i, f in enumerate(("peak_flops", "bandwidth", "link", "attention_forward", "peer"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    monkeypatch.setattr(measure, "gpu_limit", lambda device: 79 * GiB)
+    monkeypatch.setattr(measure, "_rates", lambda device: rates | {"attention_backward": 9.0})
+    found = measure.measure_this()
+    assert (found.name, found.processors, found.memory_bytes) == ("NVIDIA H100 SXM", 132, 79 * GiB)
+    assert (found.matmul_flops, found.link_rate, found.peer_rate) == (1.0, 3.0, 5.0)  # measured: no share of them
 
 
 def test_starts_at_once():

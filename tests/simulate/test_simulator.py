@@ -1,9 +1,11 @@
 """The simulator against the CPU allocator, and its traps one by one."""
 
 import contextlib
+import csv
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -71,17 +73,23 @@ def test_reference_figures(implementation, tokens, expected):
 ])  # fmt: skip
 def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")
+    depths = (2, 4) if host else (32,)
     code = (
         "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
-        f"c = preset_config('llama-3.1-8b') | dict(num_hidden_layers={4 if host else 32});"
-        f"s = simulate(prepare(build(c), {implementation!r}), 1, 131072);"
-        "print(json.dumps([s.beyond_bytes, s.host_peak_bytes]))"
+        "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | dict(num_hidden_layers=n)),"
+        f"{implementation!r}), 1, 131072); all = [run(n) for n in {depths}]; s = all[-1];"
+        "print(json.dumps([s.beyond_bytes, s.host_peak_bytes, [[*s.ledger.traffic.values()][1:] for s in all]]))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    beyond, on_host = eval(done.stdout.splitlines()[-1])
+    beyond, on_host, moved = eval(done.stdout.splitlines()[-1])
     assert beyond / GiB == pytest.approx(expected, rel=0.01)
     if host:  # 4 of the 32 layers keep their inputs; the rest (the norm's input) is the model's, not a layer's
         assert on_host / GiB == pytest.approx(host - 28, rel=0.2)
+        with open(Path(__file__).parents[2] / "profiles/plan/peers.csv") as file:
+            rows = {(r["implementation"], r["tokens"]): r for r in csv.DictReader(file)}
+        row = rows[implementation, "131072"]
+        carried = [(more + 14 * (more - fewer)) / GiB for fewer, more in zip(*moved)]
+        assert carried == pytest.approx([float(row[f"moved_{way}_gib"]) for way in ("forward", "backward")], rel=1e-3)
 
 
 # What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the host, attention forward

@@ -14,6 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hfpatch
+from hfpatch.checkpoint import session as session_module
+from hfpatch.memory.flops import step_flops
+from hfpatch.memory.formula import step_memory
+from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.seconds import step_time
 from hfpatch.memory.shape import ModelShape
 from hfpatch.training.callback import (
     Callback,
@@ -24,8 +29,9 @@ from hfpatch.training.callback import (
     rounded_to_nearest,
 )
 from hfpatch.training.sequence import refuse_unshared_batches
+from tests.checkpoint.test_room import Told
 
-COLUMNS = {"tokens_per_second", "mfu", "peak_host_gib"}
+COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 
 
 def make_trainer(tmp_path, *callbacks, model=None, **flags):
@@ -51,6 +57,28 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     for column in COLUMNS:
         written = [event.value for event in events.Scalars(f"train/{column}")]
         assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
+
+
+def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeypatch):
+    """By the step model under the policy that was chosen: of two passes and an optimizer's step."""
+    monkeypatch.setattr(session_module, "metered", lambda device: True)
+    monkeypatch.setattr(session_module, "Gauge", Told)
+    monkeypatch.setattr(Told, "counters", {"free": 2**31, "allocated": 0, "peak": 0, "ooms": 0})
+    few = {"checkpointing": hfpatch.Checkpointing(plain=0), "verdict": False}
+    trainer = make_trainer(tmp_path, Callback(apply=few), gradient_accumulation_steps=2)
+    trainer.train()
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(lines) == 3 and all(entry["step_seconds"] > 0 for entry in lines)
+    session = trainer.model.model._hfpatch_session
+    (policy,) = session.policies.values()
+    sizes, shape = {"batch": 2, "tokens": 16}, session.shape
+    taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes, itemsize=4)
+    once = step_time(GPUS["h100"], *taken, policy, shape, **sizes, itemsize=4)[0].total
+    assert once > 4e-3  # of it the host's 2.5 ms a layer are nearly all
+    assert [entry["planned_step_seconds"] for entry in lines] == pytest.approx([2 * once] * 3, abs=2e-4)
+    stock = make_trainer(tmp_path, Callback())
+    stock.train()
+    assert not any("planned_step_seconds" in entry for entry in stock.state.log_history)
 
 
 def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):

@@ -1,0 +1,112 @@
+"""What users have today, beside hfpatch, in seconds of the step model. Nothing here is timed.
+
+    python profiles/plan/peers.py liger-selective >> profiles/plan/peers.csv    # counts one of them, at all lengths, in minutes
+    python profiles/plan/peers.py                                               # the table of seconds, from peers.csv
+
+Counted of Llama-3.1-8B in bfloat16, batch 1, while the real code of each runs on fake tensors: matmul FLOPs, attention
+forwards, bytes that other operations read and write (Liger's kernels: each of their tensors once, the least there is), memory.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+PEERS = {
+    "hf": "transformers, no checkpointing",
+    "hf-ckpt": "transformers' checkpointing",
+    "trl-offload": "the same with `offload` and TRL's fused head",
+    "trl-selective": "the same with TRL's `selective`",
+    "liger-off": "Liger's kernels and head, no checkpointing",
+    "liger": "Liger's kernels and head, checkpointing",
+    "liger-selective": "Liger's kernels and head, `selective`, `offload`",
+    "liger-tiled-offload": "Liger, its tiled MLP, `offload` (the ALST recipe)",
+}
+LENGTHS = (4096, 8192, 16384, 32768, 131072)
+FIELDS = "implementation,tokens,peak_gib,most_gib,host_gib,matmul_flops,attention_forwards,moved_forward_gib,moved_backward_gib"
+MODEL, PLACEMENT, HOST = "llama-3.1-8b", "gpu8bit", "256GiB"
+GPUS = ("a100-80gb", "h100")
+GiB = 2**30
+
+
+def count(implementation: str) -> None:
+    from hfpatch.memory.presets import preset_config
+    from hfpatch.simulate.rivals import build, prepare
+    from hfpatch.simulate.simulator import simulate
+
+    model = prepare(build(preset_config(MODEL)), implementation)
+    for tokens in LENGTHS:
+        found = simulate(model, 1, tokens)
+        sizes = (found.peak_bytes, found.most_beyond_bytes, found.host_peak_bytes)
+        moved = (found.ledger.traffic[phase] for phase in ("forward", "backward"))
+        forwards = found.attention_calls["forward"] / model.config.num_hidden_layers
+        figures = [f"{n / GiB:.3f}" for n in sizes]
+        figures += [f"{sum(found.flops['matmul'].values()):.6g}", f"{forwards:.0f}", *(f"{n / GiB:.2f}" for n in moved)]
+        print(implementation, tokens, *figures, sep=",", flush=True)
+
+
+def counted() -> dict:
+    """Rows of peers.csv by (implementation, tokens), figures as numbers."""
+    with open(Path(__file__).with_name("peers.csv")) as file:
+        rows = list(csv.DictReader(file))
+    return {
+        (r["implementation"], int(r["tokens"])): {k: float(v) for k, v in r.items() if k != "implementation"}
+        for r in rows
+    }
+
+
+def seconds(row: dict, gpu: str) -> float | None:
+    """A peer's planned step, by its counts; None where it does not fit. Its copies to the host are taken to hide behind the work as
+    hfpatch's do, though they are issued between it, and Python's time to nothing."""
+    from hfpatch.memory.choice import reserve
+    from hfpatch.memory.flops import Flops, step_flops
+    from hfpatch.memory.formula import Moment, StepMemory
+    from hfpatch.memory.hardware import gpu_row
+    from hfpatch.memory.limits import parse_bytes
+    from hfpatch.memory.presets import preset_config
+    from hfpatch.memory.seconds import counted_time, tails
+    from hfpatch.memory.shape import ModelShape
+    from hfpatch.planner.placements import resident
+
+    gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))
+    stays = resident(PLACEMENT, shape, 1, "stock")
+    peak = row["peak_gib"] * GiB + stays.optimizer
+    if peak + reserve(peak) > gpu.usable_bytes or row["host_gib"] * GiB > 0.9 * parse_bytes(HOST):
+        return None
+    least = step_flops(shape, "off", batch=1, tokens=int(row["tokens"]))
+    once = least.attention_forward
+    moved = (GiB * row[f"moved_{way}_gib"] for way in ("forward", "backward"))
+    forwards = row["attention_forwards"] * once
+    flops = Flops(row["matmul_flops"], forwards, 2.5 * once, least.model, least.model_attention, *moved)
+    memory = StepMemory(
+        stays.parameters, stays.parameters, (Moment("counted", stays.parameters),), int(row["host_gib"] * GiB)
+    )
+    return counted_time(gpu, flops, memory, stays, tails(gpu, shape, "stock", 1, int(row["tokens"]))).total
+
+
+def ours(tokens: int, gpu: str):
+    """hfpatch's plan of the same step."""
+    from hfpatch.planner.answer import make_run
+    from hfpatch.planner.plan import evaluate
+
+    return evaluate(make_run(MODEL, seq_len=tokens, gpu=gpu, host_ram=HOST), PLACEMENT)
+
+
+def cells(values) -> list[str]:
+    return ["-" if s is None else f"{s:.2f}" if s < 10 else f"{s:.1f}" for s in values]
+
+
+def table() -> str:
+    """Markdown: a row an implementation, planned seconds on each GPU at each length."""
+    rows, found = [], counted()
+    for name, said in PEERS.items():
+        rows.append([said, *cells(seconds(found[name, T], gpu) for gpu in GPUS for T in LENGTHS)])
+    plans = [ours(T, gpu) for gpu in GPUS for T in LENGTHS]
+    rows.append(["hfpatch, `auto`", *cells(p.step_seconds if p.fits else None for p in plans)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        count(sys.argv[1])
+    else:
+        print(table())
