@@ -15,6 +15,7 @@ import hfpatch
 from hfpatch.checkpoint import heads as heads_module
 from hfpatch.checkpoint import layer as layer_module
 from hfpatch.checkpoint import tiled as tiled_module
+from hfpatch.memory.policy import KEEPABLE
 from tests.checkpoint.deep import pair, tiny_llama, tokens
 from tests.models.families import small_model
 from tests.numerics import assert_close
@@ -604,8 +605,8 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})
 
 
-@pytest.mark.parametrize("offload, tile", [("host", 14), ("disk", 4096)])
-def test_attention_of_some_layers_runs_again(offload, tile, tmp_path, monkeypatch):
+@pytest.mark.parametrize("offload, tile, keep", [("host", 14, KEEPABLE), ("disk", 4096, ())])
+def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monkeypatch):
     """again: as many of the last layers keep no attention output, before plain ones; gradients are exact."""
     import dataclasses
 
@@ -615,7 +616,7 @@ def test_attention_of_some_layers_runs_again(offload, tile, tmp_path, monkeypatc
     monkeypatch.setattr(Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1))
     monkeypatch.setattr(heads_module, "attention_forward", lambda *a, **k: forwards.append(1) or attend(*a, **k))
     where = str(tmp_path) if offload == "disk" else offload
-    settings = hfpatch.Checkpointing(offload=where, tile=tile, plain=1, save_attention=True)
+    settings = hfpatch.Checkpointing(offload=where, tile=tile, plain=1, save_attention=True, keep=keep)
     check(settings, {"num_hidden_layers": 4})
     forwards.clear()
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
