@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, suppress
+from itertools import product
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4,
     "head_dim": 16, "global_head_dim": 16,
-    "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
+    "embedding_dim": 64, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16,
@@ -57,8 +58,12 @@ def scaled_config(config, n_layers: int, at=None):
         if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    if isinstance(vars(small).get("num_layers"), int):
-        small.num_layers = n_layers  # where a layer with two attentions counts as two above (LongCat)
+    for name in (
+        "num_layers",
+        "num_blocks",
+    ):  # where a layer with two attentions counts as two above (LongCat); xLSTM's
+        if isinstance(vars(small).get(name), int):
+            setattr(small, name, n_layers)
     if getattr(small, "num_kv_shared_layers", None):
         small.num_kv_shared_layers = 0
     for name in IDS:
@@ -161,21 +166,25 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     """
     bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
     first_error = None
-    for base in bases:
+    for base, derived in product(bases, (False, True)):
         try:
-            return _small_stack(base, config, kinds, exact=base is stack_class)
+            return _small_stack(base, config, kinds, base is stack_class, derived)
         except Exception as error:  # an __init__ of the user's own may ask for anything
             first_error = first_error or error
     raise first_error
 
 
-def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool) -> nn.Module:
+def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool) -> nn.Module:
+    """derived: what the config makes of its sizes once it has them is made anew (Zamba 2's head sizes), and there are two layers at
+    least (RWKV's weights begin by a layer's share of the depth)."""
     at = sorted({kinds.index(kind) for kind in kinds})
-    n_layers = at[-1] + 1
+    n_layers = max(at[-1] + 1, 1 + derived)
     exact = exact and n_layers <= MOST_LAYERS
     if len(at) > MOST_LAYERS:
         raise ValueError(f"it has {len(at)} kinds of layers")
     small = scaled_config(config, n_layers) if n_layers <= MOST_LAYERS else scaled_config(config, len(at), at)
+    if derived:
+        small.__post_init__()
     with torch.device("meta"):
         empty = stack_class(small)
     parameters = sum(p.numel() for p in empty.parameters())
@@ -191,4 +200,5 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool) -> 
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
-    return made.train()
+        made.train()(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)  # sizes that do not fit show here
+    return made

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
@@ -243,3 +243,14 @@ def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
         else:
             with pytest.raises(TypeError, match="n_more"):
                 small_stack(_OwnStack, LlamaConfig(), kinds)
+
+
+@pytest.mark.parametrize("kind", ["zamba2", "rwkv"])
+def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
+    """Zamba 2's config computes head sizes once, from the real sizes; RWKV's weights begin by a layer's share of the depth."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind]())
+    reasons = {answer.reason for answer in asked(model).answers}
+    assert reasons <= {None, "what mixes its tokens takes one from the other"} and (None in reasons) == (
+        kind == "zamba2"
+    )
