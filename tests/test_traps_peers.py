@@ -374,6 +374,17 @@ def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
         assert torch.allclose(grads[0][name], value, rtol=0, atol=3e-6 * value.abs().max().item()), name
 
 
+def test_a_hook_gets_what_transformers_makes_of_padding():
+    """Of hidden tokens behind a row that nothing reads our layers make something of their own, at no cost."""
+    stock, seen = tiny.llama(dtype=torch.float64), []
+    batch = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}
+    batch["attention_mask"][1, -9:], batch["labels"][1, -9:] = 0, -100
+    for model in (tiny.patched(stock, rms_norm=False), stock):
+        model.model.layers[0].register_forward_hook(lambda m, a, out: seen.append(out))
+        model(**batch)
+    assert (seen[0] - seen[1]).abs().max() <= 1e-12 * seen[1].abs().max()
+
+
 def _squashed(function):
     return lambda *args, **kwargs: (lambda y: (torch.tanh(y[0]), *y[1:]) if isinstance(y, tuple) else torch.tanh(y))(
         function(*args, **kwargs)

@@ -25,11 +25,13 @@ from hfpatch.compat import (
     caller_reads_logits,
     context_parallel,
     forward_hooks,
+    modules_in,
     modules_of,
     own_loss,
     pytree,
     set_own_loss,
     step_under_ulysses,
+    watched_by_user,
 )
 from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
@@ -352,12 +354,18 @@ class FusedCausalLM:
                 if not head._users:
                     del holder[name]
 
+    def _hfpatch_watched(self) -> bool:
+        """Whether a hook of the user's is given what a token is made of behind its embedding."""
+        return watched_by_user([m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]) is not None
+
     @contextmanager
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
-        """Within, layers know what labels there are, and whose output nobody reads: tokens that are followed by no label."""
+        """Within, layers know what labels there are, and whose output nobody reads: tokens that are followed by no label, where
+        no hook is given all."""
         before = here.idle_BT, here.labels
         here.labels = target
-        if kwargs.get("attention_mask") is not None and not _asks_for_hidden_states(self, kwargs):
+        asked = kwargs.get("attention_mask") is None or _asks_for_hidden_states(self, kwargs)
+        if not asked and (torch.compiler.is_compiling() or not self._hfpatch_watched()):
             unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
             # Who asks for documents waits for it on the host, which is not to wait for the step before.
             (here.idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)
