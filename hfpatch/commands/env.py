@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hfpatch import OLDEST
 from hfpatch.memory.free import cores, host_free, host_limit
+from hfpatch.memory.limits import flag, parse_length
 from hfpatch.memory.locks import left_builds
 from hfpatch.profiling.timeline import size
 
@@ -51,6 +52,11 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument(
         "--model", help="what hfpatch does to this model in place of all that: a preset, a folder, a hub id"
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=flag(parse_length),
+        help="with --model: also what a step of that many tokens takes, as hfpatch plan says",
     )
     parser.add_argument("--families", action="store_true", help="the same of many families, as README's table")
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")

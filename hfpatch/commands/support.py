@@ -4,7 +4,9 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from hfpatch.memory.hardware import gpu_named
 from hfpatch.memory.shape import ModelShape
+from hfpatch.planner.show import gib
 
 # One row of README's table each: what memory/families.py describes, and what transformers has beside it.
 FAMILIES = (
@@ -83,6 +85,16 @@ def table_row(support: Support) -> str:
 HEADER = "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
 
 
+def _plan(config: dict, seq_len: int):
+    """hfpatch.plan on this machine's card, where the table has it, else on an H100."""
+    import torch
+
+    from hfpatch.planner.plan import plan
+
+    here = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return plan(config, seq_len=seq_len, gpu=here or "h100")
+
+
 def main(args) -> int:
     if args.families:
         print(HEADER)
@@ -93,8 +105,9 @@ def main(args) -> int:
 
     name, config = config_of(args.model, download=False)
     found = support_of(name, config)
+    planned = _plan(config, args.seq_len) if args.seq_len else None
     if args.json:
-        print(json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1))
+        print(json.dumps(asdict(found) | {"verdict": found.verdict, "plan": planned and planned.to_dict()}, indent=1))
         return 0
     print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile")
     print(f"verdict  {found.verdict}")
@@ -102,5 +115,9 @@ def main(args) -> int:
         print(f"whole    {n} layers: {reason}")
     print(f"fused    {', '.join(found.fused) or 'nothing'}")
     print(f"packed   {found.packed}")
+    if planned:
+        fits = "fits" if planned.fits else "does NOT fit"
+        takes = f"{planned.step_seconds:.2f} s a step, {gib(planned.gpu_peak_bytes)} of {gib(planned.gpu_usable_bytes)}"
+        print(f"planned  {planned.seq_len:,} tokens on {planned.gpu} ({planned.placement}): {fits}, {takes}")
     print("\n".join(f"  {note}" for note in found.notes))
     return 0

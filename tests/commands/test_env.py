@@ -13,6 +13,7 @@ from hfpatch.commands import support
 from hfpatch.commands.main import main
 from hfpatch.memory import families as memory_families
 from hfpatch.memory.locks import left_builds
+from hfpatch.planner.plan import plan
 
 GOOD = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0",
@@ -122,6 +123,10 @@ def test_a_model_is_told_what_apply_makes_of_it(capsys, monkeypatch):
     assert "2 of 2 layers run tile by tile" in out and "norms, RoPE, MLP, loss" in out and "packed   isolated" in out
     assert main(["env", "--model", "llama-tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "agrees"
+    assert main(["env", "--model", "llama-tiny", "--seq-len", "4k"]) == 0
+    told = plan("llama-tiny", seq_len=4096, gpu="h100")
+    line = f"planned  4,096 tokens on h100 ({told.placement}): fits, {told.step_seconds:.2f} s a step, "
+    assert line in capsys.readouterr().out
 
 
 def readme_row(kind: str) -> str:
