@@ -184,7 +184,7 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, der
         raise ValueError(f"it has {len(at)} kinds of layers")
     small = scaled_config(config, n_layers) if n_layers <= MOST_LAYERS else scaled_config(config, len(at), at)
     if derived:
-        small.__post_init__()
+        getattr(small, "__post_init__", lambda: None)()  # which configs of transformers 5.0 have not
     with torch.device("meta"):
         empty = stack_class(small)
     parameters = sum(p.numel() for p in empty.parameters())

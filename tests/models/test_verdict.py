@@ -245,7 +245,9 @@ def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
                 small_stack(_OwnStack, LlamaConfig(), kinds)
 
 
-@pytest.mark.parametrize("kind", ["zamba2", "rwkv"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("zamba2", marks=tiny.not_with_transformers_5_0("cannot build one")), "rwkv"]
+)
 def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     """Zamba 2's config computes head sizes once, from the real sizes; RWKV's weights begin by a layer's share of the depth."""
     with torch.device("meta"):
