@@ -99,9 +99,8 @@ class Callback(TrainerCallback):
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = _trained_share(model)
-        self._plans = (
-            _planner(model, optimizer) if getattr(args.distributed_state, "distributed_type", "") == "NO" else None
-        )
+        state_of = getattr(args, "distributed_state", None)
+        self._plans = _planner(model, optimizer) if getattr(state_of, "distributed_type", "") == "NO" else None
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._start(state)

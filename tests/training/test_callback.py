@@ -11,7 +11,7 @@ import tiny
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import hfpatch
 from hfpatch.checkpoint import session as session_module
@@ -213,7 +213,7 @@ def test_rounding_at_random_reaches_the_optimizer_by_the_callback():
     optimizer = AdamW8bit([torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))])
     args = TrainingArguments("unused", use_cpu=True, optim_args="bf16_stochastic_round=True", report_to="none")
     wrapped = SimpleNamespace(optimizer=optimizer)
-    Callback().on_train_begin(args, None, None, model=tiny.llama(), optimizer=wrapped)
+    Callback().on_train_begin(args, TrainerState(), None, model=tiny.llama(), optimizer=wrapped)
     assert optimizer.bf16_stochastic_round
 
 
@@ -275,7 +275,7 @@ def counted_of_shared_rows(parallelism_config) -> tuple[float, ModelShape]:
         world_size=2, process_index=0, optim_args="", device="cpu", bf16=False, fp16=False,
         parallelism_config=parallelism_config,
     )  # fmt: skip
-    columns.on_train_begin(args, None, None, model=model)
+    columns.on_train_begin(args, TrainerState(), None, model=model)
     model(tiny.ids(1, 12))
     return columns._flops, ModelShape.from_config(model.config)
 
