@@ -115,16 +115,15 @@ class Mask:
         return self
 
 
-def _structure(function):
-    """The code of a closure and of those it holds, with their numbers and defaults, and whose method it is; a tensor counts by
-    being one."""
+def _held(function):
+    """The code of a closure, whose method it is, and what it and those it holds were made with, as a flat list."""
     if isinstance(function, (tuple, list)):
-        return tuple(map(_structure, function))
-    if callable(function) and hasattr(function, "__code__"):
-        held = tuple(c.cell_contents for c in function.__closure__ or ())
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-        return function.__code__, getattr(function, "__self__", None), _structure(held), _structure(defaults)
-    return "tensor" if isinstance(function, Tensor) else function
+        return [len(function), *(x for held in function for x in _held(held))]
+    if not (callable(function) and hasattr(function, "__code__")):
+        return [function]
+    cells = tuple(c.cell_contents for c in function.__closure__ or ())
+    defaults = (*(function.__defaults__ or ()), *(x for item in (function.__kwdefaults__ or {}).items() for x in item))
+    return [function.__code__, getattr(function, "__self__", None), *_held(cells), *_held(defaults)]
 
 
 def _unpadded(function):
@@ -137,14 +136,6 @@ def _unpadded(function):
         return function
     cells = tuple(CellType(_unpadded(c.cell_contents)) for c in function.__closure__ or ())
     return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-
-
-def _has_fake(function) -> bool:
-    if isinstance(function, (tuple, list)):
-        return any(map(_has_fake, function))
-    if isinstance(function, Tensor):
-        return is_fake(function)
-    return any(_has_fake(c.cell_contents) for c in getattr(function, "__closure__", None) or ())
 
 
 def _ask(function, T: int, local: int | None, device):
@@ -174,14 +165,14 @@ def _ask(function, T: int, local: int | None, device):
 def describe(function, T: int, local: int | None, device) -> tuple | None:
     """The kind of a mask closure, from what it answers; closures of a structure seen before are known."""
     try:
-        key = (_structure(function), local)
-        hash(key)
-    except (TypeError, ValueError):
+        held = _held(function)
+        key = *(Tensor if isinstance(x, Tensor) else x for x in held), local, T
+        if key in _kinds:
+            return _kinds[key]
+    except (TypeError, ValueError):  # what has no hash, an empty cell
         return None
-    if (key, T) in _kinds:
-        return _kinds[key, T]
-    has_tensor = "'tensor'" in repr(key)
-    simulated = has_tensor and _has_fake(function)
+    tensors = [x for x in held if isinstance(x, Tensor)]
+    has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
     with _asking:
         try:
             with real_tensors() if simulated or not has_tensor else nullcontext(), torch.device("cpu"):
@@ -191,5 +182,5 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
             kind = None
         if has_tensor and (kind is None or kind[0] != "chunk"):
             return None  # what a tensor says may change with the batch; a chunk's says the left padding, which we count too
-        _kinds[key, T] = kind
+        _kinds[key] = kind
     return kind
