@@ -20,6 +20,7 @@ from hfpatch.compat import (
     names_attention,
     not_for_ddp,
     real_tensors,
+    unwatched,
 )
 from hfpatch.memory.choice import choose
 from hfpatch.memory.formula import ModelShape, step_memory
@@ -182,7 +183,11 @@ def apply(
         )
     report = Report(type(model).__name__)
     asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
-    with real_tensors(), torch.device("cpu"):  # what is tried out has values, also where the caller's tensors have none
+    with (
+        real_tensors(),
+        torch.device("cpu"),
+        unwatched([]),
+    ):  # what is tried out has values, also where the caller's tensors have none
         found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
         for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
             if asked[option]:

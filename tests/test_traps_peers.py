@@ -364,6 +364,31 @@ def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, verd
 
 
 @pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
+def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(verdict, capsys):
+    """None for the small instance, the parts that are tried, or the tokens by which a layer is asked; and logits are logits."""
+    stock, ours, seen = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64), {}
+    tiny.checkpoint(stock)
+
+    def note(m, given, out):
+        given = [tuple(x.shape) for x in given if isinstance(x, torch.Tensor)]
+        now.append((type(m).__name__, given, getattr(out, "shape", type(out).__name__)))
+
+    now = seen["ours"] = []
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        hfpatch.apply(ours, verdict=verdict)
+        assert not now
+        with pytest.warns(UserWarning, match="lm_head has a hook"):
+            tiny.step(ours, tiny.labelled())
+        now = seen["stock"] = []
+        tiny.step(stock, tiny.labelled())
+    finally:
+        handle.remove()
+    assert now and seen["ours"] == now
+    assert "run whole, their inputs offloaded: hooks on every module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
 def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
     """Tile by tile it would mix those of a tile."""
     stock, grads = tiny.llama(dtype=torch.float64), []

@@ -47,6 +47,7 @@ from hfpatch.compat.models import (
 from hfpatch.compat.modules import (
     buffers_of,
     forward_hooks,
+    hooks_on_all,
     merged_into,
     modules_in,
     modules_of,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hfpatch.compat import (
     forward_hooks,
     hooked_forward,
+    hooks_on_all,
     modules_of,
     other_hooks,
     output_hooks,
@@ -100,7 +101,7 @@ def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def reads_logits(head: nn.Module) -> str | None:
     """The reason where a hook of the user's expects what a head gives, or its gradient."""
-    hooks = (h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, output_hooks(m)))
+    hooks = [h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, output_hooks(m))] + hooks_on_all()
     return next((f"lm_head has a hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks), None)
 
 

@@ -20,6 +20,7 @@ from hfpatch.compat import (
     collecting,
     engine_hook,
     forward_hooks,
+    hooks_on_all,
     modules_in,
     other_hooks,
     submodule,
@@ -325,6 +326,8 @@ class TiledLayer:
         hooked = watched_by_user(modules[1:])
         if hooked is None:
             return None
+        if hooks_on_all():
+            return "hooks on every module of the process"
         return f"hooks on {next(n for n, m in self.named_modules() if m is hooked)}"
 
     def why_no_kernels(self, device: torch.device, dtype: torch.dtype, pattern: Pattern) -> str | None:

@@ -16,6 +16,7 @@ from hfpatch.compat import (
     asks_for_input_gradients,
     buffers_of,
     forward_hooks,
+    hooks_on_all,
     modules_of,
     other_hooks,
     parameters_of,
@@ -166,6 +167,8 @@ def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
     nobody watches it."""
     found, now = mlp._hfpatch_activations, _activations(mlp)
+    if hooks_on_all():
+        return False
     for m in now:
         if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
             return False

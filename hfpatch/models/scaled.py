@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from hfpatch.compat import modules_of, name_attention, plain_construction, run_experts_plainly
+from hfpatch.compat import modules_of, name_attention, plain_construction, run_experts_plainly, unwatched
 from hfpatch.models.classes import package_of
 from hfpatch.models.finding import list_of_layers
 
@@ -142,13 +142,15 @@ def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
 
 @contextmanager
 def quiet_process():
-    """Inside, random numbers, the default dtype and device, and DeepSpeed's way of making parameters are not the caller's."""
+    """Inside, random numbers, the default dtype and device, hooks on all modules, and DeepSpeed's way of making parameters are not
+    the caller's."""
     dtype = torch.get_default_dtype()
     cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
         torch.set_default_dtype(torch.float32)
-        with plain_construction(), torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        quiet = torch.autocast("cpu", enabled=False)
+        with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched([]):
             torch.default_generator.manual_seed(0)
             yield
     finally:
