@@ -53,21 +53,20 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
     token, 4 a frozen one, attention three times its forward, nothing that runs again."""
     rows, n = batch * tokens, shape.num_layers
     layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
-    # Two products over the causal half (or a window): q with k, and with v.
-    once = (
-        2
-        * batch
-        * (shape.q_size + shape.out_size)
-        * sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts.items())
-        / shape.ranks
-    )
+
+    def attention(first=0, last=n):
+        """Of a range of layers: two products over the causal half (or a window), q with k, and with v."""
+        pairs = sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts(first, last).items())
+        return 2 * batch * (shape.q_size + shape.out_size) * pairs / shape.ranks
+
+    once = attention()
     least = 6 * rows * (layers + shape.embedding_parameters)
     if shape.adapters:
         # No weight gradients of the base, and none of what was embedded: the first layer's q, k and v lead nowhere.
         least = rows * (
             4 * (layers + shape.embedding_parameters) + 6 * shape.trained_parameters - 2 * shape.qkv_weights
         )
-    again, forwards = 0.0, 1.0
+    again, forwards = 0.0, once
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)
         single = tiles(batch, tokens, policy.tile)[0] == 1
@@ -76,11 +75,11 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
             skipped = tiled - -(-tiled // policy.every)
             again += skipped * (layers / n)
         saves = policy.save_attention and policy.every == 1
-        forwards += (min(policy.again, tiled) if saves else tiled) / n
+        forwards += attention(tiled - min(policy.again, tiled) if saves else 0, tiled)
     elif policy == STOCK_CHECKPOINTING:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
-        again, forwards = layers - n * dead, 2
+        again, forwards = layers - n * dead, 2 * once
     # Kernels take values as wide as queries: narrower ones, of latent attention, are padded.
-    run = once * filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
-    return Flops(least + 2 * rows * again, run * forwards, run * 2.5, least + 3 * once, 3 * once)
+    padded = filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
+    return Flops(least + 2 * rows * again, padded * forwards, padded * 2.5 * once, least + 3 * once, 3 * once)

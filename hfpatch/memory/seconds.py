@@ -154,12 +154,17 @@ def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int
 def tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float:
     """Seconds in which attention's backward launches wait for their last blocks: five products of a block of keys with
     all queries that see it. A layer that runs whole has one launch, as has a policy that is wide."""
-    tiled = 1 - min(policy.plain, shape.num_layers) / shape.num_layers if isinstance(policy, Policy) else 0
-    groups = 1 + tiled * (head_groups(batch, tokens, shape, getattr(policy, "wide", False)) - 1)
-    tokens *= shape.ranks
-    seen = sum(k * min(w or tokens, tokens) for w, k in shape.window_counts.items())
-    block = 5 * BLOCK_ROWS * seen * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
-    return TAIL_SHARE * groups * block * gpu.processors / gpu.attention_backward
+    long = tokens * shape.ranks
+
+    def seen(last):
+        return sum(k * min(w or long, long) for w, k in shape.window_counts(last=last).items())
+
+    launches = seen(shape.num_layers)
+    if isinstance(policy, Policy):
+        tiled = shape.num_layers - min(policy.plain, shape.num_layers)
+        launches += (head_groups(batch, tokens, shape, policy.wide) - 1) * seen(tiled)
+    block = 5 * BLOCK_ROWS * launches * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    return TAIL_SHARE * block * gpu.processors / gpu.attention_backward
 
 
 def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:

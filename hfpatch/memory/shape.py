@@ -345,10 +345,9 @@ class ModelShape:
         count = {True: sparse, False: last - first - sparse}
         return sum(count[self.is_sparse(i)] * of(i) for i in self.kinds)
 
-    @cached_property
-    def window_counts(self) -> dict[int, int]:
-        """How many layers see how many tokens (0: all)."""
-        return dict(Counter(self.windows)) if self.windows else {0: self.num_layers}
+    def window_counts(self, first: int = 0, last: int | None = None) -> dict[int, int]:
+        """How many of layers first to last (not included) see how many tokens (0: all)."""
+        return Counter(self.windows[first:last]) if self.windows else {0: len(range(self.num_layers)[first:last])}
 
     @cached_property
     def body_parameters(self) -> int:

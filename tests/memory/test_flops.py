@@ -10,7 +10,7 @@ from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise, step_time
+from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise, step_time, tails
 from hfpatch.memory.shape import GiB, ModelShape
 from hfpatch.planner.placements import resident
 
@@ -39,6 +39,19 @@ def test_windows_leave_attention_to_the_layers_that_see_all():
     assert windowed.attention_forward / whole.attention_forward == pytest.approx(
         (8 + 40 * (1024 * 131072 - 1024**2 / 2) / (131072**2 / 2)) / 48
     )
+
+
+def test_attention_again_costs_what_those_layers_see():
+    """Of Gemma 3's layers each sixth sees all tokens, the last one too; so do the waits of its launches."""
+    gemma, sizes = shape_of("google/gemma-3-12b"), {"batch": 1, "tokens": 131072}
+    once = step_flops(gemma, Policy(), **sizes).attention_forward
+    of_all = sum(attended(131072, w) for w in gemma.windows)
+    for policy, layers in ((Policy(again=2), (46, 47)), (Policy(plain=1, again=3), (44, 45, 46)),
+                           (Policy(plain=1, save_attention=False), range(47))):  # fmt: skip
+        more = step_flops(gemma, policy, **sizes).attention_forward / once - 1
+        assert more == pytest.approx(sum(attended(131072, gemma.window(i)) for i in layers) / of_all)
+    saved = [tails(GPUS["a100-80gb"], gemma, Policy(plain=n), **sizes) for n in (0, 1, 2)]
+    assert (saved[0] - saved[1]) / (saved[1] - saved[2]) == pytest.approx(131072 / 1024)
 
 
 def test_experts_count_where_a_token_goes():
