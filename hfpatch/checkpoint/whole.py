@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hfpatch.checkpoint.weights import AsInForward, AsThen, edited
-from hfpatch.compat import modules_in, same_storage, version
+from hfpatch.compat import closing_checkpoints, modules_in, same_storage, version
 
 
 class _Held:
@@ -62,10 +62,8 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
     `run`, which computes with this layer and this mask of attention (None, a tensor, another object), is called again in backward.
     """
     run = _AsFirst(run, layer, mask, session.weights.on)
-    if policy is None:
-        return checkpoint(run, x_BTD, use_reentrant=False)
-    if policy.offload == "gpu":
-        return checkpoint(run, x_BTD, use_reentrant=False)
+    if policy is None or policy.offload == "gpu":
+        return _checkpoint(run, x_BTD)
     transfers = session.queues[x_BTD.device, policy.offload].transfers
     before, y_before = session.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
@@ -83,12 +81,17 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = checkpoint(run, x_BTD, use_reentrant=False)
+            y = _checkpoint(run, x_BTD)
     finally:
         transfers.settle()
     first = y if isinstance(y, Tensor) else y[0]
     session.last_held = (held[0], weakref.ref(first)) if held else None
     return y
+
+
+def _checkpoint(run, x: Tensor):
+    with closing_checkpoints():
+        return checkpoint(run, x, use_reentrant=False)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -41,6 +41,7 @@ from hfpatch.compat.models import (
     own_loss,
     record_outputs_like,
     run_experts_plainly,
+    run_scans_plainly,
     set_own_loss,
     trl_fused_head,
 )
@@ -71,6 +72,7 @@ from hfpatch.compat.tensors import (
     autograd_node,
     backward_from,
     below_autograd,
+    closing_checkpoints,
     compiled_for,
     dump_allocations,
     flash3,

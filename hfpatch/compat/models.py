@@ -84,6 +84,13 @@ def run_experts_plainly(config) -> None:
         config._experts_implementation_internal = "eager"
 
 
+def run_scans_plainly(model: nn.Module) -> None:
+    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its default."""
+    for module in model.modules():
+        if hasattr(module, "use_fast_kernels"):
+            module.use_fast_kernels = False
+
+
 def balances_through(kind: type, instead) -> bool:
     """The load-balancing loss that a class's family computes is then instead(stock, ...), stock being its own function for it;
     False where that takes something else."""

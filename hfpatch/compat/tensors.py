@@ -1,7 +1,9 @@
 """Private names of torch: autograd, storages, the dispatcher, fake tensors, the allocator."""
 
 import sys
+import traceback
 from contextlib import contextmanager, nullcontext
+from inspect import isgenerator
 from types import SimpleNamespace
 
 import torch
@@ -32,6 +34,20 @@ def transforming() -> bool:
 def forward_mode() -> bool:
     """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False where unknown."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+@contextmanager
+def closing_checkpoints():
+    """Within, a torch checkpoint whose forward raises takes its hooks off at once: torch 2.11 leaves them to the next steps for as
+    long as somebody (a notebook) holds the error."""
+    try:
+        yield
+    except BaseException as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "checkpoint"]
+        for frame in reversed(frames):
+            if isgenerator(held := frame.f_locals.get("gen")):
+                held.close()
+        raise
 
 
 def graph_task() -> int:

@@ -7,7 +7,14 @@ from itertools import product
 import torch
 from torch import nn
 
-from hfpatch.compat import modules_of, name_attention, plain_construction, run_experts_plainly, unwatched
+from hfpatch.compat import (
+    modules_of,
+    name_attention,
+    plain_construction,
+    run_experts_plainly,
+    run_scans_plainly,
+    unwatched,
+)
 from hfpatch.models.classes import package_of
 from hfpatch.models.finding import list_of_layers
 
@@ -196,6 +203,7 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, der
     if not exact and not made_of(kinds) <= made_of(kind_of(layer) for layer in list_of_layers(empty)):
         raise ValueError(f"its kinds of layers, first occurring in the first {n_layers}, are made of other modules")
     made = stack_class(small)
+    run_scans_plainly(made)
     with torch.no_grad():
         for p in made.parameters():
             if p.dim() < 2:

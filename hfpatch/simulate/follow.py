@@ -126,7 +126,11 @@ class Follower(TorchDispatchMode):
         _current.append(self)
         if self._alone is None:
             noted, self.ledger, self._refs = (self.ledger, self._refs), Ledger(), {}
-            self._calibrate()
+            try:
+                self._calibrate()
+            except BaseException:  # the mode would stay on
+                self.__exit__(*sys.exc_info())
+                raise
             self.ledger, self._refs = noted
         return self
 

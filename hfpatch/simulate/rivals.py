@@ -5,6 +5,7 @@ TRL and Liger change transformers process-wide: one of them a process.
 
 import torch
 
+from hfpatch.compat import run_scans_plainly
 from hfpatch.memory.limits import check_sizes
 from hfpatch.simulate import trl
 from hfpatch.simulate.adapters import adapted
@@ -35,6 +36,7 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
                 model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
             except ValueError:  # families whose attention sdpa cannot do (sinks): their own
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
+        run_scans_plainly(model)
         model.tie_weights()  # on the meta device transformers 5.0 leaves that to those who load weights
     except Exception as error:  # what a family's classes make of junk has a class of its own each
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import buffers_of, parameters_of, simulation_parts
+from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, simulation_parts
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
 from hfpatch.simulate.scan import few_blocks, scans_by_blocks
 from hfpatch.simulate.shadow import Shadows
@@ -357,7 +357,7 @@ def simulate(
         loops.enter_context(few_blocks(follower))
         weights = _FakeWeights(model, shadows)
         try:
-            with following(model, follower):
+            with following(model, follower), closing_checkpoints():
                 fake_ids = shadows.fake(ids)
                 fake_labels = shadows.fake(ids if labels is None else labels)
                 more = {k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()}

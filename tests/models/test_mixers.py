@@ -166,6 +166,7 @@ def test_packed_rows_are_refused_where_no_small_instance_tells(verdict, monkeypa
         ours(**given | {"position_ids": torch.arange(40).expand(2, -1)})
 
 
+@OWN_MASK
 def test_documents_are_apart_also_where_masks_are_made_without_positions():
     """OPT embeds them and tells its masks nothing; its keys' biases have no gradient but rounding, which is no difference."""
     stock = families.small_model("opt")

@@ -198,6 +198,7 @@ os._exit(0)
 
 
 def test_it_is_the_same_under_zero_init(tmp_path):
+    pytest.importorskip("deepspeed")
     here = Path(__file__).parent
     code = UNDER_ZERO_INIT.format(tests=str(here.parent), models=str(here), file=tmp_path / "store")
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
