@@ -46,6 +46,7 @@ from hfpatch.compat.models import (
     trl_fused_head,
 )
 from hfpatch.compat.modules import (
+    buffers_apart,
     buffers_of,
     forward_hooks,
     hooks_on_all,

@@ -4,9 +4,10 @@ import inspect
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import nn
 
-from hfpatch.compat.tensors import gone
+from hfpatch.compat.tensors import gone, version
 
 
 def parameters_of(module: nn.Module) -> dict:
@@ -162,6 +163,31 @@ def unwatched(modules: list[nn.Module]):
             own[name] = hooks
         for parameter, hooks in noted:
             parameter._backward_hooks = hooks
+
+
+@contextmanager
+def buffers_apart(layer: nn.Module):
+    """Within, the layer's modules that have buffers write to copies of them, as in training; yields a function, which gives the
+    names of those that were written to."""
+    with torch.inference_mode(False):  # whose tensors count no writes
+        own = [(name, m, m.training, dict(buffers_of(m))) for name, m in layer.named_modules() if buffers_of(m)]
+        copied = [{n: b if b is None else b.detach().clone() for n, b in buffers.items()} for *_, buffers in own]
+    for (_, module, _, _), copies in zip(own, copied):
+        buffers_of(module).update(copies)
+        module.training = True
+
+    def written():
+        for (name, module, _, _), copies in zip(own, copied):
+            for n, b in copies.items():
+                if buffers_of(module).get(n) is not b or b is not None and version(b):
+                    yield f"{name}.{n}".lstrip(".")
+
+    try:
+        yield written
+    finally:
+        for _, module, training, buffers in own:
+            buffers_of(module).update(buffers)
+            module.training = training
 
 
 def pytree():

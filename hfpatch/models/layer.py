@@ -376,7 +376,7 @@ class TiledLayer:
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         modules = modules_in(self)
         if cut and self._hfpatch_answers is None:
-            few_args, few_kwargs = Arguments(args, kwargs, *x.shape[:2]).tile(0, ASKED_TOKENS)
+            few_args, few_kwargs = Arguments(*_without_cache(args, kwargs), *x.shape[:2]).tile(0, ASKED_TOKENS)
             # What the layer records while it is asked (router logits) is no part of this forward.
             with session.weights.forward(self, x.device), collecting({}), unwatched(modules):
                 self._hfpatch_answers = self._hfpatch_asks(

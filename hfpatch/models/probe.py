@@ -1,5 +1,6 @@
 """Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import pytree
+from hfpatch.compat import buffers_apart, pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
@@ -87,14 +88,18 @@ def ask(stack: nn.Module, layer: nn.Module) -> Answers:
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> Answers:
-    """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers go on as if it was not asked."""
-    with torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else []), _NoDropout():
+    """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on as if it was not
+    asked."""
+    rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
+    with rng, _NoDropout(), buffers_apart(layer) as written:
         try:
-            return _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+            answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except NotStopped as error:
-            return Answers(reason=str(error))
+            answers = Answers(reason=str(error))
         except Exception as error:  # a family's own code
-            return Answers(reason=f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})")
+            answers = Answers(reason=f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})")
+        # Tiles would write it more often, each with what it has of the row.
+        return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:

@@ -7,7 +7,9 @@ from itertools import product
 import torch
 from torch import nn
 
+from hfpatch.checkpoint.quantised import is_quantised
 from hfpatch.compat import (
+    buffers_of,
     modules_of,
     name_attention,
     plain_construction,
@@ -129,7 +131,7 @@ def kind_of(layer: nn.Module) -> tuple:
 
 def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
     """Names of the outermost modules in a layer that are of no known class. What stands for a Linear (quantised), and adapters,
-    which models.adapters looks at, are none."""
+    which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
     found, todo = [], list(modules_of(layer).items())
     while todo:
         name, module = todo.pop()
@@ -138,7 +140,9 @@ def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
         if package_of(module) == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+        elif is_quantised(module) or not buffers_of(module) and isinstance(module, nn.Linear):
+            continue
+        elif hasattr(module, "in_features") and not isinstance(module, nn.Linear):
             continue
         elif vars(type(module)).get("_hfpatch_base", type(module)) not in known:
             found.append(name)

@@ -233,6 +233,44 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
         assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+class _Watched(nn.Linear):
+    """Counts its calls and sums what it gives, in training."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
+        self.weight = like.weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(like.out_features, dtype=like.weight.dtype))
+
+    def forward(self, x):
+        y = nn.functional.linear(x, self.weight)
+        if self.training:
+            self.calls += 1
+            self.total += y.detach().sum((0, 1))
+        return y
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+@pytest.mark.parametrize("trusted", [True, False], ids=["verdict", "asked"])
+def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(trusted, first):
+    """Tiles would count their calls, and asking leaves its few tokens, or NaN, in a running mean."""
+    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
+    tiny.checkpoint(stock)
+    for model in (stock, ours):
+        model.model.layers[0].self_attn.v_proj = _Watched(model.model.layers[0].self_attn.v_proj)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5), verdict=trusted)
+    for model in (stock, ours):
+        if first == "eval":
+            with torch.no_grad():
+                model.eval()(tiny.ids())
+        model.train()
+        tiny.step(model, tiny.labelled())
+    got, wanted = (dict(m.model.layers[0].named_buffers()) for m in (ours, stock))
+    assert wanted["self_attn.v_proj.calls"] == 2 and got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
 def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
     for of_its_name in (LlamaDecoderLayer, type("LlamaDecoderLayer", (LlamaDecoderLayer,), {})):
         of_its_name.__module__ = LlamaDecoderLayer.__module__
