@@ -127,11 +127,16 @@ def user_hooks(module: nn.Module, hooks=None) -> list:
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
-def hooks_on_all(names: tuple[str, ...] = _ALL_HOOKS) -> list:
+_EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
+
+
+def hooks_on_all() -> list:
     """The user's hooks on every module of the process; torch's own (module trackers) count, and read no values."""
-    everywhere = vars(nn.modules.module)
-    hooks = [h for n in names for h in everywhere.get(f"_global{n}", {}).values()]
-    return [h for h in hooks if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
+    found = []
+    for name in _ON_ALL:  # asked at every tile: without a call where there are none
+        if name in _EVERYWHERE and _EVERYWHERE[name]:
+            found += _EVERYWHERE[name].values()
+    return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))] if found else found
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
@@ -145,8 +150,7 @@ def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
 @contextmanager
 def unwatched(modules: list[nn.Module]):
     """Within, no such hook of these modules runs, nor any on their parameters, nor any on all modules of the process."""
-    everywhere, on_all = vars(nn.modules.module), [f"_global{n}" for n in _ALL_HOOKS]
-    noted_on_all = {n: everywhere[n] for n in on_all if everywhere.get(n)}
+    noted_on_all = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
     tables = [(m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)]
     parameters = [p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)]
     noted = [(p, p._backward_hooks) for p in dict.fromkeys(parameters)]
@@ -154,11 +158,11 @@ def unwatched(modules: list[nn.Module]):
         own[name] = type(hooks)((key, h) for key, h in hooks.items() if _home(h).startswith(_SERVE_ANY_OUTPUT))
     for parameter, _ in noted:
         parameter._backward_hooks = None
-    everywhere.update({n: type(hooks)() for n, hooks in noted_on_all.items()})
+    _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted_on_all.items()})
     try:
         yield
     finally:
-        everywhere.update(noted_on_all)
+        _EVERYWHERE.update(noted_on_all)
         for own, name, hooks in tables:
             own[name] = hooks
         for parameter, hooks in noted:

@@ -35,12 +35,12 @@ def policy_text(policy, num_layers: int | None = None) -> str:
 
 
 def _points(plan) -> list[str]:
-    """Of the frontier those that are a hundredth faster than the one before, and among them what was chosen."""
+    """Of the frontier those that are a hundredth faster than the one before and not as large as what was chosen, and that."""
     shown = []
     for point in plan.frontier:
-        seconds = point["step_seconds"]
-        if abs(seconds / plan.step_seconds - 1) > 0.01 and (not shown or seconds < 0.99 * shown[-1][1]):
-            shown.append((point["gpu_peak_bytes"], seconds, ""))
+        seconds, peak = point["step_seconds"], point["gpu_peak_bytes"]
+        if abs(peak / plan.gpu_peak_bytes - 1) > 0.1 and (not shown or seconds < 0.99 * shown[-1][1]):
+            shown.append((peak, seconds, ""))
     shown.append((plan.gpu_peak_bytes, plan.step_seconds, " (chosen)"))
     return [f"{seconds:.1f} s in {gib(n)}{chosen}" for n, seconds, chosen in sorted(shown)]
 

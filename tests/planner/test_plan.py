@@ -24,7 +24,7 @@ from hfpatch.memory.seconds import FIRST_STEP_BUDGET
 from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.show import policy_text
+from hfpatch.planner.show import _points, policy_text
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
@@ -428,7 +428,16 @@ def test_frontier_and_least():
     roomy = str(plan("llama-3.1-8b", seq_len=32768, gpu="h200", placement="gpu8bit"))
     (line,) = (line for line in roomy.splitlines() if line.startswith("frontier"))
     said = [float(word.split(" s in ")[0].split()[-1]) for word in line.split(",")]
-    assert len(said) > 3 and all(a > b for a, b in pairwise(said))  # no step twice, with a little more memory
+    *before, chosen = said
+    assert len(said) > 3 and all(a > b for a, b in pairwise(before))  # no step twice, with a little more memory
+    assert before[-1] >= chosen
+
+
+def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():
+    steps = [(5, 16.3), (14, 14.2), (30, 14.15), (75, 14.1)]
+    points = [{"gpu_peak_bytes": n * GiB, "step_seconds": seconds} for n, seconds in steps]
+    chosen = SimpleNamespace(frontier=points, gpu_peak_bytes=77 * GiB, step_seconds=14.1)
+    assert _points(chosen) == ["16.3 s in 5.0 GiB", "14.2 s in 14.0 GiB", "14.1 s in 77.0 GiB (chosen)"]
 
 
 def test_a_policy_is_said_in_words():
