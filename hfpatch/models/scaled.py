@@ -129,26 +129,34 @@ def kind_of(layer: nn.Module) -> tuple:
     )
 
 
-def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
-    """Names of the outermost modules in a layer that are of no known class. What stands for a Linear (quantised), and adapters,
-    which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
-    found, todo = [], list(modules_of(layer).items())
+# Whose classes that stand for a Linear are projections: of each token by itself.
+_PROJECTIONS = {"torch", "torchao", "bitsandbytes", "transformers", "deepspeed", "hfpatch"}
+
+
+def _inside(layer: nn.Module, known=()):
+    """(name, class) of the modules in a layer, those within one of `known` after it. What stands for a Linear (quantised),
+    and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
+    todo = [*modules_of(layer).items()]
     while todo:
         name, module = todo.pop()
         if module is None:
             continue
-        if package_of(module) == "peft":
+        kind, package = vars(type(module)).get("_hfpatch_base", type(module)), package_of(module)
+        linear = kind.forward is nn.Linear.forward or hasattr(module, "in_features") and package in _PROJECTIONS
+        if package == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif is_quantised(module) or not buffers_of(module) and isinstance(module, nn.Linear):
+        elif linear and (is_quantised(module) or not isinstance(module, nn.Linear) or not buffers_of(module)):
             continue
-        elif hasattr(module, "in_features") and not isinstance(module, nn.Linear):
-            continue
-        elif vars(type(module)).get("_hfpatch_base", type(module)) not in known:
-            found.append(name)
         else:
-            todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
-    return sorted(found)
+            yield name, kind
+            if kind in known:
+                todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
+
+
+def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
+    """Names of the outermost modules in a layer that are of no known class."""
+    return sorted(name for name, kind in _inside(layer, known) if kind not in known)
 
 
 @contextmanager

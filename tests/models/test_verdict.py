@@ -113,16 +113,29 @@ class Shift(nn.Module):
         return y + self.share * nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
 
 
-@pytest.mark.parametrize("at, wanted", [("mlp.down_proj", True), ("input_layernorm", False)])
+class ShiftingLinear(nn.Linear):
+    """The same as a Linear."""
+
+    def __init__(self, inner, share):
+        super().__init__(inner.in_features, inner.out_features, bias=False, dtype=inner.weight.dtype)
+        self.weight, self.share = inner.weight, share
+
+    forward = lambda self, x: Shift.forward(self, x)  # noqa: E731
+    inner = nn.Linear.forward
+
+
+@pytest.mark.parametrize(
+    "at, wanted", [("mlp.down_proj", True), ("mlp.down_proj.linear", True), ("input_layernorm", False)]
+)
 def test_a_layer_with_a_module_of_the_users_own_is_asked_itself(at, wanted, capsys):
     """No small instance of the config holds it, and the next layer has no such module. What mixes tokens before attention shows in
     what attention is given alone."""
 
     def model(share):
         made = tiny.llama(dtype=torch.float64)
-        holder, _, name = at.rpartition(".")
-        holder = made.model.layers[1].get_submodule(holder)
-        setattr(holder, name, Shift(getattr(holder, name), share))
+        holder, _, name = at.removesuffix(".linear").rpartition(".")
+        holder, kind = made.model.layers[1].get_submodule(holder), ShiftingLinear if at.endswith("linear") else Shift
+        setattr(holder, name, kind(getattr(holder, name), share))
         return made
 
     for share in (0.0, 0.5):
