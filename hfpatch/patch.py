@@ -36,6 +36,7 @@ from hfpatch.models.log_probs import TrlHead
 from hfpatch.models.lora import widened
 from hfpatch.models.loss import FusedCausalLM, TellsPositions, not_its_own_loss
 from hfpatch.models.probe import ask_layer
+from hfpatch.models.scaled import held_in
 from hfpatch.models.stack import OurAttention
 from hfpatch.models.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
@@ -56,7 +57,7 @@ _MARKS = (
     "_hfpatch_report",
     "_hfpatch_asks", "_hfpatch_apart", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
-    "_hfpatch_trl", "_hfpatch_beside",
+    "_hfpatch_trl", "_hfpatch_beside", "_hfpatch_kinds", "_hfpatch_held",
 )  # fmt: skip
 
 
@@ -348,7 +349,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
         layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
-        layer._hfpatch_asks = ask_layer
+        layer._hfpatch_asks, layer._hfpatch_held = ask_layer, held_in(layer)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)

@@ -55,6 +55,7 @@ from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import Mixer, documents_apart, standing_in
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
 from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
+from hfpatch.models.scaled import held_in
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.models.written import WrittenOut
 from hfpatch.ops.attention import Pattern, supported
@@ -272,7 +273,8 @@ class TiledLayer:
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
     `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is; `_hfpatch_answers`:
-    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer).
+    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer);
+    `_hfpatch_held`: what was in it when it was (scaled.held_in), `_hfpatch_kinds`: a number that stands for all classes in it.
     """
 
     @property
@@ -283,6 +285,17 @@ class TiledLayer:
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function):
         vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
+
+    _hfpatch_kinds = _hfpatch_held = None
+
+    def _look(self, modules: list[nn.Module]) -> None:
+        """Has this layer asked anew where it got modules of other classes since it was asked."""
+        kinds = hash(frozenset(map(type, modules)))
+        if kinds != self._hfpatch_kinds:
+            held, answers = held_in(self), self._hfpatch_answers
+            if answers is not None and not answers.reason and not held <= (self._hfpatch_held or held):
+                self._hfpatch_answers = None
+            self._hfpatch_kinds, self._hfpatch_held = kinds, held
 
     def stock_forward(self, *args, **kwargs):
         """The layer as transformers has it."""
@@ -372,9 +385,10 @@ class TiledLayer:
             known = {named(c) for c in self._hfpatch_configs}
             alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
+        modules = modules_in(self)
+        self._look(modules)
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
-        modules = modules_in(self)
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(*_without_cache(args, kwargs), *x.shape[:2]).tile(0, ASKED_TOKENS)
             # What the layer records while it is asked (router logits) is no part of this forward.

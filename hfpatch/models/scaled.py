@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import product
 
 import torch
@@ -133,15 +134,15 @@ def kind_of(layer: nn.Module) -> tuple:
 _PROJECTIONS = {"torch", "torchao", "bitsandbytes", "transformers", "deepspeed", "hfpatch"}
 
 
-def _inside(layer: nn.Module, known=()):
-    """(name, class) of the modules in a layer, those within one of `known` after it. What stands for a Linear (quantised),
+def _inside(layer: nn.Module, known=None):
+    """(name, class) of the modules in a layer, those within one of `known` (any) after it. What stands for a Linear (quantised),
     and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
     todo = [*modules_of(layer).items()]
     while todo:
         name, module = todo.pop()
         if module is None:
             continue
-        kind, package = vars(type(module)).get("_hfpatch_base", type(module)), package_of(module)
+        kind, package = _kind(type(module)), package_of(module)
         linear = kind.forward is nn.Linear.forward or hasattr(module, "in_features") and package in _PROJECTIONS
         if package == "peft":
             under = modules_of(module)
@@ -150,8 +151,20 @@ def _inside(layer: nn.Module, known=()):
             continue
         else:
             yield name, kind
-            if kind in known:
+            if known is None or kind in known:
                 todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
+
+
+@cache
+def _kind(kind: type) -> type:
+    """Of a class that torch's FSDP or we made: the one that it was made from."""
+    kind = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
+    return vars(kind).get("_hfpatch_base", kind)
+
+
+def held_in(layer: nn.Module) -> frozenset[str]:
+    """Names of the classes of what is in a layer and may mix its tokens."""
+    return frozenset(f"{kind.__module__}.{kind.__qualname__}" for _, kind in _inside(layer))
 
 
 def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:

@@ -148,6 +148,20 @@ def test_a_layer_with_a_module_of_the_users_own_is_asked_itself(at, wanted, caps
         assert ("run whole, their inputs offloaded: " in capsys.readouterr().err) == bool(share)
 
 
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_module_put_into_a_layer_after_apply_is_asked(verdict, capsys):
+    stock = tiny.llama(dtype=torch.float64)
+    ours = tiny.patched(stock, verdict=verdict)
+    for step, layer in enumerate((1, 0)):  # before the first step, and after it
+        for model in (stock, ours):
+            mlp = model.model.layers[layer].mlp
+            mlp.down_proj = ShiftingLinear(mlp.down_proj, 0.5)
+        tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+        whole = [bool(m._hfpatch_answers.reason) for m in ours.model.layers[:2]]
+        assert whole == [step == 1, True]
+    assert "run whole, their inputs offloaded: " in capsys.readouterr().err
+
+
 def test_code_of_a_remote_repository_is_not_fetched(monkeypatch, expected):
     def fetch(*args, **kwargs):
         raise AssertionError("remote code")
