@@ -242,6 +242,28 @@ def test_fully_sharded_refused(one_process, where):
     refused(model, "FSDPLlama", "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it")
 
 
+@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
+def test_modules_sharded_inside_a_layer(one_process, verdict, capsys):
+    """FSDP2 reduces the gradients of such a module at the first backward through it, which is a tile's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    stock, mesh = tiny.llama(dtype=torch.float64), init_device_mesh("cpu", (1,))
+    ours = tiny.patched(stock, verdict=verdict)
+    for layer in ours.model.layers:
+        fully_shard(layer.mlp, mesh=mesh)
+        if verdict:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    wanted = tiny.step(stock, tiny.labelled())
+    for _ in range(2):
+        for name, value in tiny.step(ours, tiny.labelled()).items():
+            value = getattr(value, "full_tensor", lambda value=value: value)()
+            assert torch.allclose(value, wanted[name], rtol=0, atol=3e-6 * wanted[name].abs().max().item()), name
+    said = capsys.readouterr().err
+    assert "run whole, their inputs offloaded: hooks on mlp." in said and "asked, it raised" not in said
+
+
 def test_liger_refused():
     """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is not done."""
     liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from hfpatch.compat import (
     buffers_of,
+    fsdp2_units,
+    in_fsdp2,
     is_shard,
     is_view_of_flat,
     merged_into,
@@ -79,7 +81,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_sharded(module: nn.Module, tensors) -> bool:
-    return "FSDPModule" in [c.__name__ for c in type(module).__mro__] or any(map(is_shard, tensors))
+    return in_fsdp2(module) or any(map(is_shard, tensors))
 
 
 class AsThen:
@@ -112,7 +114,7 @@ class AsThen:
                 gathered = name in plain or is_view_of_flat(tensor)
                 moves = streamed and not tensor.requires_grad
                 found[id(tensor)] = (module, name, tensor, gathered, moves, name in buffers)
-        sharded = _is_sharded(layer, [row[2] for row in found.values()])
+        sharded = _is_sharded(layer, [row[2] for row in found.values()]) or bool(fsdp2_units(modules[1:]))
         counts = versions([row[2] for row in found.values()])
         self.places = [Place(*row[:3], sharded or row[3], *row[4:], n) for row, n in zip(found.values(), counts)]
 

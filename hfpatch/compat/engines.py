@@ -28,6 +28,11 @@ def drop_wrapped_forward(module: nn.Module) -> None:
     del module.forward, module._original_forward
 
 
+def in_fsdp2(module: nn.Module) -> bool:
+    """Whether torch's FSDP2 gathers this module's parameters around its calls."""
+    return "FSDPModule" in [c.__name__ for c in type(module).__mro__]
+
+
 def under_zero3(module: nn.Module) -> bool:
     """Whether DeepSpeed holds shards of this module's parameters."""
     return any(map(is_sharded_by_zero3, module.parameters()))

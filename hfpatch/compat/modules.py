@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from hfpatch.compat.engines import in_fsdp2
 from hfpatch.compat.tensors import gone, version
 
 
@@ -110,15 +111,16 @@ def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
     return found
 
 
-_SERVE_ANY_OUTPUT = ("torch.distributed", "deepspeed", "accelerate", "transformers", "hfpatch")
+_SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.")
+_GATHER = "torch.distributed.fsdp."
 
 
 def _home(hook) -> str:
-    """The module in which a hook was written."""
+    """The module in which a hook was written, with a dot behind it."""
     while isinstance(hook, partial):
         hook = hook.func
     inner = inspect.unwrap(getattr(hook, "__func__", hook))
-    return getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
+    return f"{getattr(inner, '__globals__', {}).get('__name__') or type(inner).__module__}."
 
 
 def user_hooks(module: nn.Module, hooks=None) -> list:
@@ -147,19 +149,31 @@ def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     return next((m for m in hooked if user_hooks(m)), None) if hooked else None
 
 
+def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of these modules that torch's FSDP2 gathers and reduces by themselves."""
+    hooked = [m for m in modules if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]]
+    return [m for m in hooked if in_fsdp2(m)] if hooked else hooked
+
+
 @contextmanager
 def unwatched(modules: list[nn.Module]):
-    """Within, no such hook of these modules runs, nor any on their parameters, nor any on all modules of the process."""
+    """Within, no such hook of these modules runs, nor FSDP2's, nor any on their parameters, nor any on all modules of the process.
+    What FSDP2 gathers for modules inside the first of them is there."""
     noted_on_all = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
+    units = fsdp2_units(modules[1:])
     tables = [(m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)]
     parameters = [p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)]
     noted = [(p, p._backward_hooks) for p in dict.fromkeys(parameters)]
     for own, name, hooks in tables:
-        own[name] = type(hooks)((key, h) for key, h in hooks.items() if _home(h).startswith(_SERVE_ANY_OUTPUT))
+        homes = [(key, h, _home(h)) for key, h in hooks.items()]
+        stay = [(k, h) for k, h, home in homes if home.startswith(_SERVE_ANY_OUTPUT) and not home.startswith(_GATHER)]
+        own[name] = type(hooks)(stay)
     for parameter, _ in noted:
         parameter._backward_hooks = None
     _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted_on_all.items()})
     try:
+        for unit in units:
+            unit.unshard()
         yield
     finally:
         _EVERYWHERE.update(noted_on_all)
@@ -167,6 +181,8 @@ def unwatched(modules: list[nn.Module]):
             own[name] = hooks
         for parameter, hooks in noted:
             parameter._backward_hooks = hooks
+        for unit in units:
+            unit.reshard()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hfpatch.compat import (
     forward_hooks,
     hooked_forward,
     hooks_on_all,
+    in_fsdp2,
     modules_of,
     other_hooks,
     output_hooks,
@@ -57,13 +58,9 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of quantisation stay what they are.
     weight = parameters_of(inner).get("weight")
-    if hasattr(type(weight), "__tensor_flatten__") and not _in_fsdp2(inner):
+    if hasattr(type(weight), "__tensor_flatten__") and not in_fsdp2(inner):
         return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
     return None
-
-
-def _in_fsdp2(module: nn.Module) -> bool:
-    return "FSDPModule" in {c.__name__ for c in type(module).__mro__}
 
 
 def rows_of(head: nn.Module) -> int:
@@ -78,7 +75,7 @@ def has_rows_of_it(linear: nn.Linear) -> bool:
     held = vars(linear).get(hooked_forward(linear))
     tensors = [t for t in parameters_of(linear).values() if t is not None]
     by_rows = [
-        (t.device_mesh.ndim == 1 or _in_fsdp2(linear))
+        (t.device_mesh.ndim == 1 or in_fsdp2(linear))
         and t.placements[-1].is_shard()
         and t.placements[-1].dim in (0, -t.ndim)
         for t in tensors

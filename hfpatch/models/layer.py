@@ -20,6 +20,7 @@ from hfpatch.compat import (
     collecting,
     engine_hook,
     forward_hooks,
+    fsdp2_units,
     hooks_on_all,
     modules_in,
     other_hooks,
@@ -335,8 +336,9 @@ class TiledLayer:
 
     def _hooked(self, modules: list[nn.Module]) -> str | None:
         """None where nobody watches what is inside this layer, which has these modules: tiles would show them parts of a row,
-        and more often."""
-        hooked = watched_by_user(modules[1:])
+        and more often. Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first alone."""
+        inside = modules[1:]
+        hooked = watched_by_user(inside) or next(iter(fsdp2_units(inside)), None)
         if hooked is None:
             return None
         if hooks_on_all():
