@@ -37,7 +37,7 @@ _SYSTEM = {
 # What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and both before files that
 # are broken: the messages of the first contain words of the last.
 _WORDS = (
-    (r"no space left|os error 28|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
+    (r"no space left|os error (28|27|122)|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
     (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
     (r"read-only file system|os error 30", MACHINE, _READ_ONLY),
     (r"too many open files", MACHINE, _FILES),

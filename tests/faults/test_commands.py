@@ -270,6 +270,7 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
         "the disk is full": [
             OSError(errno.ENOSPC, "No space left on device", "/x"), OSError(errno.EDQUOT, "Disk quota exceeded"),
             SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
             RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
             RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
         ],
