@@ -131,7 +131,10 @@ def kind_of(layer: nn.Module) -> tuple:
 
 
 # Whose classes that stand for a Linear are projections: of each token by itself.
-_PROJECTIONS = {"torch", "torchao", "bitsandbytes", "transformers", "deepspeed", "hfpatch"}
+_PROJECTIONS = {
+    "torch", "torchao", "transformers", "deepspeed", "hfpatch",
+    "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq", "optimum", "vptq",
+}  # fmt: skip
 
 
 def _inside(layer: nn.Module, known=None):
@@ -147,7 +150,7 @@ def _inside(layer: nn.Module, known=None):
         if package == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif linear and (is_quantised(module) or not isinstance(module, nn.Linear) or not buffers_of(module)):
+        elif is_quantised(module) or linear and (not isinstance(module, nn.Linear) or not buffers_of(module)):
             continue
         else:
             yield name, kind

@@ -70,7 +70,9 @@ def test_it_neither_sees_nor_touches_what_is_around(around, expected):
 
 
 class Packed(nn.Linear):
-    """A weight that cannot be run here, as a quantised one."""
+    """A weight that cannot be run here, as one that a library quantised."""
+
+    __module__ = "hqq.core.quantize"
 
     def forward(self, x):
         raise AssertionError("the model's own weights are not run")
