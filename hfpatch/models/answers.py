@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 OTHER_MIXER = "it mixes tokens by something else than attention"
+UNKNOWN_KIND = "no layer of its kind in the small instance"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hfpatch.compat import (
 from hfpatch.memory.cuts import tile_bounds
 from hfpatch.memory.policy import KEEPABLE
 from hfpatch.models.adapters import TOLD, look
-from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
+from hfpatch.models.answers import OTHER_MIXER, UNKNOWN_KIND, Answers, as_asked
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import (
     Answering,
@@ -391,6 +391,9 @@ class TiledLayer:
         self._look(modules)
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
+        answers, shared = self._hfpatch_answers, batch is not None and batch.sequence is not None
+        if cut and shared and answers and answers.reason == UNKNOWN_KIND and x.shape[1] >= ASKED_TOKENS:
+            self._hfpatch_answers = None  # run whole, it might mix the tokens of a part of each row
         if cut and self._hfpatch_answers is None:
             few_args, few_kwargs = Arguments(*_without_cache(args, kwargs), *x.shape[:2]).tile(0, ASKED_TOKENS)
             # What the layer records while it is asked (router logits) is no part of this forward.
@@ -405,7 +408,7 @@ class TiledLayer:
                 session.tell(_runs_whole(self, self._hfpatch_answers.reason))
         answers = self._hfpatch_answers or Answers()
         mixes = answers.mixers or answers.reason == OTHER_MIXER
-        if mixes and batch is not None and batch.sequence is not None:
+        if mixes and shared:
             refuse_shared_mixers(type(self))
         bounds = batch.apart if batch is not None and mixes else None
         if bounds is not None and not answers.mixers:

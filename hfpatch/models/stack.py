@@ -243,6 +243,11 @@ class OurAttention:
             return None
         asked = kwargs.get("output_attentions")
         batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
+        if batch.weights and sequence is not None:
+            raise ValueError(
+                "hfpatch: expected no attention weights to be asked for where ranks share rows, output_attentions came, and no "
+                "rank has them of a whole row; leave it out."
+            )
         known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
         own = mask is not None and rows_mask is None
         if own and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -265,6 +266,35 @@ def hybrid(ranks: Ranks) -> str:
     return ""
 
 
+class _Mean(nn.Module):
+    """An MLP of the user's own, which takes the mean over a row's tokens away."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) - x.mean(1, keepdim=True)
+
+
+def of_parts(ranks: Ranks) -> list[str]:
+    """What is said of attention weights, which no rank has of a whole row, and of layers of the user's own that mix tokens."""
+    said, mine = [], {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
+    for weights in (True, False):
+        model = tiny.llama(num_hidden_layers=1, head_dim=8)
+        if weights:
+            model.config._attn_implementation = "eager"
+        else:
+            model.model.layers[0].mlp = _Mean(model.model.layers[0].mlp)
+        with sharded(sequence_of(ranks.group)):
+            try:
+                tiny.patched(model)(**mine, output_attentions=weights, use_cache=False)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
 def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
     """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the first rank and to the others;
     fails: the last rank cannot pin them."""
@@ -339,7 +369,7 @@ def main(chosen: str, folder: str) -> None:
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared, scores=scores(ranks), backend=backend,
         least=least, lengths=lengths,
-        hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
+        hybrid=hybrid(ranks), of_parts=of_parts(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
     )  # fmt: skip
 
