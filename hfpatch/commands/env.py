@@ -63,6 +63,8 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
+    if args.seq_len is not None and args.model is None:
+        raise ValueError("hfpatch: --seq-len plans a step of a model, none came; pass --model as well.")
     if args.model is not None or args.families:
         from hfpatch.commands import support
 

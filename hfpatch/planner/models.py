@@ -79,6 +79,8 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         return values.get("_name_or_path", find_preset(name)), values
     if name.count("/") == 1 and not path.parent.exists():
         return name, hub_config(name, download)
+    if name and Path(name).is_dir():
+        raise ValueError(f"hfpatch: a model's folder holds a config.json, {name} has none; pass another.")
     raise ValueError(
         f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one of them, a "
         "config.json, a model's folder, or a hub id like owner/name."

@@ -63,6 +63,8 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "the known models are",
+        "plan --model @": "a model's folder holds a config.json",
+        "env --seq-len 8k": "pass --model as well",
         f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",
         f"{plan} --gpus -1": "1 or more for --gpus",
         f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
