@@ -137,12 +137,6 @@ _PROJECTIONS = {
 }  # fmt: skip
 
 
-def _is_packed(module: nn.Module) -> bool:
-    """Whether this is a Linear whose weight is in few bits, of whatever library: its forward is its own for their sake."""
-    weight = getattr(module, "weight", None)
-    return is_quantised(module) or isinstance(module, nn.Linear) and not weight.is_floating_point()
-
-
 def _inside(layer: nn.Module, known=None):
     """(name, class) of the modules in a layer, those within one of `known` (any) after it. What stands for a Linear (quantised),
     and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
@@ -153,7 +147,9 @@ def _inside(layer: nn.Module, known=None):
             continue
         kind, package = _kind(type(module)), package_of(module)
         known_home = hasattr(module, "in_features") and package in _PROJECTIONS
-        linear = kind.forward is nn.Linear.forward or known_home or _is_packed(module)
+        weight = getattr(module, "weight", None)
+        packed = isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point()
+        linear = kind.forward is nn.Linear.forward or known_home or packed
         if package == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
