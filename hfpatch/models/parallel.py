@@ -163,20 +163,26 @@ def require_positions(position_ids: Tensor | None) -> None:
         )
 
 
-def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | None) -> None:
+def refuse_uneven_rows(sequence: Sequence, given: Tensor, watched: int, **beside: Tensor | None) -> None:
     """ValueError on all ranks where their parts of the rows differ in shape, or one's labels and the like from its tokens: those
-    that go on would wait for the others. given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None."""
+    that go on would wait for the others; so they would where layers with hooks inside, which `watched` stands for, are others: run
+    whole, they exchange once more. given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None."""
     B, t = given.shape[:2]
     mine = {"input_ids": (B, t)}
     for name, x in beside.items():
         mine[name] = (-1, -1) if x is None else (max(B, len(x)), x.shape[1]) if len(x) == 1 else tuple(x.shape[:2])
-    numbers = list(mine.values())
+    numbers = [*mine.values(), (watched, 0)]
     gather = lambda x: sequence.all_gather(torch.tensor(numbers, device=x.device))  # noqa: E731
     found = ToHost(gather, given).get()
     ranks = [] if found is None else found.tolist()
     words = lambda shapes: ", ".join(f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0)  # noqa: E731
-    for rank, shapes in enumerate(ranks):
-        if shapes != ranks[0] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
+    for rank, (*shapes, hooks) in enumerate(ranks):
+        if hooks != ranks[0][-1]:
+            raise ValueError(
+                f"hfpatch: expected hooks inside the same layers on all ranks that share rows, rank {rank} has others than rank 0, "
+                "and would wait for it; register them on all."
+            )
+        if shapes != ranks[0][:-1] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
             raise ValueError(
                 "hfpatch: expected parts of one shape on all ranks that share rows, with labels and position_ids as long as "
                 f"input_ids, rank {rank} has {words(shapes)}" + (f", rank 0 {words(ranks[0])}" if rank else "")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.compat import attention_of, forward_mode, name_attention, transforming
+from hfpatch.compat import attention_of, forward_mode, modules_in, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, our_attention
@@ -154,6 +154,13 @@ class OurAttention:
         asks, self._hfpatch_asks = self._hfpatch_asks, None
         self._hfpatch_apart, self._hfpatch_mixers, self._hfpatch_ours = asks(self.config)
 
+    def _hfpatch_watched(self) -> int:
+        """A number that stands for the layers with hooks inside, which run whole in training."""
+        if self._hfpatch_session is None or not (self.training and torch.is_grad_enabled()):
+            return 0
+        layers = (m for m in self.modules() if "_hfpatch_index" in vars(m))
+        return hash(tuple(layer._hfpatch_index for layer in layers if layer._hooked(modules_in(layer))))
+
     def _differentiated(self, embeds) -> bool:
         return any(isinstance(x, Tensor) and x.requires_grad for x in (embeds, *self.parameters()))
 
@@ -184,7 +191,14 @@ class OurAttention:
             mask = kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, T - mask.shape[1]))
         rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
         if sequence is not None:
-            refuse_uneven_rows(sequence, given, labels=here.labels, position_ids=positions, attention_mask=rows_mask)
+            refuse_uneven_rows(
+                sequence,
+                given,
+                self._hfpatch_watched(),
+                labels=here.labels,
+                position_ids=positions,
+                attention_mask=rows_mask,
+            )
             require_positions(kwargs.get("position_ids"))
             rows_mask, positions, idle = whole_rows(sequence, B, rows_mask, positions, idle)
             T, use_cache = T * sequence.size, False

@@ -35,7 +35,8 @@ def test_gradients_are_those_of_one_process(tmp_path):
         positions, packed = report["said"]
         assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
         assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
-        labels, none, tokens = report["lengths"]
+        labels, none, tokens, hooks = report["lengths"]
+        assert "hooks inside the same layers on all ranks that share rows, rank 1 has others than rank 0" in hooks
         assert (
             "rank 1 has input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids [1, 12], labels"
             in labels
