@@ -184,11 +184,8 @@ def apply(
         )
     report = Report(type(model).__name__)
     asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
-    with (
-        real_tensors(),
-        torch.device("cpu"),
-        unwatched([]),
-    ):  # what is tried out has values, also where the caller's tensors have none
+    # What is tried out has values, also where the caller's tensors have none.
+    with real_tensors(), torch.device("cpu"), unwatched([]):
         found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
         for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
             if asked[option]:

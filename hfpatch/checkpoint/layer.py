@@ -67,9 +67,8 @@ class LayerCall(Kept):
     shape: tuple = ()
     dtype: torch.dtype | None = None
     rng: dict = field(default_factory=dict)
-    earlier: "LayerCall | None" = (
-        None  # the call before in the same segment, of which only the first keeps its input (every > 1)
-    )
+    # The call before in the same segment, of which only the first keeps its input (every > 1).
+    earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
     by_group: bool = False  # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next

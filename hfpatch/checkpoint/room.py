@@ -53,9 +53,8 @@ class Room:
         self.stepped = False  # whether an optimizer has: then its states are there, or never will be
         self.learnt: str | None = None  # why the next step keeps something else
         self.over, self.most = 1.0, None  # bytes measured over those planned; a bound that running out has set
-        self.step: tuple | None = (
-            None  # (allocated and peak as it began, bytes planned), until an optimizer has stepped
-        )
+        # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
+        self.step: tuple | None = None
         self.measured = False  # whether its backward has ended
         me = weakref.ref(self)
         for register, what in (

@@ -1,5 +1,5 @@
-"""How long a step takes: FLOPs and bytes over the rates of a GPU row. The policy and the plan ask this one model; the callback
-takes its FLOPs from the same counts. Standard library only.
+"""How long a step takes: FLOPs and bytes over the rates of a GPU row. The policy, the plan and the callback ask this one
+model. Standard library only.
 
 Rates and their sources stand in hardware.py; the counts of bytes here are read off the code that moves them.
 """

@@ -354,7 +354,7 @@ class FusedCausalLM:
                 if not head._users:
                     del holder[name]
 
-    def _hfpatch_watched(self) -> bool:
+    def _hfpatch_tokens_watched(self) -> bool:
         """Whether a hook of the user's is given what a token is made of behind its embedding."""
         return watched_by_user([m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]) is not None
 
@@ -365,7 +365,7 @@ class FusedCausalLM:
         before = here.idle_BT, here.labels
         here.labels = target
         asked = kwargs.get("attention_mask") is None or _asks_for_hidden_states(self, kwargs)
-        if not asked and (torch.compiler.is_compiling() or not self._hfpatch_watched()):
+        if not asked and (torch.compiler.is_compiling() or not self._hfpatch_tokens_watched()):
             unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
             # Who asks for documents waits for it on the host, which is not to wait for the step before.
             (here.idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)

@@ -68,10 +68,8 @@ def scaled_config(config, n_layers: int, at=None):
         if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    for name in (
-        "num_layers",
-        "num_blocks",
-    ):  # where a layer with two attentions counts as two above (LongCat); xLSTM's
+    # Where a layer with two attentions counts as two above (LongCat); xLSTM's.
+    for name in ("num_layers", "num_blocks"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
     if getattr(small, "num_kv_shared_layers", None):
