@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import hfpatch
 
@@ -102,7 +103,7 @@ def with_exact_norms(model: nn.Module) -> nn.Module:
     """A copy of a stock model in its own dtype."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        if type(module) is LlamaRMSNorm:
+        if type(module) in (LlamaRMSNorm, Qwen3RMSNorm):
             module.__class__ = ExactNorm
     return twin
 
@@ -141,10 +142,14 @@ def assert_as_good(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda o
     against: batch of the float64 twin where it is not the same (documents one by one, say).
     """
     got, plain = step(ours, batch, loss), step(stock, against or batch, loss)
-    true = step(exact(stock), as_double(against or batch), loss)
+    assert_within(got, plain, step(exact(stock), as_double(against or batch), loss))
+
+
+def assert_within(got: dict, plain: dict, true: dict, dtype=None) -> None:
+    """The same of what each of the three gave, by name. dtype: the working one, where it is not plain's."""
     assert got.keys() == plain.keys() == true.keys()
     for name, value in got.items():
-        numerics.assert_close(value, plain[name], true[name], name)
+        numerics.assert_close(value, plain[name], true[name], name, dtype)
 
 
 def assert_equal_in_double(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss) -> None:

@@ -9,12 +9,14 @@ IMPLEMENTATIONS = ("trl-offload", "trl-selective", "trl-hfpatch", "liger-selecti
 def apply(model: nn.Module, implementation: str) -> nn.Module:
     """Turns a stock model into one of IMPLEMENTATIONS, in place: checkpoints in host memory with TRL's fused head, the same
     with its selective checkpointing, its call of the head on a model that hfpatch has patched, or Liger's kernels and head with
-    selective checkpointing. ImportError where trl is not installed."""
+    selective checkpointing. ImportError where trl is not installed, or too old for it."""
     try:
-        from trl.models import enable_selective_activation_checkpointing
         from trl.trainer.utils import add_fused_lm_head
+
+        if implementation.endswith("selective"):
+            from trl.models import enable_selective_activation_checkpointing
     except ImportError as error:
-        raise ImportError("hfpatch: the comparison needs trl, which is absent; pip install trl.") from error
+        raise ImportError(f"hfpatch: the comparison needs a newer trl ({error}); pip install -U trl.") from error
     if implementation == "liger-selective":
         from hfpatch.simulate import liger
 
@@ -29,7 +31,7 @@ def apply(model: nn.Module, implementation: str) -> nn.Module:
         model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
     if implementation == "trl-hfpatch":
         return model
-    if implementation != "trl-offload":
+    if implementation.endswith("selective"):
         enable_selective_activation_checkpointing(model)
     _enable_offload(model)
     return model

@@ -100,7 +100,9 @@ def test_reference_figures_of_liger(implementation, expected, host):
     pytest.param("liger-selective", 1, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_todays_rivals(implementation, forwards):
-    pytest.importorskip("trl")
+    trl = pytest.importorskip("trl")
+    if implementation.endswith("selective") and not hasattr(trl.models, "enable_selective_activation_checkpointing"):
+        pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
     code = (
         "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
         "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
@@ -120,7 +122,9 @@ def test_todays_rivals(implementation, forwards):
 
 def test_trls_call_of_our_head_takes_what_our_loss_takes():
     """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss 5.58."""
-    pytest.importorskip("trl")
+    trl = pytest.importorskip("trl")
+    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+        pytest.skip(f"trl {trl.__version__} has no fused head")
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 2}
     found = simulate(prepare(build(config), "trl-hfpatch"), 1, 131072, policy=Policy(tile=8192))
     assert found.beyond_bytes / GiB <= 5.6
