@@ -134,7 +134,7 @@ def _main(argv) -> int:
     parser.add_argument("--learning_rate", type=float, default=6e-4)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    check_ranges(vars(args))
+    check_ranges(vars(args), "_")
     if args.one:
         one(args.one, args.out, args.steps, args.learning_rate)
     out = Path(args.out)

@@ -28,8 +28,9 @@ RANGES = {
 }  # fmt: skip
 
 
-def check_ranges(values: Mapping) -> None:
-    """ValueError for the first number that its flag cannot take, or that is no finite number. values: flag -> value."""
+def check_ranges(values: Mapping, between: str = "-") -> None:
+    """ValueError for the first number that its flag cannot take, or that is no finite number. values: flag -> value. between: how
+    the command writes a flag of several words, - or, in training's and transformers' names, _."""
     for name, value in values.items():
         least, most = RANGES.get(name, (None, None))
         for number in value if isinstance(value, (list, tuple)) else [value]:
@@ -37,8 +38,8 @@ def check_ranges(values: Mapping) -> None:
                 continue
             endless = not math.isfinite(number) or isinstance(number, int) and number >= 1 << 63
             if endless or _beyond(number, least, 1) or _beyond(number, most, -1):
-                flag = f"--{name}" if name.startswith("per_") or "_" in name else f"--{name.replace('_', '-')}"
-                raise ValueError(f"hfpatch: expected {_words(least, most)} for {flag}, {number} came; change it.")
+                flag = name.replace("_", between)
+                raise ValueError(f"hfpatch: expected {_words(least, most)} for --{flag}, {number} came; change it.")
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
@@ -152,7 +153,7 @@ def parse_lengths(text) -> list[int]:
 
 def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
-    words = {"true": True, "false": False}
+    words = {"true": True, "false": False, "0": 0}  # of 0 the field that it is for says what it may be
     return words[text.lower()] if text.lower() in words else parse_length(text) if text[:1].isdigit() else text
 
 

@@ -464,6 +464,8 @@ class TiledLayer:
         if cut and takes and reason != answers.reason:  # which the report has
             session.tell(_runs_whole(self, reason))
         if cache is not None:  # asked for by the caller; running the layer again would write its keys twice
+            beside = "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)"
+            session.tell(f"{type(self).__name__}s run whole and keep everything: {beside}.")
             return whole(x)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False

@@ -98,7 +98,7 @@ def _offload_folder(model) -> None:
 
 def flags(model, data, args) -> None:
     """Flags out of range, and flags that contradict each other. Raises ValueError."""
-    check_ranges(vars(model) | vars(data) | vars(args))
+    check_ranges(vars(model) | vars(data) | vars(args), "_")
     most = 16 + 4 * cores()
     if args.dataloader_num_workers > most:
         raise ValueError(

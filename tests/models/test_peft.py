@@ -89,6 +89,15 @@ def test_gradients_are_those_over_stock_layers(name):
     assert_as_good(got, plain, true)
 
 
+@pytest.mark.parametrize("name, keeps", [("prefix tuning", True), ("prompt tuning", False)])
+def test_keys_that_come_with_the_batch_are_said_to_undo_the_tiles(name, keeps, capfd):
+    model = adapted(name)
+    hfpatch.apply(model, checkpointing=tiny.TILED, verdict=False)
+    model(**tiny.labelled()).loss.backward()
+    said = capfd.readouterr().err
+    assert ("LlamaDecoderLayers run whole and keep everything: keys and values come with the batch" in said) == keeps
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 def test_offsets_under_gradient_checkpointing():
     """PEFT's hooks of aLoRA stay until a layer's backward begins, which the first layer's, whose input is frozen, does too soon."""
