@@ -49,7 +49,7 @@ def by_tiles(layer: nn.Module, mixing: tuple[str, ...], bounds: list[tuple[int, 
             if not all(_counts_tokens(part, len(x), b - a) for part in found):
                 return forward(module, *args, **kwargs)
             tiles.append(found)
-        out, recorded = pytree().tree_unflatten([_joined(parts, len(x)) for parts in zip(*tiles)], made)
+        out, recorded = pytree().tree_unflatten([_joined(parts, len(x), bounds) for parts in zip(*tiles)], made)
         for key, found in recorded.items():
             collected_now()[key] += found
         return out
@@ -63,7 +63,9 @@ def _counts_tokens(x, B: int, t: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 1 and (x.shape[:2] == (B, t) or x.shape[0] == B * t)
 
 
-def _joined(parts: tuple, B: int) -> Tensor:
+def _joined(parts: tuple, B: int, bounds: list[tuple[int, int]]) -> Tensor:
     """Tiles of either kind over all tokens."""
-    flat = parts[0].shape[0] != B or B == 1 and parts[0].dim() == 2
+    # Of one token a row both kinds have B rows: the widest tile tells more.
+    x, t = max(((x, b - a) for x, (a, b) in zip(parts, bounds)), key=lambda tile: tile[1])
+    flat = x.shape[0] == B * t and (x.dim() == 2 or x.shape[:2] != (B, t))
     return torch.cat([x.unflatten(0, (B, -1)) for x in parts] if flat else parts, 1).flatten(0, int(flat))

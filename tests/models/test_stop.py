@@ -154,13 +154,15 @@ class Experts(nn.Linear):
         return super().forward(flat).view(x.shape), flat[:, :2]
 
 
-def test_what_takes_a_view_of_its_tokens_runs_by_tiles():
+@pytest.mark.parametrize("widest", [4, 1])  # of one token a row, scores over flattened tokens look like rows of tokens
+def test_what_takes_a_view_of_its_tokens_runs_by_tiles(widest):
     layer, x = nn.Module(), torch.randn(2, 10, 4)
+    bounds = [(a, min(10, a + widest)) for a in range(0, 10, widest)]
     layer.attention, layer.experts = nn.Linear(4, 4), Experts(4, 4)
     wanted = layer.experts(x)
     layer.experts.most = 0
-    with torch.no_grad(), silent.by_tiles(layer, ("attention",), [(0, 4), (4, 8), (8, 10)]):
+    with torch.no_grad(), silent.by_tiles(layer, ("attention",), bounds):
         got = layer.experts(x)
         assert layer.attention(x).shape == x.shape
-    assert layer.experts.most == 8 and [a.shape for a in got] == [b.shape for b in wanted]
+    assert layer.experts.most == 2 * widest and [a.shape for a in got] == [b.shape for b in wanted]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted))
