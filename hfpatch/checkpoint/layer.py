@@ -11,7 +11,7 @@ them to `offload.py`. Backward:
 x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D. What is kept
 is not computed: q, k and v make B needless, the sum after attention the projection before it, and x in A. Where the device is
 short, what has heads lies in the tier instead, and B to D see a group of it or a tile (groups.py).
-`pre` and `post` are asked of the layer's own forward (models/layer.py, `Ask`); it may call attention more than once.
+`pre` and `post` are asked of the layer's own forward (models/ask.py, `Ask`); it may call attention more than once.
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
@@ -58,7 +58,7 @@ class LayerCall(Kept):
 
     layer: nn.Module
     session: "object"
-    ask: "object"  # models.layer.Ask: pre and post of a tile
+    ask: "object"  # models.ask.Ask: pre and post of a tile
     then: AsThen  # what it computes with
     random: bool  # whether something in the layer draws random numbers
     private: tuple = ()

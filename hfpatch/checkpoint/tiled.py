@@ -51,7 +51,7 @@ _apply = applying(_TiledLayer)
 def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
 
-    session: checkpoint.session.Session, which gave the policy; ask: models.layer.Ask of this call. Without a gradient to come
+    session: checkpoint.session.Session, which gave the policy; ask: models.ask.Ask of this call. Without a gradient to come
     nothing is kept.
     """
     layer = ask.layer

@@ -217,7 +217,7 @@ class ModelShape:
 
     @property
     def keepable(self) -> tuple[str, ...]:
-        """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/layer.py), gate and up
+        """Those of KEEPABLE that its layers have: the sum after attention of the common block (models/block.py), gate and up
         of a dense gated MLP."""
         # What an adapter adds to is computed again, whatever is kept of it.
         has = {"qkv": True, "mid": self.is_common and not self.adapted("o_proj")}

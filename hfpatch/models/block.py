@@ -1,6 +1,6 @@
 """The commonest block (norm, attention, norm, MLP, nothing beside) without what lies around it.
 
-The same modules called in the same order, bit for bit what the layer answers when it is asked (models/layer.py), with the residual
+The same modules called in the same order, bit for bit what the layer answers when it is asked (models/ask.py), with the residual
 added in the second norm's pass.
 """
 

@@ -1,11 +1,8 @@
-"""Any decoder layer, tile by tile: its own forward is asked for the part before its attention and for the part after it.
-
-Nothing here knows a family. `Ask` is what checkpoint/layer.py is given; `TiledLayer` is mixed over a layer's class.
-"""
+"""Any decoder layer, tile by tile where that is exact, else whole: which of the two a call is, and how it goes."""
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,28 +31,20 @@ from hfpatch.memory.policy import KEEPABLE
 from hfpatch.models.adapters import TOLD, look
 from hfpatch.models.answers import OTHER_MIXER, UNKNOWN_KIND, Answers, as_asked
 from hfpatch.models.arguments import Arguments
+from hfpatch.models.ask import Ask, keepable
 from hfpatch.models.asking import (
-    Answering,
     Asked,
-    Call,
     Doubted,
-    Noting,
     NotStopped,
-    Stopped,
-    asking,
     here,
     named,
     our_attention,
 )
-from hfpatch.models.block import Block
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
-from hfpatch.models.dead import add_up, as_found, can_go_without, idle, without_values
 from hfpatch.models.documents import refuse_packed
-from hfpatch.models.keeping import keeping
 from hfpatch.models.masks import Batch, Mask
-from hfpatch.models.mixers import Mixer, documents_apart, standing_in
+from hfpatch.models.mixers import documents_apart
 from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
-from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
 from hfpatch.models.scaled import held_in
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.models.written import WrittenOut
@@ -65,205 +54,6 @@ _CAPTURING = "transformers.utils.output_capturing"
 _NO_MASK = "_attach_context_parallel_hooks."
 ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
-
-
-# --- asking -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Ask:
-    """`pre` and `post` of one call of a layer, for tiles of its tokens.
-
-    asked: what each attention call asked for, as of the last `pre`; mixers: what runs whole beside it; beside: what the layer
-    returns behind its output, no tensors, or None where it returns that alone; records: what transformers records inside the
-    layer besides (router logits), by key.
-    """
-
-    layer: nn.Module
-    arguments: Arguments
-    answers: Answers
-    configs: tuple
-    batch: object
-    forward: object = None  # the layer's own, where it is not a TiledLayer yet
-    asked: list[Call] = field(default_factory=list)
-    mixers: list[Mixer] = field(default_factory=list)
-    beside: tuple | None = None
-    cache: Cache | None = None  # an empty one, which takes the keys and values of all tokens at once
-    records: tuple[str, ...] = ()
-    collected: bool = True  # whether transformers collects anything in the forward under way
-    recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
-    # Looked up once a call: a layer has many tiles.
-    found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
-    parts: Block | None = None
-    modules: list = field(default_factory=list)  # the layer's, found once a call
-    random: bool = False  # whether something in the layer draws random numbers; before its call is made: adapters may
-    written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
-    adding: object = None  # in backward over several tiles: checkpoint.weights.WeightGradients.adding
-
-    @property
-    def n_calls(self) -> int:
-        """How many calls `pre` stops for: none where nothing in the layer mixes tokens."""
-        return len(self.answers.mixing)
-
-    def _answered(self, role):
-        names = self.answers.mixers
-        return standing_in(self.layer, names, role.mixer, self.answers.paired) if names else nullcontext()
-
-    def _forward(self, x_BtD: Tensor, a: int, b: int):
-        args, kwargs = self.arguments.tile(a, b)
-        with our_attention(self.configs, self.batch):
-            return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
-
-    def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, behind them each mixer's input [B, t, D].
-
-        dead: the values of Answers.dead_pre are not computed. NotStopped where the layer does not end at its attention.
-        """
-        if not self.n_calls:
-            return []
-        # An argument's gradient may read any value, and goes to the tile's stand-in for it.
-        wanted = self.arguments.wanted()
-        dead = dead and not wanted
-        nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
-        run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
-        if not nobody_reads:
-            return run()
-        with without_values(nobody_reads):
-            return run()
-
-    def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
-        note = Noting(self.n_calls)
-        try:
-            with asking(note), self._answered(note):
-                self._forward(x_BtD, a, b)
-        except Stopped:
-            pass
-        else:
-            raise NotStopped(note)
-        self.asked = [c.call() for c in note.calls]
-        parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
-        if note.mixed:
-            named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
-            mixed = [self.arguments.mixer(*call, self.batch.apart) for call in named]
-            self.mixers = [mixer for mixer, _ in mixed]
-            parts += [x for _, x in mixed]
-        return parts
-
-    def _idle(self, names: tuple[str, ...], device: str, again: bool) -> list:
-        """What `without_values` takes, and other forwards for now. Looked up once a call: a layer has many tiles. again: gradients
-        come next, of weights to where they add up."""
-        adding = self.adding if again else None
-        key = names, adding
-        if key not in self.found_idle:
-            dense = {} if self.written is None else {"dense_of": self.written.dense_of}
-            found = idle(self.layer, names, device, **dense, adding=adding, filled=self.random) if names else []
-            found += [] if self.written is None else self.written.forwards(found)
-            self.found_idle[key] = found + (add_up(self.layer, found, device, adding) if adding else [])
-        return self.found_idle[key]
-
-    def adds_up(self, adding) -> None:
-        """Where weights' gradients go from now on (WeightGradients.adding), None for where autograd takes them."""
-        if adding is not self.adding:
-            self.adding, self.found_idle = adding, {}
-
-    def start_anew(self) -> None:
-        """Before the same forward runs once more: what it wrote to the caller's cache stays."""
-        self.cache, self.found_idle = None, {}
-
-    def phase(self, tiles):
-        """The tiles of one pass, over which weights are written out once."""
-        return tiles if self.written is None else self.written.phase(tiles)
-
-    def keepable(self, names, device: str) -> tuple[str, ...]:
-        """Those of memory.policy.KEEPABLE that spare this layer something: without them it would compute more."""
-        return _able(self.layer, self.answers, names, device)
-
-    def store(self, parts: list[Tensor]) -> None:
-        """Keys and values of the whole rows, as `pre` gave them, into the cache, where there is one."""
-        if self.cache is not None:
-            for name, k, v in zip(self.answers.attention, parts[1::3], parts[2::3]):
-                index = self.layer.get_submodule(name).layer_idx
-                self.cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
-
-    def post(
-        self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, dead: bool = False, noted=None, known=None
-    ) -> list[Tensor]:
-        """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
-
-        Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
-        `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
-        """
-        found = {key: [] for key in self.records}
-        names = self.answers.dead_post if dead and not self.arguments.wanted() else self.answers.unread
-        if known:
-            sources = _sources(self.layer, self.answers)
-            names = (*names, *(module for name in known for module in sources[name]))
-        nobody_reads = self._idle(names, x_BtD.device.type, dead)
-        around = [without_values(nobody_reads)] if nobody_reads else []
-        around += [collecting(found)] if self.collected else []
-        around += [keeping(noted or {}, known or {})] if noted or known else []
-        run = partial(self._block().post, x_BtD, *outs_BtHE) if self.answers.block else None
-        y = _within(around, run or partial(self._post, x_BtD, outs_BtHE, a, b))
-        self.beside = y[1:] if isinstance(y, tuple) else None
-        self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
-        extras = [self._by_rows(x, x_BtD) for xs in found.values() for x in xs]
-        return [y if self.beside is None else y[0], *extras]
-
-    def _post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
-        n = len(self.answers.attention)
-        role = Answering(outs_BtHE[:n], dict(zip(self.answers.mixers, outs_BtHE[n:])))
-        with asking(role), self._answered(role):
-            return self._forward(x_BtD, a, b)
-
-    @staticmethod
-    def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
-        """Recorded over flattened tokens [B*t, ...] or not: [B, t, ...]."""
-        B, t = x_BtD.shape[:2]
-        return (
-            recorded.unflatten(0, (B, t)) if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t) else recorded
-        )
-
-    def hand_on(self, extras: list[Tensor], into: dict) -> None:
-        """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had."""
-        for (key, dims), x in zip(self.recorded, extras):
-            into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
-
-    def _block(self) -> Block:
-        if self.parts is None:
-            self.parts = Block(self.layer, self.arguments.kwargs)
-            self.asked = [self.parts.asked]
-        return self.parts
-
-
-def _within(contexts: list, run):
-    """run() within all of them. Most often there is none: what a tile does not need costs it nothing."""
-    if not contexts:
-        return run()
-    with contexts[0]:
-        return _within(contexts[1:], run)
-
-
-def _able(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: str) -> tuple[str, ...]:
-    """Ask.keepable before there is a call."""
-    if answers.mixers:
-        return ()
-    if autocast_dtype(device) is not None:
-        return tuple(n for n in names if n == "qkv")
-    sources = _sources(layer, answers)
-    spared = lambda name: can_go_without(submodule(layer, name)) and as_found(layer, name)  # noqa: E731
-    return tuple(n for n in names if n == "qkv" or n in sources and all(map(spared, sources[n])))
-
-
-def _sources(layer: nn.Module, answers: Answers) -> dict[str, tuple[str, ...]]:
-    """The modules whose values nobody reads where a kept value is known."""
-    sources = {"mid": ("self_attn.o_proj",)} if answers.block else {}
-    mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, (FusedMLP, FusedJointMLP)) and "forward" not in vars(mlp) and activation_as_found(mlp):
-        sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
-    return sources
-
-
-# --- the layer ----------------------------------------------------------------------------------------------------------
 
 
 def _run_directly(function, *args, **kwargs):
@@ -431,7 +221,7 @@ class TiledLayer:
         reason = reason or self._hooked(modules)
         reason = reason or (self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now")
         if reason is None:
-            able = partial(_able, self, answers, KEEPABLE, x.device.type)
+            able = partial(keepable, self, answers, KEEPABLE, x.device.type)
             policy = session.policy(self, x, batch.sequence, able=able)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
                 return whole(x)

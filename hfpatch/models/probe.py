@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from hfpatch.compat import buffers_apart, pytree
 from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
+from hfpatch.models.ask import Ask
 from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
-from hfpatch.models.layer import Ask
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
 

@@ -13,7 +13,7 @@ from hfpatch.memory.formula import step_memory
 from hfpatch.memory.policy import KEEPABLE, Policy
 from hfpatch.memory.seconds import link_bytes
 from hfpatch.memory.shape import ModelShape
-from hfpatch.models.layer import Ask
+from hfpatch.models.ask import Ask
 from tests.checkpoint.deep import tiny_llama, tokens
 from tests.checkpoint.test_layer import BUDGET, check
 from tests.models.families import small_model
