@@ -1,9 +1,8 @@
 """The loss of any causal language model from its hidden states, without logits.
 
-The model's own forward runs. Where it calls its head it meets a stand-in that notes the hidden states and what becomes of the
-logits (a scale, a soft cap); where it asks for the loss, the head is called once, and for that call its `forward` is the fused
-loss: it stays the Linear that it is, and the engines' hooks around the call gather its weight. Whoever does anything else with the
-stand-in gets real logits.
+The model's own forward runs. Where it calls its head it meets a stand-in (logits.py); where it asks for the loss, the head is
+called once, and for that call its `forward` is the fused loss: it stays the Linear that it is, and the engines' hooks around the
+call gather its weight.
 """
 
 import math
@@ -12,7 +11,6 @@ import threading
 import warnings
 import weakref
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,6 @@ from hfpatch.compat import (
     modules_in,
     modules_of,
     own_loss,
-    pytree,
     set_own_loss,
     step_under_ulysses,
     watched_by_user,
@@ -37,8 +34,9 @@ from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
 from hfpatch.models.balance import counted, once
 from hfpatch.models.classes import is_mixed, keeps_signature, whose
-from hfpatch.models.head import copies, has_rows_of_it, reads_logits, rows_of, through, why_not_fused
+from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
+from hfpatch.models.logits import Head, Logits
 from hfpatch.models.parallel import items_of_a_mean_over_rows, sequence_now
 from hfpatch.models.parts import FusedRMSNorm
 from hfpatch.models.shared_rows import evaluated_by_ranks, unlabelled
@@ -54,112 +52,6 @@ EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size 
 BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
 
 
-def _loss_over(
-    words: int | None, hidden: Tensor, weight: Tensor, *args, bias: Tensor | None = None, **options
-) -> Tensor:
-    """The loss over the head's first words, or over all."""
-    if words is not None:
-        weight, bias = weight[:words], None if bias is None else bias[:words]
-    return ops.linear_cross_entropy(hidden, weight, *args, bias=bias, **options)
-
-
-# --- logits that are not there ------------------------------------------------------------------------------------------
-
-
-class Logits:
-    """hidden @ head, not computed: outer * tanh(inner * .) or inner * ., [..., V] in shape, V the first `words` of the head's.
-    Real logits for all but those."""
-
-    def __init__(self, owner, hidden: Tensor, inner: float = 1.0, outer: float | None = None, words: int | None = None):
-        self.owner, self.hidden, self.inner, self.outer = owner, hidden, inner, outer
-        self.words = words  # None: all
-
-    def _with(self, **changes) -> "Logits":
-        return Logits(**vars(self) | changes)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(
-            (*self.hidden.shape[:-1], rows_of(self.owner._hfpatch_head()) if self.words is None else self.words)
-        )
-
-    def _scaled(self, factor):
-        if isinstance(factor, Tensor) or isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            return self.real() * factor
-        return self._with(inner=self.inner * factor) if self.outer is None else self._with(outer=self.outer * factor)
-
-    def __mul__(self, factor):
-        return self._scaled(factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor):
-        return self._scaled(1 / divisor) if isinstance(divisor, (int, float)) and divisor else self.real() / divisor
-
-    def tanh(self):
-        return self._with(outer=1.0) if self.outer is None else self.real().tanh()
-
-    def float(self):
-        return self  # the loss is computed in float32 whatever the logits' dtype
-
-    def contiguous(self):
-        return self
-
-    def real(self) -> Tensor:
-        """The logits themselves, as the model would have had them."""
-        z = self.owner._hfpatch_head()(self.hidden)
-        z = z if self.words is None else z[..., : self.words]
-        z = z * self.inner if self.inner != 1 else z
-        return z if self.outer is None else self.outer * torch.tanh(z)
-
-    def cross_entropy(self, labels, **options) -> Tensor:
-        """The loss, by one call of the head."""
-        if self.outer is not None:
-            options["softcap"] = self.outer
-        scale = self.inner * (self.outer or 1.0)
-        hidden = self.hidden
-        if scale != 1:
-            options["inplace_hidden"] = False
-            hidden = hidden * scale
-        return through(self.owner._hfpatch_head(), partial(_loss_over, self.words), hidden, labels, **options)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.real(), name)
-
-    def __getitem__(self, index):
-        words = index[1] if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis else None
-        if isinstance(words, slice) and words.start is None and words.step is None:  # a head that is padded
-            if words.stop is None or words.stop >= self.shape[-1]:
-                return self
-            if words.stop > 0 and not has_rows_of_it(copies(self.owner._hfpatch_head())[1]):
-                return self._with(words=words.stop)
-        return self.real()[index]
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.tanh and len(args) == 1 and not kwargs:
-            return args[0].tanh()
-        args, kwargs = pytree().tree_map(lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-class _Head:
-    """Stands where a model looks for its head: a call gives Logits, all else (its weight's dtype, say) is the head's own."""
-
-    def __init__(self, head: nn.Module):
-        self._head, self._users = head, 0
-
-    def __call__(self, hidden: Tensor) -> "Logits | Tensor":
-        owner = here.target[0] if here.target is not None else None  # none where another thread's call is meant
-        asked = owner is not None and owner._hfpatch_head() is self._head
-        return Logits(owner, hidden) if asked else self._head(hidden)
-
-    def __getattr__(self, name):
-        return getattr(self._head, name)
-
-
 def not_its_own_loss(model: nn.Module) -> str | None:
     """None where the model's loss is transformers' causal one, else whose it is."""
     own = own_loss(model)
@@ -169,9 +61,6 @@ def not_its_own_loss(model: nn.Module) -> str | None:
     if LOSS_MAPPING.get(kind or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss is {kind}"
     return None
-
-
-# --- the model ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -342,7 +231,7 @@ class FusedCausalLM:
         """Within, this thread's forward meets a stand-in for the head, and asks for the loss of `target`."""
         holder, name, before = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name, here.target
         with _lock:
-            head = holder.setdefault(name, _Head(self._hfpatch_head()))  # found before the module of that name
+            head = holder.setdefault(name, Head(self._hfpatch_head()))  # found before the module of that name
             head._users += 1
         here.target = target
         try:
