@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
 
 IGNORED = -1  # among columns, where the caller's ignore_index may be one of them
@@ -91,19 +92,19 @@ class VocabShard:
             loss += opts.smoothing / self.size * (weights * lse_C - sums_KC[2])
         loss_C.copy_(loss.masked_fill_(~keep_C, 0.0))
         if best_C is not None:
-            self._best_(logits_Cv, keep_C, best_C)
+            self._best_(logits_Cv, keep_C, best_C, opts.inner)
         if stats_3C is not None:
             self._stats_(log_share_C, keep_C, stats_3C, v)
         if factors is not None:
             rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_2C, class_weight_V, self.size, opts)
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
 
-    def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor) -> None:
-        """The first of the largest logits of all ranks, from the first of each rank's; z grows with the logit."""
+    def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor, inner: float) -> None:
+        """The first word of the largest z of all ranks, from the first of each rank's; logits that reach the cap have one z."""
+        value_C = torch.full_like(best_C, float("-inf"), dtype=wide_dtype(logits_Cv.dtype))
         if logits_Cv.shape[1]:
-            value_C = logits_Cv.gather(1, best_C.clamp(min=0).long().unsqueeze(1)).squeeze(1)
-        else:
-            value_C = logits_Cv.new_full(best_C.shape, float("-inf"))
+            value_C.copy_(logits_Cv.gather(1, best_C.clamp(min=0).long().unsqueeze(1)).squeeze(1))
+            value_C = torch.tanh(value_C * inner) if inner else value_C
         top_C = value_C.clone()
         self._reduce(top_C, dist.ReduceOp.MAX)
         best_C.copy_(torch.where(value_C == top_C, best_C + self.start, self.size))

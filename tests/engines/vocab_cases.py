@@ -87,14 +87,14 @@ def loss_case(
     return worst(zip(grads[1], grads[0]))
 
 
-def log_prob_case(V=13, ruled_out=0) -> float:
+def log_prob_case(V=13, ruled_out=0, softcap=4.0) -> float:
     hidden, weight, bias, labels = make(V, ruled_out=ruled_out)
     shard, found = ops.VocabShard(None, V), []
     names = ("log_prob", "entropy", "lse", "mean_logit", "sum_sq_prob", "is_top1")
     for mine in (False, True):
         x = hidden.clone().requires_grad_(True)
         w, b = (part(shard, t) if mine else t.clone().requires_grad_(True) for t in (weight, bias))
-        options = {"bias": b, "softcap": None if ruled_out else 4.0, "temperature": 0.7, "scale": 1.2}
+        options = {"bias": b, "softcap": None if ruled_out else softcap, "temperature": 0.7, "scale": 1.2}
         if mine:
             out = ops.linear_log_prob(
                 x, w, labels, outputs=names, workspace_bytes=(1 << 15) + 56 * N, shard=shard, **options
@@ -110,7 +110,8 @@ def log_prob_case(V=13, ruled_out=0) -> float:
 def main() -> dict[str, float]:
     found = {name: loss_case(**settings) for name, settings in LOSSES.items()}
     return found | {
-        f"log-probabilities of {V}, {out} ruled out": log_prob_case(V, out) for V, out in ((13, 0), (5, 0), (16, 8))
+        "a cap that many logits reach": log_prob_case(softcap=0.02),
+        **{f"log-probabilities of {V}, {n} ruled out": log_prob_case(V, n) for V, n in ((13, 0), (5, 0), (16, 8))},
     }
 
 
