@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import (
+    GONE,
     buffers_of,
+    came_since,
+    forward_in,
     fsdp2_units,
     in_fsdp2,
     is_shard,
@@ -33,7 +36,6 @@ STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
 _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
-_GONE = object()  # what an attribute is that was deleted since
 
 
 class Place:
@@ -92,11 +94,12 @@ class AsThen:
     where they come and go by `.data`; where they do not, who does that is somebody's edit.
     """
 
-    __slots__ = ("layer", "kind", "modules", "merged", "places", "ways")
+    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways")
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool):
         self.layer, self.kind, self.modules = layer, layer.__class__, modules
-        found, self.ways, self.merged = {}, ways_of(modules), merged_into(modules)
+        self.tables = [module.__dict__ for module in modules]
+        found, self.ways, self.merged = {}, ways_of(self.tables), merged_into(self.tables)
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
             plain = [
@@ -129,7 +132,7 @@ class AsThen:
                 f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has others before its backward; "
                 "change the model (adapters, undo) after backward."
             )
-        if merged_into(self.modules) != self.merged:
+        if merged_into(self.tables) != self.merged:
             raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
 
     def ran(self) -> None:
@@ -149,8 +152,10 @@ class AsInForward:
     def __enter__(self):
         self.then.refuse_others()
         try:
-            for table, name, value in self.then.ways:
-                now = table[name] if name in table else _GONE
+            for table, name, value in self.then.ways + came_since(self.then.tables, self.then.ways):
+                now = table[name] if name in table else GONE
+                if name == "forward" and now is not forward_in(table):
+                    continue  # another thread's, for a moment
                 # Compared with its own kind alone: a tensor that stands there now has no one answer.
                 if now is not value and (now.__class__ is not value.__class__ or now != value):
                     self._put(table, name, value)
@@ -170,15 +175,19 @@ class AsInForward:
         return tensor if tensor.requires_grad == place.trained else tensor.detach().requires_grad_(place.trained)
 
     def _put(self, table: dict, name: str, value) -> None:
-        self.before.append((table, name, table[name] if name in table else _GONE))
-        table[name] = value
+        self.before.append((table, name, table[name] if name in table else GONE))
+        _set(table, name, value)
 
     def __exit__(self, *exc):
-        for table, name, value in self.before:
-            if value is _GONE:
-                table.pop(name, None)
-            else:
-                table[name] = value
+        for row in self.before:
+            _set(*row)
+
+
+def _set(table: dict, name: str, value) -> None:
+    if value is GONE:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 class WeightGradients(AsInForward):

@@ -47,9 +47,12 @@ from hfpatch.compat.models import (
     trl_fused_head,
 )
 from hfpatch.compat.modules import (
+    GONE,
     buffers_apart,
     buffers_of,
+    came_since,
     forward_hooks,
+    forward_in,
     fsdp2_units,
     hooks_on_all,
     merged_into,

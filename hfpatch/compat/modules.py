@@ -25,24 +25,73 @@ def buffers_of(module: nn.Module) -> dict:
     return own["_buffers"] if "_buffers" in own else {}
 
 
+_OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
+_AROUND = (*_ALL_HOOKS, "forward")
+_EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
+
 # By what a module's forward goes another way from one call to the next, but for the first PEFT's; and every float of its own
 # (rates of dropout, epsilons, multipliers). Engines count in its integers, which must go on.
 _WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout")
 _SAYS = (bool, str, int, list, dict)  # no tensors: comparing those waits for the device
 
 
-def ways_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
-    """How modules go now: (where that stands, its name, a value of its own that says it)."""
-    tables = [module.__dict__ for module in modules]
-    rows = [(own, n, own[n]) for own in tables for n in _WAYS if n in own]
-    rows = [(own, n, v.copy() if v.__class__ in (dict, list) else v) for own, n, v in rows if v.__class__ in _SAYS]
-    return rows + [(own, n, own[n]) for own in tables for n in own if type(own[n]) is float]
+GONE = object()  # what an attribute is that was deleted, or not there
 
 
-def merged_into(modules: list[nn.Module]) -> int:
-    """How many adapters are merged into these modules' weights, by PEFT, which writes past the weights' versions."""
-    tables = [module.__dict__ for module in modules]
-    return sum([len(own["merged_adapters"]) for own in tables if "merged_adapters" in own])
+def ways_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
+    """How a layer's modules of these attributes, itself the first, go now: (where that stands, its name, a value of its own that
+    says it)."""
+    rows = [
+        (own, n, v.copy() if v.__class__ in (dict, list) else v)
+        for own in tables for n in _WAYS if n in own and (v := own[n]).__class__ in _SAYS
+    ]  # fmt: skip
+    rows += [(own, n, own[n]) for own in tables for n in own if type(own[n]) is float]
+    around = _around(tables)
+    return (
+        rows + [(own, n, forward_in(own) if n == "forward" else own[n].copy()) for own, n in around] if around else rows
+    )
+
+
+def came_since(tables: list[dict], ways: list) -> list[tuple[dict, str, object]]:
+    """The same of the hooks and forwards that modules inside a layer have now and had not when it went these ways."""
+    now = _around(tables)
+    if not now:
+        return now
+    known = {(id(own), n) for own, n, _ in ways}
+    return [(own, n, GONE if n == "forward" else _but_users(own, n)) for own, n in now if (id(own), n) not in known]
+
+
+def _around(tables: list[dict]) -> list[tuple[dict, str]]:
+    """Where hooks on modules inside a layer of these tables stand, forwards on instances, and the user's hooks on all modules."""
+    found = [(own, n) for own in tables[1:] for n in _AROUND if n in own and own[n]]
+    for name in _ON_ALL:  # asked at every layer: without a call where there are none
+        if name in _EVERYWHERE and _EVERYWHERE[name] and hooks_on_all():
+            found.append((_EVERYWHERE, name))
+    return found + [(own, n) for own, n in _flags_of(found) if n in own] if found else found
+
+
+def _flags_of(found: list) -> list[tuple[dict, str]]:
+    """Where torch says of such hooks whether they take keyword arguments, and run whatever happens."""
+    return [(own, f"{n}_{what}") for own, n in found for what in ("with_kwargs", "always_called")]
+
+
+def _but_users(own: dict, name: str) -> dict:
+    """A table of hooks on one module empty, of hooks on all modules without the user's."""
+    users = hooks_on_all() if own is _EVERYWHERE else [*own[name].values()]
+    return type(own[name])((k, h) for k, h in own[name].items() if all(h is not user for user in users))
+
+
+def forward_in(own: dict):
+    """The forward on the instance of these attributes, GONE where it has its class's; not what a thread set there for a moment."""
+    held = own["forward"] if "forward" in own else None
+    held = getattr(held, "_hfpatch_before", held)
+    return GONE if held is None else held
+
+
+def merged_into(tables: list[dict]) -> list[int]:
+    """How many adapters are merged into the weights of modules of these attributes, by PEFT, which writes past their versions."""
+    return [len(own["merged_adapters"]) for own in tables if "merged_adapters" in own]
 
 
 def modules_of(module: nn.Module) -> dict:
@@ -84,10 +133,6 @@ def twin_of(module: nn.Module, parameters: dict, modules: dict) -> nn.Module:
     return twin
 
 
-_OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
-
-
 def forward_hooks(module: nn.Module) -> list:
     """Hooks that run behind the module's forward."""
     return _hooks(module, ("_forward_hooks",))
@@ -127,9 +172,6 @@ def user_hooks(module: nn.Module, hooks=None) -> list:
     """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no values."""
     hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
-
-
-_EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
 
 
 def hooks_on_all() -> list:

@@ -103,13 +103,14 @@ class ByThread:
     """On an instance in place of its class's forward: what a thread set for itself, for all others what was there before."""
 
     def __init__(self, module: nn.Module, before):
-        self.module, self.before = module, before
+        self.module, self._hfpatch_before = module, before
         # Not a table by threading.get_ident(), which dynamo cannot trace: it meets this call where a graph breaks around it.
         self.mine, self.users = threading.local(), 0
 
     def own(self, *args, **kwargs):
         """As if nothing had been set."""
-        return self.before(*args, **kwargs) if self.before else type(self.module).forward(self.module, *args, **kwargs)
+        before = self._hfpatch_before
+        return before(*args, **kwargs) if before else type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args, **kwargs):
         return getattr(self.mine, "forward", self.own)(*args, **kwargs)
@@ -118,7 +119,7 @@ class ByThread:
 def forward_now(module: nn.Module, name: str = "forward"):
     """The forward that this thread finds on the instance, None where it has its class's."""
     held = vars(module).get(name)
-    return getattr(held.mine, "forward", held.before) if isinstance(held, ByThread) else held
+    return getattr(held.mine, "forward", held._hfpatch_before) if isinstance(held, ByThread) else held
 
 
 @contextmanager
@@ -146,10 +147,10 @@ def forwards_for_now(pairs, name: str = "forward"):
                 own = module.__dict__
                 if held.users or own.get(name) is not held:
                     continue
-                if held.before is None:
+                if held._hfpatch_before is None:
                     del own[name]
                 else:
-                    own[name] = held.before
+                    own[name] = held._hfpatch_before
 
 
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------

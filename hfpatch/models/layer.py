@@ -128,9 +128,10 @@ class TiledLayer:
         """None where nobody watches what is inside this layer, which has these modules: tiles would show them parts of a row,
         and more often. Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first alone."""
         inside = modules[1:]
-        hooked = watched_by_user(inside) or next(iter(fsdp2_units(inside)), None)
-        if hooked is None:
+        hooked, units = watched_by_user(inside), fsdp2_units(inside)
+        if hooked is None and not units:
             return None
+        hooked = hooked or units[0]
         if hooks_on_all():
             return "hooks on every module of the process"
         return f"hooks on {next(n for n, m in self.named_modules() if m is hooked)}"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tiny import largest_difference, stock_loss
+from tiny import gradients, largest_difference, stock_loss
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
 
 import hfpatch
 from tests.checkpoint.deep import pair, tokens
@@ -133,6 +134,49 @@ def test_what_a_layer_is_between_forward_and_backward(edit, whole):
         loss.backward()
         found.append(model.model.embed_tokens.weight.grad.clone())
     assert torch.equal(*found)
+
+
+def _doubled(module):
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
+    return lambda: delattr(module, "forward")
+
+
+# what is put around a module, or all -> what takes it away again
+AROUND = {
+    "forward hook": lambda m: m.register_forward_hook(lambda _, given, known, out: 2 * out, with_kwargs=True).remove,
+    "pre-hook": lambda m: m.register_forward_pre_hook(lambda _, given: (2 * given[0],)).remove,
+    "backward hook": lambda m: m.register_full_backward_hook(lambda _, dx, dy: (2 * dx[0],)).remove,
+    "hook on all": lambda m: register_module_forward_hook(
+        lambda m, given, out: 2 * out if type(m) is torch.nn.Linear else None
+    ).remove,
+    "forward": _doubled,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
+@pytest.mark.parametrize("kind", AROUND)
+def test_hooks_and_forwards_that_come_or_go_before_the_backward(kind, settings):
+    """They count as they were in the forward, as where nothing runs again."""
+    stock, model = pair()
+    hfpatch.apply(model, checkpointing=settings)
+    ids = tokens()
+    for goes in (False, True):
+        grads = []
+        for one in (stock, model):
+            one.zero_grad()
+            module = one.model.layers[0].self_attn.q_proj
+            take_away = AROUND[kind](module) if goes else None
+            loss = one.model(ids, use_cache=False).last_hidden_state.square().mean()
+            if goes:
+                take_away()
+            else:
+                take_away = AROUND[kind](module)
+            loss.backward()
+            if not goes:
+                take_away()
+            grads.append(gradients(one))
+        assert largest_difference(*grads) < BUDGET, goes
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
