@@ -30,6 +30,7 @@ from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER
 from hfpatch.models.classes import is_mixed, replaced_forward, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
+from hfpatch.models.first_call import AskedLayer
 from hfpatch.models.head import fuse, head_name, why_not_fused
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.log_probs import TrlHead
@@ -324,11 +325,10 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         report.notes.append(
             "rows that hold several documents are refused: its layers were not seen to keep them apart."
         )
-    if settings is None:
-        report.skipped.append(("checkpointing", "not asked for"))
-        return
-    if found.alone:
-        report.skipped.append(("checkpointing", found.alone))
+    if settings is None or found.alone:
+        report.skipped.append(("checkpointing", "not asked for" if settings is None else found.alone))
+        for layer, answer in zip(layers, found.answers):
+            _asked(layer, AskedLayer, answer, configs)
         return
     replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
     if replaced:
@@ -343,10 +343,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
             continue
-        swap(layer, TiledLayer)
-        layer._hfpatch_index = index
-        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_answers = session, configs, answer
-        layer._hfpatch_asks, layer._hfpatch_held = ask_layer, held_in(layer)
+        layer._hfpatch_index, layer._hfpatch_session = index, session
+        _asked(layer, TiledLayer, answer, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
@@ -386,6 +384,13 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         report.notes.append(
             f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead of tile by tile."
         )
+
+
+def _asked(layer: nn.Module, part: type, answers, configs) -> None:
+    if not is_mixed(layer):
+        swap(layer, part)
+        layer._hfpatch_configs, layer._hfpatch_answers = configs, answers
+        layer._hfpatch_asks, layer._hfpatch_held = ask_layer, held_in(layer)
 
 
 def _configs(decoder: Decoder) -> tuple:

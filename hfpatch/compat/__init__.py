@@ -26,6 +26,7 @@ from hfpatch.compat.engines import (
     skips_by_itself,
     step_under_ulysses,
     ulysses,
+    ulysses_group,
     under_zero3,
 )
 from hfpatch.compat.models import (

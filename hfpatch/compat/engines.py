@@ -119,6 +119,13 @@ def ulysses(attention):
     return found.process_group, bool(getattr(found, "disable_in_eval", False))
 
 
+def ulysses_group():
+    """The process group of DeepSpeed's Ulysses, whichever attention it replaced; None where there is none."""
+    return getattr(
+        sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp"), "_SEQUENCE_PARALLEL_GROUP", None
+    )
+
+
 def context_parallel():
     """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
     for name in ("_context_parallel._attention", "_attention"):

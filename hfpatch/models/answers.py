@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import nn
 
 OTHER_MIXER = "it mixes tokens by something else than attention"
-UNKNOWN_KIND = "no layer of its kind in the small instance"
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Answers:
     paired: of these, those that return a pair, whose second nobody reads; block: it is norm, attention, norm, MLP as `block_pre`
     and `block_post` have it; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
     run again in backward; unread: those of dead_post that its output does not depend on either; reason: why it is not tiled, or
-    None; softcap: what its attention caps scores at, or None.
+    None; softcap: what its attention caps scores at, or None; looked: whether what mixes its tokens was looked for.
     """
 
     attention: tuple[str, ...] = ()
@@ -29,6 +28,7 @@ class Answers:
     unread: tuple[str, ...] = ()
     reason: str | None = None
     softcap: float | None = None
+    looked: bool = False
 
     @property
     def mixing(self) -> tuple[str, ...]:

@@ -159,6 +159,14 @@ def asking(role):
         here.role = before
 
 
+def not_exchanged(what: str) -> ValueError:
+    """What ends a forward that would take a rank's part of each row for the whole."""
+    return ValueError(
+        f"hfpatch: expected attention that can be exchanged between the ranks of a sequence, {what} came; "
+        "leave it out, or train without sequence parallelism."
+    )
+
+
 # --- which configs name our attention now -----------------------------------------------------------------------------
 
 _entered: dict = {}  # id(config): [how many, what it named before]
@@ -302,10 +310,7 @@ def _whole(asked: Asked) -> Tensor:
     sequence, reason = here.batch and here.batch.sequence, asked.why_not_tiled()
     if sequence is not None:
         if reason:
-            raise ValueError(
-                f"hfpatch: expected attention that can be exchanged between the ranks of a sequence, {reason} came; "
-                "call hfpatch.undo(model), or train without sequence parallelism."
-            )
+            raise not_exchanged(reason)
         return _Exchanged.apply(q, k, v, asked.sinks_H, asked.call(), sequence)
     if reason is None:
         pattern = asked.pattern()

@@ -14,7 +14,6 @@ from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
     autocast_dtype,
     collected_now,
-    collecting,
     engine_hook,
     forward_hooks,
     fsdp2_units,
@@ -23,13 +22,12 @@ from hfpatch.compat import (
     other_hooks,
     submodule,
     under_zero3,
-    unwatched,
     watched_by_user,
 )
 from hfpatch.memory.cuts import tile_bounds
 from hfpatch.memory.policy import KEEPABLE
 from hfpatch.models.adapters import TOLD, look
-from hfpatch.models.answers import OTHER_MIXER, UNKNOWN_KIND, Answers, as_asked
+from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask, keepable
 from hfpatch.models.asking import (
@@ -42,17 +40,15 @@ from hfpatch.models.asking import (
 )
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
 from hfpatch.models.documents import refuse_packed
+from hfpatch.models.first_call import ASKED_TOKENS, AskedLayer, without_cache
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import documents_apart
-from hfpatch.models.parallel import refuse_shared_mixers, sequence_now
-from hfpatch.models.scaled import held_in
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.models.written import WrittenOut
 from hfpatch.ops.attention import Pattern, supported
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_MASK = "_attach_context_parallel_hooks."
-ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
 
 
@@ -60,12 +56,10 @@ def _run_directly(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-class TiledLayer:
+class TiledLayer(AskedLayer):
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
 
-    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is; `_hfpatch_answers`:
-    its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks` (models.probe.ask_layer);
-    `_hfpatch_held`: what was in it when it was (scaled.held_in), `_hfpatch_kinds`: a number that stands for all classes in it.
+    `_hfpatch_session`: the model's checkpoint.session.Session; `_hfpatch_index`: which of its layers this is.
     """
 
     @property
@@ -77,20 +71,8 @@ class TiledLayer:
     def _gradient_checkpointing_func(self, function):
         vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
 
-    _hfpatch_kinds = _hfpatch_held = None
-
-    def _look(self, modules: list[nn.Module]) -> None:
-        """Has this layer asked anew where it got modules of other classes since it was asked."""
-        kinds = hash(frozenset(map(type, modules)))
-        if kinds != self._hfpatch_kinds:
-            held, answers = held_in(self), self._hfpatch_answers
-            if answers is not None and not answers.reason and not held <= (self._hfpatch_held or held):
-                self._hfpatch_answers = None
-            self._hfpatch_kinds, self._hfpatch_held = kinds, held
-
-    def stock_forward(self, *args, **kwargs):
-        """The layer as transformers has it."""
-        return super().forward(*args, **kwargs)
+    def _weights_near(self, device: torch.device):
+        return self._hfpatch_session.weights.forward(self, device)
 
     def why_not_tiled(self, x: Tensor, mask) -> str | None:
         """None where this layer can run tile by tile now, else the reason."""
@@ -160,10 +142,6 @@ class TiledLayer:
             return False
         return not any(cache.get_seq_length(index) for index in indices)
 
-    def _sequence(self):
-        """The ranks that share the rows of a forward whose batch nobody knows."""
-        return next((s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None)
-
     @property
     def _under_zero3(self) -> bool:
         return under_zero3(self)
@@ -178,29 +156,21 @@ class TiledLayer:
             known = {named(c) for c in self._hfpatch_configs}
             alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
-        modules = modules_in(self)
+        modules, sequence = modules_in(self), self._sequence() if batch is None else batch.sequence
         self._look(modules)
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
-        answers, shared = self._hfpatch_answers, batch is not None and batch.sequence is not None
-        if cut and shared and answers and answers.reason == UNKNOWN_KIND and x.shape[1] >= ASKED_TOKENS:
-            self._hfpatch_answers = None  # run whole, it might mix the tokens of a part of each row
         if cut and self._hfpatch_answers is None:
-            few_args, few_kwargs = Arguments(*_without_cache(args, kwargs), *x.shape[:2]).tile(0, ASKED_TOKENS)
-            # What the layer records while it is asked (router logits) is no part of this forward.
-            with session.weights.forward(self, x.device), collecting({}), unwatched(modules):
-                self._hfpatch_answers = self._hfpatch_asks(
-                    self, self.stock_forward, x[:, :ASKED_TOKENS], few_args, few_kwargs, self._hfpatch_configs, batch
-                )
+            self._hfpatch_answers = self._ask(x, args, kwargs, batch, modules)
             if self._hfpatch_answers.reason:  # which no report has
                 if batch.doubted:
                     self._hfpatch_answers = None
                     raise Doubted
                 session.tell(_runs_whole(self, self._hfpatch_answers.reason))
+        if sequence is not None:
+            self._refuse_parts(x, args, kwargs, batch, modules)
         answers = self._hfpatch_answers or Answers()
         mixes = answers.mixers or answers.reason == OTHER_MIXER
-        if mixes and shared:
-            refuse_shared_mixers(type(self))
         bounds = batch.apart if batch is not None and mixes else None
         if bounds is not None and not answers.mixers:
             refuse_packed(type(self))
@@ -230,7 +200,7 @@ class TiledLayer:
             if answers.mixing and not answers.block and nobody_differentiates(self, x, args, kwargs):
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
                     return whole(x)
-            arguments = Arguments(*((args, kwargs) if cache is None else _without_cache(args, kwargs)), *x.shape[:2])
+            arguments = Arguments(*((args, kwargs) if cache is None else without_cache(args, kwargs)), *x.shape[:2])
             lists = collected_now()
             ask = Ask(
                 self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists),
@@ -260,7 +230,6 @@ class TiledLayer:
             return whole(x)
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
-        sequence = self._sequence() if batch is None else batch.sequence
         policy = session.policy(self, x, sequence, whole=True) if x.dim() == 3 else None
         if policy is not None and session.is_plain(self, policy):
             return whole(x)
@@ -289,12 +258,6 @@ def _has_hooks(module: nn.Module) -> bool:
     forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
     others = [h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)]
     return bool(forward or others) or engine_hook(module) is not None
-
-
-def _without_cache(args, kwargs) -> tuple[list, dict]:
-    return [None if isinstance(a, Cache) else a for a in args], {
-        n: None if isinstance(a, Cache) else a for n, a in kwargs.items()
-    }
 
 
 def _cache_of(args, kwargs):

@@ -44,7 +44,7 @@ class Batch:
     ):
         self.B, self.T, self.device, self.sequence = B, T, device, sequence
         self.t = T if sequence is None else T // sequence.size
-        self._said = (attention_mask, position_ids, cu_seq_lens)
+        self.said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
         self.prefill = False  # whether the caller's cache, an empty one, is filled
         self.cached = False  # whether transformers would make a cache, which nobody reads
@@ -56,14 +56,14 @@ class Batch:
     def apart(self) -> tuple[int, ...] | None:
         """Where documents start and end in the flattened tokens as the positions say, whatever is masked: for mixers, which see
         masked tokens as transformers has them do. None where every row is one."""
-        visible, positions, offsets = self._said
+        visible, positions, offsets = self.said
         documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
         return None if documents is None else documents.bounds
 
     def within_documents(self, function):
         """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: at positions
         inside the documents, each of which sees itself alone."""
-        visible, positions, offsets = self._said
+        visible, positions, offsets = self.said
         if positions is None or visible is not None or offsets is not None or self.cached or self.sequence is not None:
             return function
         at_BT = positions.expand(self.B, -1).to(self.device)
@@ -75,7 +75,7 @@ class Batch:
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
             self._rows[chunk] = find_rows(
-                self.B, self.T, self.device, *self._said, chunk=chunk, idle_BT=self._idle, cached=self.cached
+                self.B, self.T, self.device, *self.said, chunk=chunk, idle_BT=self._idle, cached=self.cached
             )
         return self._rows[chunk]
 

@@ -17,8 +17,10 @@ from hfpatch.compat import (
     evaluated_by_trainer,
     modules_in,
     ulysses,
+    ulysses_group,
 )
-from hfpatch.models.asking import here, named
+from hfpatch.models.asking import here, named, not_exchanged
+from hfpatch.models.masks import Batch
 
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
 
@@ -47,6 +49,8 @@ def sequence_now(config, training: bool) -> Sequence | None:
         found = None if group is None or (training_only and not training) else (group, False)
         if found is not None and training:
             summed_gradients(deepspeed_config(), dist.get_world_size(group))
+    if found is None and training and (group := ulysses_group()) is not None and dist.get_world_size(group) > 1:
+        raise not_exchanged(f"{named(config)} attention beside Ulysses, which exchanges another,")
     if found is None or dist.get_world_size(found[0]) == 1:
         return None
     return sequence_of(*found)
@@ -146,11 +150,14 @@ def refuse_training_over_a_device_map(training: bool) -> None:
         )
 
 
-def refuse_shared_mixers(kind: type) -> None:
-    """ValueError: other mixers of tokens than attention want whole rows."""
+def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
+    """ValueError: other mixers of tokens than attention want whole rows. unknown: why nobody could look for them."""
+    mixes = "mixes tokens by something else than attention too"
+    if unknown:
+        mixes = f"may mix tokens by something else than attention ({unknown})"
     raise ValueError(
-        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which mixes tokens by something else than "
-        "attention too; train it without sequence parallelism."
+        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which {mixes}; train it without sequence "
+        "parallelism."
     )
 
 
@@ -197,10 +204,35 @@ def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tenso
     return [None if x is None else next(whole).to(x.dtype) for x in shards]
 
 
-def refuse_packed_shards(config, documents) -> None:
-    """ValueError for packed documents where Ulysses' own sdpa runs: it drops every mask, so they would see each other."""
-    if documents is not None and named(config) == "sdpa":
+def refuse_unless_by_engine(config) -> None:
+    """ValueError where ranks share rows and no engine put a function that exchanges tokens in place of transformers' attention."""
+    name = named(config)
+    by_engine = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or name == "sdpa" and context_parallel()
+    if here.sequence or not by_engine:
+        raise not_exchanged(f"{name} attention, which no engine exchanges,")
+
+
+def refuse_parts(config, batch: Batch) -> None:
+    """ValueError where transformers' own attention, as engines replace it, would not see the rows of a batch, which ranks share, as
+    they are: it takes whole rows and drops masks; flash attention alone reads documents and windows elsewhere."""
+    refuse_unless_by_engine(config)
+    name, (mask, *_) = named(config), batch.said
+    documents = batch.rows().documents if mask is None else batch.apart
+    if documents is not None and "flash" not in name:
         raise ValueError(
-            "hfpatch: expected one document a row where sequence parallelism runs sdpa itself, restarting position_ids came; "
+            f"hfpatch: expected one document a row where sequence parallelism runs {name} itself, restarting position_ids came; "
             'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'
         )
+    if mask is not None:
+        hidden = ~mask.bool()
+        if bool((hidden[:, :-1] & (~hidden).flip(1).cumsum(1).flip(1)[:, 1:].bool()).any()):
+            raise not_exchanged("a masked token before visible ones")
+    if "flash" not in name and not attends_to_all_before(config):
+        raise not_exchanged("a window or chunks in attention of transformers' own")
+
+
+def attends_to_all_before(config) -> bool:
+    """Whether no layer has a window or chunks, as far as the config says."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    narrow = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return not narrow and set(kinds) == {"full_attention"}

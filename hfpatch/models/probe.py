@@ -94,12 +94,16 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
     with rng, _NoDropout(), buffers_apart(layer) as written:
         try:
             answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
-        except NotStopped as error:
-            answers = Answers(reason=str(error))
         except Exception as error:  # a family's own code
-            answers = Answers(reason=f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})")
+            answers = Answers(reason=_said(error))
         # Tiles would write it more often, each with what it has of the row.
         return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, NotStopped):
+        return str(error)
+    return f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})"
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
@@ -110,10 +114,6 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
     run = lambda x: forward(x, *args, **kwargs)  # noqa: E731
     with torch.no_grad(), our_attention(configs, batch), asking(count):
         out = run(x_BTD)
-    if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
-        return Answers(reason="it returns more than hidden states")
-    if count.reasons:
-        return Answers(reason=count.reasons[0])
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
 
     def told(x):  # by the layer, and to its attention
@@ -123,19 +123,27 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
     with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
         found = find_mixers(layer, told, x_BTD, known)
     if found is None:
-        return Answers(reason=OTHER_MIXER)
+        return Answers(reason=OTHER_MIXER, looked=True)
     mixers, paired = found
+    known = {"mixers": mixers, "paired": paired, "looked": True}
+    if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
+        return Answers(reason="it returns more than hidden states", **known)
+    if count.reasons:
+        return Answers(reason=count.reasons[0], **known)
     names = {id(m): n for n, m in layer.named_modules()}
     attention = tuple(names[id(m)] for m in count.modules)
     if any(name == mixer or name.startswith(f"{mixer}.") for name in attention for mixer in mixers):
-        return Answers(reason=OTHER_MIXER)
+        return Answers(reason=OTHER_MIXER, looked=True)
     count = _Counting()
     with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
         run(x_BTD)
     if not count.independent:
-        return Answers(mixers=mixers, paired=paired, reason="what mixes its tokens takes one from the other")
-    known = {"mixers": mixers, "paired": paired, "softcap": count.softcap}
-    return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known).answers()
+        return Answers(reason="what mixes its tokens takes one from the other", **known)
+    known["softcap"] = count.softcap
+    try:
+        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known).answers()
+    except Exception as error:  # a family's own code
+        return Answers(reason=_said(error), **known)
 
 
 def _first_row(x, B: int):

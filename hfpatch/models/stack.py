@@ -10,13 +10,14 @@ from transformers.cache_utils import DynamicCache
 from hfpatch.compat import attention_of, forward_mode, modules_in, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
-from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, our_attention
+from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import keeps_signature
 from hfpatch.models.documents import packs, refuse_packed
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
-    refuse_packed_shards,
+    attends_to_all_before,
+    refuse_parts,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
     refuse_uneven_rows,
@@ -111,15 +112,12 @@ class OurAttention:
             session.weights_to_host(self, given.device)
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
+            if sequence_now(self.config, self.training) is not None:
+                raise not_exchanged("a model with a device map or offloaded weights")
             return self._hfpatch_declined(kwargs)
         as_given = dict(kwargs)
         batch = self._hfpatch_batch(kwargs)
         if batch is None:
-            if here.sequence:
-                raise ValueError(
-                    "hfpatch: expected a forward that ranks can share, one came that runs as transformers has it (attention "
-                    "weights, dropout, a mask or attention function of the caller's own); leave that out."
-                )
             return self._hfpatch_declined(kwargs)
         if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told and narrow(self):
             session.tell(_ADVICE)
@@ -127,7 +125,7 @@ class OurAttention:
             self._hfpatch_session is None and self.training and getattr(self, "gradient_checkpointing", False)
         )
         if checkpointed and batch.sequence is not None:
-            refuse_packed_shards(self.config, batch.rows().documents)
+            self._hfpatch_shared_without(kwargs, batch)
             return self._hfpatch_declined(kwargs)
         if checkpointed:
             # transformers' own checkpointing runs layers again when this forward, and our attention with it, has gone.
@@ -183,14 +181,17 @@ class OurAttention:
             positions = here.positions
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
-        sequence = None if cache is not None else sequence_now(config, self.training)
+        sequence = sequence_now(config, self.training)
         cached = cache is None and use_cache is None and sequence is None and bool(getattr(config, "use_cache", False))
         of_rows = cached and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B
         if of_rows and mask.shape[1] != T:
             # Beside its cache transformers cuts a mask to the tokens, and hides what it is short of.
             mask = kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, T - mask.shape[1]))
-        rows_mask, idle = mask if isinstance(mask, Tensor) and mask.shape == (B, T) else None, here.idle_BT
+        visible = isinstance(mask, Tensor) and mask.shape == (B, T)
+        rows_mask, idle = mask if visible else None, here.idle_BT
         if sequence is not None:
+            if cache is not None:
+                raise not_exchanged("a KV cache")
             refuse_uneven_rows(
                 sequence,
                 given,
@@ -235,6 +236,13 @@ class OurAttention:
             positions = None  # beside a cache transformers looks for no documents, and what restarts was refused
         if self._hfpatch_mixers and sequence is not None:
             refuse_shared_mixers(type(self))
+        asked = kwargs.get("output_attentions")
+        weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
+        own = mask is not None and not visible
+        # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
+        batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
+        if sequence is not None and (came := self._hfpatch_not_exchanged(own, weights)):
+            raise not_exchanged(came)
         if not self._hfpatch_ours:
             if rows_mask is not None and packed():
                 # Beside a mask transformers looks for no documents.
@@ -242,28 +250,13 @@ class OurAttention:
                 if not bool(rows_mask.all()):
                     refuse_packed(type(self), "do not pack rows that are padded too")
             return self._hfpatch_without(packed)
-        # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
-        batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
         batch.cached, batch.doubted = cached, self._hfpatch_asks is not None
-        batch.prefill = cache is not None or bool(use_cache)
+        batch.prefill, batch.weights = cache is not None or bool(use_cache), weights
         if replaced_attention(config):
-            refuse_packed_shards(config, batch.rows().documents)
             return self._hfpatch_without(packed)
-        if sequence is not None and why_not_exchanged(config, self.training):
-            refuse_packed_shards(config, batch.rows().documents)
-            if mask is None:
-                # Of this rank's positions transformers would make a [t, t] mask that says nothing of whole rows.
-                kwargs["attention_mask"] = torch.ones(B, batch.t, dtype=torch.bool, device=given.device)
-            return None
-        asked = kwargs.get("output_attentions")
-        batch.weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
-        if batch.weights and sequence is not None:
-            raise ValueError(
-                "hfpatch: expected no attention weights to be asked for where ranks share rows, output_attentions came, and no "
-                "rank has them of a whole row; leave it out."
-            )
-        known = ("eager",) if batch.weights else _KNOWN  # others have no weights to give
-        own = mask is not None and rows_mask is None
+        known = ("eager",) if weights else _KNOWN  # others have no weights to give
+        if sequence is not None and (named(config) not in known or why_not_exchanged(config, self.training)):
+            return self._hfpatch_shared_without(kwargs, batch)
         if own and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
             self._hfpatch_session.tell(
                 f"the layers of {type(self).__name__} run whole, their inputs offloaded: a mask that is made outside of it."
@@ -271,6 +264,25 @@ class OurAttention:
         if own or named(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
+
+    def _hfpatch_not_exchanged(self, own: bool, weights: bool) -> str | None:
+        """What came where ranks share rows and neither our attention nor an engine's can exchange it; None where one can.
+
+        own: whether a mask of the caller's own came; weights: whether attention is to give its weights."""
+        config = self.config
+        if not self._hfpatch_ours:
+            return f"a {type(self).__name__}, whose attention cannot be hfpatch's,"
+        if replaced_attention(config):
+            return f"attention from elsewhere ({named(config)})"
+        if not getattr(config, "is_causal", True):
+            return "attention that is not causal"
+        return "an attention mask of the caller's own" if own else "output_attentions" if weights else None
+
+    def _hfpatch_shared_without(self, kwargs, batch: Batch) -> None:
+        """Rows that ranks share go to transformers' attention, as an engine replaced it: ValueError where that is not exact."""
+        refuse_parts(self.config, batch)
+        # Of this rank's positions, or of what is hidden, transformers would make a [t, t] mask that says nothing of whole rows.
+        kwargs["attention_mask"] = torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)
 
     def _hfpatch_without(self, packed) -> None:
         """The layers run as transformers has them, whose mixers know nothing of documents: ValueError where that matters."""
@@ -285,10 +297,9 @@ def _given(kwargs):
 
 def _full_attention(config) -> bool:
     """Whether no layer has a window, chunks or weights to give, as far as the config says."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    names = ("sliding_window", "attention_chunk_size", "output_attentions", "attention_dropout")
+    names = ("output_attentions", "attention_dropout")
     plain = not any(getattr(config, name, None) for name in names) and getattr(config, "is_causal", True)
-    return plain and set(kinds) == {"full_attention"}
+    return plain and attends_to_all_before(config)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))

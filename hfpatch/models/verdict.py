@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
-from hfpatch.models.answers import OTHER_MIXER, UNKNOWN_KIND, Answers, code_asked
+from hfpatch.models.answers import OTHER_MIXER, Answers, code_asked
 from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
@@ -70,7 +70,7 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = Answers(reason=f"no small instance of it could be tried ({reason})")
         return Verdict((untried,) * n, False, shared, apart=False)
-    unknown = Answers(reason=UNKNOWN_KIND)
+    unknown = Answers(reason="no layer of its kind in the small instance")
     answers = [found.answers.get(kind, unknown) for kind in kinds]
     # Of what somebody put into a layer the small instance says nothing: such a layer is asked itself.
     answers = tuple(a if a.reason or not strange(m, found.classes) else None for a, m in zip(answers, decoder.layers))

@@ -16,12 +16,12 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import common
 import deepspeed
+import parts_cases
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -179,7 +179,8 @@ def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plai
         model.config.output_router_logits = True
         model.router_aux_loss_coef = 5.0  # so that a loss of other tokens shows
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, offload="host"))
-    wanted = {n: x.clone() for n, x in reference(model, given).items()}
+    with sharded(False):  # whole rows
+        wanted = {n: x.clone() for n, x in reference(model, given).items()}
     model.zero_grad(set_to_none=True)
     with mock.patch.object(sequence, "BLOCKS", 1):
         return worst(ranks.run(model, given, contract), wanted)
@@ -271,35 +272,6 @@ def hybrid(ranks: Ranks) -> str:
     return ""
 
 
-class _Mean(nn.Module):
-    """An MLP of the user's own, which takes the mean over a row's tokens away."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) - x.mean(1, keepdim=True)
-
-
-def of_parts(ranks: Ranks) -> list[str]:
-    """What is said of attention weights, which no rank has of a whole row, and of layers of the user's own that mix tokens."""
-    said, mine = [], {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
-    for weights in (True, False):
-        model = tiny.llama(num_hidden_layers=1, head_dim=8)
-        if weights:
-            model.config._attn_implementation = "eager"
-        else:
-            model.model.layers[0].mlp = _Mean(model.model.layers[0].mlp)
-        with sharded(sequence_of(ranks.group)):
-            try:
-                tiny.patched(model)(**mine, output_attentions=weights, use_cache=False)
-                said.append("")
-            except ValueError as error:
-                said.append(str(error))
-    return said
-
-
 def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
     """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the first rank and to the others;
     fails: the last rank cannot pin them."""
@@ -368,13 +340,16 @@ def main(chosen: str, folder: str) -> None:
         found[f"{name}, zigzag"] = family(ranks, name, "zigzag", "padded")
     said = refusals(ranks)
     lengths = uneven(ranks)
+    parts = parts_cases.found(
+        ranks, lambda given: reference(with_own_attention(tiny.exact(parts_cases.llama())), given)
+    )
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
     least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu"))
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared, scores=scores(ranks), backend=backend,
-        least=least, lengths=lengths,
-        hybrid=hybrid(ranks), of_parts=of_parts(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
+        least=least, lengths=lengths, parts=parts,
+        hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
     )  # fmt: skip
 

@@ -1,0 +1,97 @@
+"""A decoder layer that is asked, at its first call, what no verdict said of it (models/probe.py), and refused where ranks share
+rows and its tokens meet by something that they do not exchange.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hfpatch.compat import collecting, modules_in, unwatched
+from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.models.arguments import Arguments
+from hfpatch.models.asking import here
+from hfpatch.models.masks import Batch
+from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
+from hfpatch.models.scaled import held_in
+
+ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
+
+
+class AskedLayer:
+    """Mixed over a decoder layer's class where it runs as transformers has it.
+
+    `_hfpatch_answers`: its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks`
+    (models.probe.ask_layer); `_hfpatch_held`: what was in it when it was (scaled.held_in), `_hfpatch_kinds`: a number that stands
+    for all classes in it; `_hfpatch_configs`: those that what is in it reads.
+    """
+
+    _hfpatch_kinds = _hfpatch_held = None
+
+    def _look(self, modules: list[nn.Module]) -> None:
+        """Has this layer asked anew where it got modules of other classes since it was asked."""
+        kinds = hash(frozenset(map(type, modules)))
+        if kinds != self._hfpatch_kinds:
+            held, answers = held_in(self), self._hfpatch_answers
+            if answers is not None and not answers.reason and not held <= (self._hfpatch_held or held):
+                self._hfpatch_answers = None
+            self._hfpatch_kinds, self._hfpatch_held = kinds, held
+
+    def stock_forward(self, *args, **kwargs):
+        """The layer as transformers has it."""
+        return super().forward(*args, **kwargs)
+
+    def _weights_near(self, device: torch.device):
+        """Within, its weights are on the device."""
+        return nullcontext()
+
+    def _sequence(self):
+        """The ranks that share the rows of a forward whose batch nobody knows."""
+        return next((s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None)
+
+    def _ask(self, x_BtD: Tensor, args, kwargs, batch: Batch | None, modules: list[nn.Module]) -> Answers:
+        """What it answers to the first tokens of a call."""
+        if batch is None:  # transformers' own mask tells of whole rows
+            batch, kwargs = Batch(*x_BtD.shape[:2], x_BtD.device), {**kwargs, "attention_mask": None}
+        few = Arguments(*without_cache(args, kwargs), *x_BtD.shape[:2]).tile(0, ASKED_TOKENS)
+        # What the layer records while it is asked (router logits), or saves for backward under somebody's checkpointing, is no
+        # part of this forward.
+        own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with self._weights_near(x_BtD.device), collecting({}), unwatched(modules), own:
+            return self._hfpatch_asks(
+                self, self.stock_forward, x_BtD[:, :ASKED_TOKENS], *few, self._hfpatch_configs, batch
+            )
+
+    def _refuse_parts(self, x: Tensor, args, kwargs, batch: Batch | None, modules: list[nn.Module]) -> None:
+        """ValueError where tokens meet in this layer, or may, by more than attention that the ranks which share rows exchange."""
+        if batch is None and not here.declined:  # called by hand
+            for config in self._hfpatch_configs:
+                refuse_unless_by_engine(config)
+        known = self._hfpatch_answers
+        if known is None or not known.looked:
+            asked = Answers(reason=f"a call of fewer than {ASKED_TOKENS} tokens")
+            if x.dim() == 3 and x.shape[1] >= ASKED_TOKENS:
+                asked = self._ask(x, args, kwargs, batch, modules)
+            if asked.looked:
+                reason = asked.reason or (known and known.reason)
+                self._hfpatch_answers = replace(asked, reason=reason)
+            known = asked
+        if known.mixers or known.reason == OTHER_MIXER or not known.looked:
+            refuse_shared_mixers(type(self), None if known.looked else known.reason)
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if not torch.compiler.is_compiling() and here.role is None:
+            sequence = self._sequence() if here.batch is None else here.batch.sequence
+            if sequence is not None:
+                modules = modules_in(self)
+                self._look(modules)
+                self._refuse_parts(hidden_states, args, kwargs, here.batch, modules)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def without_cache(args, kwargs) -> tuple[list, dict]:
+    return [None if isinstance(a, Cache) else a for a in args], {
+        n: None if isinstance(a, Cache) else a for n, a in kwargs.items()
+    }
