@@ -5,6 +5,7 @@ import torch
 
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from tests.ops.oracle import opcheck
 from tests.ops.test_linear_cross_entropy import DEVICE, DTYPES, OPTIONS, exact, near, options_for, plain
 
 
@@ -94,7 +95,7 @@ def test_second_derivative_is_refused():
 def test_opcheck_and_compile():
     logits, labels = make((6, 7), torch.float32)
     options = (-100, "none", None, 0.1, 0.9, 2.0, 1.0, 0.1, 0, torch.float32)
-    torch.library.opcheck(torch.ops.hfpatch.cross_entropy.default, (logits, labels, None, True, *options))
+    opcheck("cross_entropy", logits, labels, None, True, *options)
 
     def step(x, y):
         out = cross_entropy(x * 2.0, y, **options_for("all", 7), return_accuracy=True)

@@ -7,6 +7,7 @@ import torch
 
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tests.numerics import assert_close
+from tests.ops.oracle import opcheck
 from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, OPTIONS, exact, make, options_for
 
 
@@ -156,7 +157,7 @@ def test_opcheck(dtype, reduction, needs):
     for tensor, wanted in zip(inputs, needs):
         tensor.requires_grad_(wanted)
     args = (labels, None, None, *needs, True, -100, reduction, None, 0.0, 1.0, 0.0, 1.0, 0.0, 1 << 20, dtype)
-    torch.library.opcheck(torch.ops.hfpatch.linear_cross_entropy.default, (*inputs, *args))
+    opcheck("linear_cross_entropy", *inputs, *args)
 
 
 def test_opcheck_of_the_small_ops():
@@ -167,11 +168,11 @@ def test_opcheck_of_the_small_ops():
     best, stats = labels.int(), float32(3, 2)
     chunk = (float32(2, 5), labels, float32(), float32(5), float32(2), float32(2, 2), best, stats)
     chunk += (-100, 0.0, 0.0, 1.0, 0.0, True)
-    torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_.default, chunk)
+    opcheck("cross_entropy_chunk_", *chunk)
     again = (float32(2, 5), labels, float32(7, 2), None, -100, 0.0, 1.0)
-    torch.library.opcheck(torch.ops.hfpatch.cross_entropy_chunk_bwd_.default, again)
-    torch.library.opcheck(torch.ops.hfpatch.scale_.default, (float32(3), float32()))
-    torch.library.opcheck(torch.ops.hfpatch.scaled.default, (float32(3), float32()))
+    opcheck("cross_entropy_chunk_bwd_", *again)
+    opcheck("scale_", float32(3), float32())
+    opcheck("scaled", float32(3), float32())
 
 
 def _stages(graphs):

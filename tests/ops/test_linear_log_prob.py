@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
+from tests.ops.oracle import opcheck
 from tests.ops.test_linear_cross_entropy import DTYPES, MANY_CHUNKS, ONE_CHUNK, exact, make, near, plain
 from tests.ops.test_linear_cross_entropy_memory import PeakBytes
 
@@ -142,7 +143,7 @@ def test_opcheck(needs):
     for tensor, wanted in zip(inputs, needs):
         tensor.requires_grad_(wanted)
     options = (-100, "none", None, 0.0, 0.9, 2.0, 1.2, 0.0, 1 << 20, torch.float32)
-    torch.library.opcheck(torch.ops.hfpatch.linear_log_prob.default, (*inputs, labels, all(needs), True, *options))
+    opcheck("linear_log_prob", *inputs, labels, all(needs), True, *options)
 
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
