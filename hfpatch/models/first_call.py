@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.compat import collecting, modules_in, unwatched
+from hfpatch.compat import collecting, modules_in, pytree, unwatched
 from hfpatch.models.answers import OTHER_MIXER, Answers
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import here
@@ -55,13 +55,18 @@ class AskedLayer:
         """What it answers to the first tokens of a call."""
         if batch is None:  # transformers' own mask tells of whole rows
             batch, kwargs = Batch(*x_BtD.shape[:2], x_BtD.device), {**kwargs, "attention_mask": None}
-        few = Arguments(*without_cache(args, kwargs), *x_BtD.shape[:2]).tile(0, ASKED_TOKENS)
+        given = Arguments(*without_cache(args, kwargs), *x_BtD.shape[:2])
+        # Where a rank has fewer, some more than once.
+        at = torch.arange(ASKED_TOKENS, device=x_BtD.device) % x_BtD.shape[1]
+        few = [x if axis is None else x.index_select(axis, at) for x, axis in zip(given.leaves, given.axes)]
+        few_args, few_kwargs = pytree().tree_unflatten(few, given.spec)
         # What the layer records while it is asked (router logits), or saves for backward under somebody's checkpointing, is no
         # part of this forward.
         own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with self._weights_near(x_BtD.device), collecting({}), unwatched(modules), own:
+            x_BtD = x_BtD.index_select(1, at)
             return self._hfpatch_asks(
-                self, self.stock_forward, x_BtD[:, :ASKED_TOKENS], *few, self._hfpatch_configs, batch
+                self, self.stock_forward, x_BtD, few_args, few_kwargs, self._hfpatch_configs, batch
             )
 
     def _refuse_parts(self, x: Tensor, args, kwargs, batch: Batch | None, modules: list[nn.Module]) -> None:
@@ -71,8 +76,8 @@ class AskedLayer:
                 refuse_unless_by_engine(config)
         known = self._hfpatch_answers
         if known is None or not known.looked:
-            asked = Answers(reason=f"a call of fewer than {ASKED_TOKENS} tokens")
-            if x.dim() == 3 and x.shape[1] >= ASKED_TOKENS:
+            asked = Answers(reason=f"hidden states {list(x.shape)}")
+            if x.dim() == 3 and x.numel():
                 asked = self._ask(x, args, kwargs, batch, modules)
             if asked.looked:
                 reason = asked.reason or (known and known.reason)

@@ -41,19 +41,32 @@ def sequence_now(config, training: bool) -> Sequence | None:
     Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave it alone or `sharded()` says
     so; under torch's context_parallel whatever runs in its context.
     """
+    return _sequence_under(named(config), training)
+
+
+def _sequence_under(name: str | None, training: bool) -> Sequence | None:
     if here.sequence is not None:
         return here.sequence or None
     found = context_parallel()
     if found is None:
-        group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (None, False)
+        group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
         found = None if group is None or (training_only and not training) else (group, False)
         if found is not None and training:
             summed_gradients(deepspeed_config(), dist.get_world_size(group))
     if found is None and training and (group := ulysses_group()) is not None and dist.get_world_size(group) > 1:
-        raise not_exchanged(f"{named(config)} attention beside Ulysses, which exchanges another,")
+        raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
     if found is None or dist.get_world_size(found[0]) == 1:
         return None
     return sequence_of(*found)
+
+
+@torch.compiler.assume_constant_result
+def shared_in_a_graph(name: str, training: bool) -> bool:
+    """Whether ranks share rows, or may, while a graph is traced in which attention of this name is asked for."""
+    try:
+        return _sequence_under(name, training) is not None
+    except ValueError:  # which the forward outside the graph says
+        return True
 
 
 def left_alone_in_evaluation(config) -> Sequence | None:

@@ -24,6 +24,7 @@ from hfpatch.models.parallel import (
     replaced_attention,
     require_positions,
     sequence_now,
+    shared_in_a_graph,
     weights_move,
     whole_rows,
     why_not_exchanged,
@@ -77,6 +78,7 @@ class OurAttention:
             session = self._hfpatch_session
             eager = self.training and torch.is_grad_enabled() and (packed or session is not None)
             eager = eager or session is not None and session.weights.on
+            eager = eager or shared_in_a_graph(attention_of(self.config), self.training)
             return _outside(self, kwargs) if eager else self._hfpatch_compiled(kwargs)
         if here.causal:
             kwargs.setdefault("return_dict", True)  # whatever the config says: the model around it reads names

@@ -78,7 +78,9 @@ def _not_ours(model):
 
 
 def whole(kind: str) -> dict:
-    ids, positions = tiny.ids(1, T), torch.arange(T)[None].clone()
+    """One row."""
+    ids = tiny.ids(1, T // 3 if kind == "short" else T)
+    positions = torch.arange(ids.shape[1])[None].clone()
     given = {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
     if kind == "packed":
         positions[0, 9:] -= 9
@@ -119,13 +121,13 @@ def _parts(ranks, kind: str, contract: str):
     given = whole(kind)
     if contract == "zigzag":
         return given, _zigzag(ranks, given)
-    t = T // ranks.size
+    t = given["input_ids"].shape[1] // ranks.size
     given = {n: x[:, ranks.rank * t : (ranks.rank + 1) * t].contiguous() for n, x in given.items()}
     return given, sharded(sequence_of(ranks.group) if contract == "sharded" else None)
 
 
 def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=None, checkpointing="off", config=None,
-        by_hand=False, theirs=False) -> str | list:  # fmt: skip
+        by_hand=False, theirs=False, compiled=False) -> str | list:  # fmt: skip
     """The sentence that it ends with, or the loss of both ranks and a gradient."""
     model = tiny.with_exact_norms(llama(**config or {})).train()
     if before:
@@ -145,7 +147,8 @@ def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=N
                 model.model.layers[0](x, position_embeddings=angles, position_ids=given["position_ids"])
                 return ""
             items = (whole(kind)["shift_labels"] != -100).sum()
-            loss = model(**given, num_items_in_batch=items, use_cache=False).loss
+            forward = torch.compile(model, backend="eager") if compiled else model
+            loss = forward(**given, num_items_in_batch=items, use_cache=False).loss
             loss.backward()
         except ValueError as error:
             return str(error)
@@ -175,10 +178,13 @@ REFUSED = {
     "a module of the user's, put in later": {"after": _mixing},
     "a module of the user's, dropout": {"before": _mixing, "config": DROPOUT, **ON},
     "a module of the user's, checkpointed by transformers": {"before": _mixing, "theirs": True},
+    "a module of the user's, few tokens": {"before": _mixing, "kind": "short", **ON},
     "more than hidden states": {"before": _more_than_hidden_states, **ON},
     "a layer by hand, eager, zigzag": {"after": named("eager"), "contract": "zigzag", "by_hand": True, **ON},
 }  # fmt: skip
 EXACT = {
+    "few tokens": {"kind": "short", **ON},
+    "documents, in a graph": {"kind": "packed", "compiled": True},
     "dropout": {"config": DROPOUT},
     "dropout, zigzag": {"config": DROPOUT, "contract": "zigzag"},
     "dropout, padded behind": {"config": DROPOUT, "kind": "padded"},
