@@ -41,7 +41,6 @@ class Family:
 _BIASED = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_SOFT = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 FAMILIES = {
     "llama": Family(**_BIASED, mlp_bias="mlp_bias"),
@@ -63,8 +62,8 @@ FAMILIES = {
                                 "num_experts_per_tok": 4}),
     "gemma": Family(**_BIASED, defaults=_GEMMA),
     "gemma2": Family(**_BIASED, norms=4, norm_after=True, windows="types",
-                     defaults=_GEMMA | _SOFT | {"num_key_value_heads": 4, "sliding_window": 4096,
-                                                "window_pattern": 2}),
+                     defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "num_key_value_heads": 4, "sliding_window": 4096,
+                                        "window_pattern": 2}),
     "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types", local_rope=True,
                           heads_first=True,
                           defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "window_pattern": 6,

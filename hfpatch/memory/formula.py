@@ -4,17 +4,28 @@ A step's memory is the largest of a few moments, each a sum of named buffers tha
 (checkpoint/layer.py, ops/_linear_ce_loop.py, ops/embedding.py; for stock models transformers' own). The simulator runs
 that code; tests hold the two within 3% of each other.
 
-Legend: N = batch * tokens rows; D hidden, F intermediate, Q, K, O columns of queries, keys (or values), attention outputs,
-H query heads, V vocabulary, s bytes an element; u = N*D*s.
+Names of sizes are those of sizes.py.
 """
 
 from dataclasses import dataclass, replace
 
-from hfpatch.memory.adapters import attention_linears, mlp_linears
 from hfpatch.memory.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
-from hfpatch.memory.sequence import exchange_bytes, rounds_of
+from hfpatch.memory.sequence import exchange_bytes
 from hfpatch.memory.shape import GiB, ModelShape
+from hfpatch.memory.sizes import (
+    Sizes,
+    attention_scratch,
+    embedding_partials,
+    experts_tile,
+    inner_bytes,
+    kept_columns,
+    mlp_kept,
+    mlp_weight,
+    plain_bytes,
+    widened,
+    written_out,
+)
 
 __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "step_memory"]
 
@@ -72,82 +83,10 @@ class StepMemory:
         return self.peak_moment.beyond
 
 
-def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int, s: int) -> int:
-    """Scratch of a flash attention backward over kv_heads: fp32 dq, softmax_d, and dk, dv of every query head."""
-    repeat = shape.num_heads // shape.num_kv_heads
-    if shape.ranks > 1:
-        tokens *= shape.ranks
-        rounds = rounds_of(batch, tokens, shape.num_heads, shape.num_kv_heads, shape.ranks)
-        kv_heads, repeat = max(1, rounds.width // rounds.repeat), min(rounds.width, rounds.repeat)
-    heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
-    column = batch * heads * tokens * s
-    expanded = 2 * column * shape.head_dim if repeat > 1 else 0
-    # Narrower values, outputs and their gradient are padded to the width of a query's head, and dv comes in it.
-    narrow = shape.v_head_dim or shape.head_dim
-    expanded += column * (4 * shape.head_dim - narrow) if narrow < shape.head_dim else 0
-    return 4 * batch * heads * padded * (width + 1) + expanded
-
-
-def _embedding_partials(rows: int, vocabulary: int, columns: int) -> int:
-    """Scratch of CUDA's embedding backward: fp32 sums a segment of ids, and the sort's arrays."""
-    return (rows // 10 + min(rows, vocabulary)) * columns * 4 + 32 * rows if rows > 3072 else 0
-
-
-class _Sizes:
-    """The sizes every moment is made of."""
-
-    def __init__(self, shape: ModelShape, batch: int, tokens: int, s: int):
-        self.shape, self.batch, self.tokens, self.s = shape, batch, tokens, s
-        self.rows = batch * tokens
-        self.u = self.rows * shape.hidden_size * s
-        self.q, self.out = self.rows * shape.q_size * s, self.rows * shape.out_size * s
-        self.qk = self.rows * (shape.q_size + shape.kv_size) * s
-        self.kv = self.rows * (shape.kv_size + shape.v_size) * s
-        self.lse = self.rows * shape.num_heads * 4
-        # What norms of q and k keep: what goes into them, and a factor a head or row.
-        factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
-        self.normed = bool(factors) * self.qk + self.rows * 4 * factors
-        # Of latent attention: the latents, before and after their norms, and the keys that rotary columns are joined to.
-        latents = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim + shape.q_size - shape.num_heads * shape.rope_dim
-        self.latent = self.rows * latents * s if shape.kv_rank else 0
-        # Norms and rotations in plain float32 operations keep several times the hidden states: of the last norm, of a layer that
-        # keeps everything, of a tile that runs again (as the simulator counts them for Cohere).
-        self.wide_loss, self.wide_plain, self.wide_tile = (n * shape.wide_norms * self.u for n in (7, 4, 11))
-        self.f = self.rows * shape.intermediate_size * s
-        rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
-        self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
-        self.embedding = shape.embedding_parameters * s
-        self.head = shape.trained_head * s
-        self.g = shape.trained_itemsize(s)  # bytes of an element of a gradient
-        self.first = shape.trained_of(0) * self.g
-        self.body = shape.trained_body * self.g
-        self.gradients = shape.trained_parameters * self.g
-        # A tied weight's gradient arrives twice, and is whole only at the end: until then the head's stands for it.
-        self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
-
-    def embedding_moments(self, fused: bool, workspace: int = LOSS_WORKSPACE) -> list:
-        """The backward of the token embedding, all other gradients being there. workspace: the loss's."""
-        if self.shape.adapters:
-            return []
-        D, V = self.shape.hidden_size, self.shape.vocab_size
-        columns = max(1, EMBEDDING_SLICE // (4 * max(1, self.rows))) if fused else D
-        if columns >= D:
-            slices, scratch = 0, _embedding_partials(self.rows, V, D)
-        else:
-            slices = (V + self.rows) * columns * self.s
-            scratch = _embedding_partials(self.rows, V, columns)
-        slices += self.embedding if self.shape.tied else 0
-        moments = [Moment("embedding backward", self.gradients, layer=self.u + slices + self.always, workspace=scratch)]
-        if self.shape.tied and fused and loss_chunk_rows(self.shape, self.rows, self.s, workspace)[1] > 1:
-            # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
-            moments.append(Moment("embedding sum", self.gradients, layer=2 * self.embedding + self.always))
-        return moments
-
-
 def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2) -> StepMemory:
     """Memory of one forward and backward. policy: a Policy, or "off" (hfpatch's kernels, layers whole), "stock" or
     "stock-checkpointing" (transformers without hfpatch)."""
-    sizes = _Sizes(shape, batch, tokens, itemsize)
+    sizes = Sizes(shape, batch, tokens, itemsize)
     if isinstance(policy, Policy):
         moments, host = _tiled(sizes, policy)
     elif policy in (STOCK, STOCK_CHECKPOINTING):
@@ -161,7 +100,26 @@ def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize:
     return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
 
 
-def _loss_moment(z: _Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> Moment:
+def _embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) -> list:
+    """The backward of the token embedding, all other gradients being there. workspace: the loss's."""
+    if z.shape.adapters:
+        return []
+    D, V = z.shape.hidden_size, z.shape.vocab_size
+    columns = max(1, EMBEDDING_SLICE // (4 * max(1, z.rows))) if fused else D
+    if columns >= D:
+        slices, scratch = 0, embedding_partials(z.rows, V, D)
+    else:
+        slices = (V + z.rows) * columns * z.s
+        scratch = embedding_partials(z.rows, V, columns)
+    slices += z.embedding if z.shape.tied else 0
+    moments = [Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)]
+    if z.shape.tied and fused and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
+        # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
+        moments.append(Moment("embedding sum", z.gradients, layer=2 * z.embedding + z.always))
+    return moments
+
+
+def _loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> Moment:
     rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s, workspace)
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
@@ -170,84 +128,7 @@ def _loss_moment(z: _Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -
     return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
 
 
-def _inner(z: _Sizes, layer: int, t: int) -> int:
-    """Bytes of an MLP's inner columns for t rows, of all experts that a token goes to."""
-    shape = z.shape
-    if not shape.is_sparse(layer):
-        return t * shape.intermediate_size * z.s
-    return t * (shape.experts_per_token * shape.expert_size + shape.shared_size) * z.s
-
-
-def _experts_tile(z: _Sizes, layer: int, t: int) -> tuple:
-    """(bytes, of new weight gradients beside them) at three moments of the experts' backward over t rows: their output's
-    gradient is there; the activation's is; that of what was gathered is.
-
-    A row is gathered for each expert that a token goes to, given by it, weighted, and each has a gradient. Experts with
-    biases have a gate of clamps and sums of their own (gpt-oss): three more columns of theirs are alive.
-    """
-    shape, inner = z.shape, _inner(z, layer, t)
-    gathered = t * shape.experts_per_token * shape.hidden_size * z.s
-    more = 3 if shape.expert_bias else 0
-    # Frozen experts have no weight gradients.
-    down = 0 if shape.adapters else shape.experts * shape.hidden_size * shape.expert_size * z.s
-    return (
-        (5 * gathered + (4 + more) * inner, 0),
-        (gathered + (6 + more) * inner, down),
-        (2 * gathered + 2 * inner, 3 * down),
-    )
-
-
-def _mlp_weight(z: _Sizes, layer: int) -> int:
-    """Bytes of a dense MLP's largest weight gradient or, of a frozen one that is quantised, dense copy."""
-    shape = z.shape
-    if shape.adapters:
-        return shape.dense_bytes(mlp_linears(shape, layer), z.s)
-    return (2 if shape.joined else 1) * shape.hidden_size * shape.intermediate_size * z.s
-
-
-def _widened(z: _Sizes, layer: int, t: int, single: bool) -> int:
-    """Bytes of what adapters wider than the model make beside it in the backward of t rows: a copy of each one's input, the last
-    one's output and the same scaled."""
-    shape = z.shape
-    if z.g <= z.s or not shape.adapters:
-        return 0
-    after = list(mlp_linears(shape, layer))
-    names = ["o_proj", *after, *after[-1:], *[n for n in attention_linears(shape) if single and n != "o_proj"]]
-    adapted = [n for n in names if not shape.adapters.targets or n in shape.adapters.targets]
-    return len(adapted) * t * shape.hidden_size * z.g
-
-
-def _written_out(z: _Sizes, layer: int) -> int:
-    """Bytes of the dense weights that stand behind attention, of a frozen base of few bits."""
-    behind = {n: size for n, size in attention_linears(z.shape).items() if n == "o_proj"}
-    return z.shape.dense_bytes(behind | mlp_linears(z.shape, layer), z.s, together=True)
-
-
-def _mlp_kept(z: _Sizes, layer: int) -> int:
-    """What autograd keeps of a layer's MLP beside its input: inner columns, and of experts rows gathered and given back."""
-    shape, inner = z.shape, _inner(z, layer, z.rows)
-    if not shape.is_sparse(layer):
-        return ((3 if shape.fused_mlp else 4) if shape.gated else 2) * inner
-    gathered = z.rows * shape.experts_per_token * shape.hidden_size * z.s
-    return 2 * gathered + (7 if shape.expert_bias else 4) * inner
-
-
-def plain_bytes(z: _Sizes, layer: int) -> int:
-    """What autograd keeps of a layer of fused parts that runs whole."""
-    shape = z.shape
-    norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
-    outs = (1 + shape.heads_first) * z.out  # as the kernel laid it out, and as the projection reads it
-    joined = z.qk * shape.joined_qkv  # beside the values, which are a view of one projection's output
-    return norms + z.wide_plain + z.normed + z.latent + joined + z.q + z.kv + outs + z.lse + _mlp_kept(z, layer)
-
-
-def kept_columns(shape: ModelShape, name: str) -> int:
-    """Columns of what one of KEEPABLE keeps of a layer."""
-    qkv, inner = shape.q_size + shape.kv_size + shape.v_size, (2 if shape.gated else 1) * shape.intermediate_size
-    return {"qkv": qkv, "mid": shape.hidden_size, "gate_up": inner}[name]
-
-
-def _tiled(z: _Sizes, policy: Policy):
+def _tiled(z: Sizes, policy: Policy):
     """Moments of hfpatch's tiled layers (the phases A to D of checkpoint/layer.py), and host bytes."""
     shape, s, n = z.shape, z.s, z.shape.num_layers - min(policy.plain, z.shape.num_layers)
     D, O = shape.hidden_size, shape.out_size
@@ -291,11 +172,11 @@ def _tiled(z: _Sizes, policy: Policy):
     whole_outs = fetched, z.lse if save and off else 0, stream
 
     def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save, ahead=False):
-        inner, sparse = _inner(z, index, t), shape.is_sparse(index)
+        inner, sparse = inner_bytes(z, index, t), shape.is_sparse(index)
         # An MLP without a gate has two columns fewer; frozen, it has no gradient that would stand in their place.
         beside = 0 if shape.fused_mlp else inner if shape.gated else -inner if shape.adapters else -2 * inner
-        beside += _widened(z, index, t, single)
-        mlp_dw = 0 if sparse else _mlp_weight(z, index)
+        beside += widened(z, index, t, single)
+        mlp_dw = 0 if sparse else mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
         fetched, lse, stream = (0, 0, False) if save and not saved else whole_outs
         recomputed = 0 if saved else z.out + z.lse  # attention outputs computed again
@@ -304,7 +185,7 @@ def _tiled(z: _Sizes, policy: Policy):
         spared = tile_D * (("mid" in policy.keep) + shape.last_unread(index))
         if single:
             if sparse:
-                mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in _experts_tile(z, index, t)]
+                mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in experts_tile(z, index, t)]
             else:
                 mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
                 mlps = [(mlp + beside - known, 0)]
@@ -329,12 +210,12 @@ def _tiled(z: _Sizes, policy: Policy):
         after = shape.trained_after(index)
         wide = 4 * after
         if sparse:
-            *firsts, (late, dw) = _experts_tile(z, index, t)
+            *firsts, (late, dw) = experts_tile(z, index, t)
             tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
         else:
             # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
             own = mlp_dw if shape.adapters or s > 2 else 0
-            made = 5 * inner + _written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
+            made = 5 * inner + written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
             tile = made + beside + z.wide_tile * t // z.rows + (4 if known else 3) * tile_D + join - known - spared
         early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
@@ -369,13 +250,13 @@ def _tiled(z: _Sizes, policy: Policy):
         by_groups = groups if policy.by_group else 0
         # What is on its way to the host stays until the layer has run, and dense weights as long as their phase.
         leaving = qkv if off and "qkv" in policy.keep else 0
-        leaving += _written_out(z, n - 1) if policy.dense else 0
+        leaving += written_out(z, n - 1) if policy.dense else 0
         forward = _forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups, leaving)
         moments.append(forward)
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain)
     if not n:
-        return moments + z.embedding_moments(True, policy.loss_bytes), 0
+        return moments + _embedding_moments(z, True, policy.loss_bytes), 0
     after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
     if not off or policy.plain:
         moments += layer_moments("last layer", n - 1, after, on_device, 0, not off, save and not unsaved)
@@ -398,18 +279,18 @@ def _tiled(z: _Sizes, policy: Policy):
     if single and fetched and kept_out > 1:  # the first layer's attention outputs are on their way already
         here -= shape.trained_of(1) * z.g
         moments += layer_moments("second layer", 1, here, first, again, not off, ahead=True)
-    moments += z.embedding_moments(True, policy.loss_bytes)
+    moments += _embedding_moments(z, True, policy.loss_bytes)
     return moments, host
 
 
 def _forward_moment(
-    z: _Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0, leaving: int = 0
+    z: Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0, leaving: int = 0
 ) -> Moment:
     """The last tiled layer's forward: the model's own hold on the embedded tokens, the layer's input, and either q, k, v and
     the attention's output, or that output, the layer's and a tile's MLP. by_groups: how many groups of heads come one after
     the other, 0 where all are there at once; leaving: bytes that stay beside the MLP (q, k and v, dense weights)."""
     shape = z.shape
-    inner, beside, tile_D = _inner(z, layer, t), 0, t * shape.hidden_size * z.s
+    inner, beside, tile_D = inner_bytes(z, layer, t), 0, t * shape.hidden_size * z.s
     if shape.is_sparse(layer):  # gathered, given by the experts, weighted
         beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is made.
@@ -424,15 +305,15 @@ def _forward_moment(
     return Moment("last layer's forward", 0, on_device, 2 * z.u + out + z.lse + working + z.always)
 
 
-def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
+def _plain_moments(z: Sizes, n: int, on_device: int, plain: int) -> list:
     """The last layer that keeps everything, and the first of them (layer n)."""
     shape, last = z.shape, z.shape.num_layers - 1
     scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads, z.s)
 
     def layer_moments(name, i, gradients, checkpoints):
-        working, mlp = [((1 + shape.gated) * _inner(z, i, z.rows), 0)], _mlp_kept(z, i)
+        working, mlp = [((1 + shape.gated) * inner_bytes(z, i, z.rows), 0)], mlp_kept(z, i)
         if shape.is_sparse(i):
-            working = [(nbytes - mlp, dw) for nbytes, dw in _experts_tile(z, i, z.rows)]
+            working = [(nbytes - mlp, dw) for nbytes, dw in experts_tile(z, i, z.rows)]
         found = [Moment(name, gradients + dw, checkpoints, nbytes + z.u + z.always) for nbytes, dw in working]
         gradients += shape.trained_after(i) * z.g
         attention = z.out + z.q + z.kv + z.always - mlp
@@ -445,7 +326,7 @@ def _plain_moments(z: _Sizes, n: int, on_device: int, plain: int) -> list:
     ]
 
 
-def _stock(z: _Sizes, checkpointing: bool):
+def _stock(z: Sizes, checkpointing: bool):
     """Moments of transformers' own Llama with sdpa: what autograd saves, and the logits in three fp32 copies."""
     shape, n = z.shape, z.shape.num_layers
     wide = z.rows * shape.hidden_size * 4
@@ -463,11 +344,11 @@ def _stock(z: _Sizes, checkpointing: bool):
     else:
         moments.append(Moment("last layer", z.head_gradient, checkpoints=kept - saved + z.u, layer=working))
         moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
-    moments += z.embedding_moments(fused=False)
+    moments += _embedding_moments(z, fused=False)
     return moments
 
 
-def _untiled(z: _Sizes):
+def _untiled(z: Sizes):
     """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
     plain = z.shape.over(lambda i: plain_bytes(z, i))
-    return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *z.embedding_moments(fused=True)]
+    return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *_embedding_moments(z, fused=True)]

@@ -74,7 +74,6 @@ class ModelShape:
     wide_norms: bool = False
     block: bool = True
     softcap: float = 0.0
-    final_softcap: float = 0.0
     activation: str = "silu"
     adapters: Adapters | None = None
     ranks: int = 1
@@ -165,7 +164,6 @@ class ModelShape:
             heads_first=family.heads_first, wide_norms=family.wide_norms,
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
-            final_softcap=values.number("final_logit_softcapping", 0.0),
             activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,
         )  # fmt: skip
 
