@@ -45,6 +45,8 @@ from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
 OPTIONS = (*FUSED, "checkpointing")
+# How the names of modules end that a part may stand for, and what finds it.
+_PARTS = {"rms_norm": ("Norm", parts.norm_part), "mlp": ("MLP", parts.mlp_part), "rope": ("Attention", parts.rope_part)}
 _TOO_LATE = {
     "DeepSpeedEngine": "deepspeed.initialize()",
     "FullyShardedDataParallel": "FSDP wraps the model",
@@ -89,7 +91,7 @@ def _refuse_liger(model: nn.Module) -> None:
 def _unpin(module: nn.Module) -> None:
     """Drops a `forward` on the instance that is no more than its class's own, or a wrapper around ours.
 
-    transformers 4.57 leaves the first after output_hidden_states=True, accelerate's mixed precision the second.
+    accelerate leaves the first where it unwraps a model, its mixed precision the second.
     """
     forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
     if getattr(forward, "__func__", None) is type(module).forward:
@@ -188,9 +190,9 @@ def apply(
     # What is tried out has values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched([]):
         found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
-        for option, fuse_parts in (("rms_norm", _fuse_norms), ("mlp", _fuse_mlps), ("rope", _fuse_rope)):
+        for option in _PARTS:
             if asked[option]:
-                fuse_parts(decoder, report)
+                _fuse_parts(decoder, option, report)
             else:
                 report.skipped.append((option, "not asked for"))
     if rope == "float64":
@@ -230,49 +232,21 @@ def _count(report: Report, option: str, done: list[nn.Module], left: Counter) ->
         report.skipped.append((option, "none in this model"))
 
 
-def _fuse_norms(decoder: Decoder, report: Report) -> None:
+def _fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
+    ending, part_of = _PARTS[option]
     done, left = [], Counter()
     for module in decoder.stack.modules():
-        if not type(module).__name__.endswith(("Norm", "RMSNorm")) or is_mixed(module):
+        if not type(module).__name__.endswith(ending) or is_mixed(module):
             continue
-        settings = parts.norm_settings(module)
-        if isinstance(settings, str):
-            left[type(module).__name__, settings] += 1
-            continue
-        swap(module, parts.FusedRMSNorm)
-        module._hfpatch_norm = settings
-        done.append(module)
-    _count(report, "rms_norm", done, left)
-
-
-def _fuse_mlps(decoder: Decoder, report: Report) -> None:
-    done, left = [], Counter()
-    for module in decoder.stack.modules():
-        if not type(module).__name__.endswith("MLP") or is_mixed(module):
-            continue
-        found = parts.mlp_part(module)
+        found = part_of(module)
         if isinstance(found, str):
             left[type(module).__name__, found] += 1
             continue
-        swap(module, found[0])
-        module._hfpatch_activation = found[1]
-        module._hfpatch_activations = parts.kinds_of_activations(module)
+        part, attributes = found
+        swap(module, part)
+        vars(module).update(attributes)
         done.append(module)
-    _count(report, "mlp", done, left)
-
-
-def _fuse_rope(decoder: Decoder, report: Report) -> None:
-    done, left = [], Counter()
-    for module in decoder.stack.modules():
-        if not type(module).__name__.endswith("Attention") or is_mixed(module):
-            continue
-        reason = replaced_forward(module) or parts.rope_reason(type(module))
-        if reason:
-            left[type(module).__name__, reason] += 1
-            continue
-        swap(module, parts.FusedAttention)
-        done.append(module)
-    _count(report, "rope", done, left)
+    _count(report, option, done, left)
 
 
 def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:

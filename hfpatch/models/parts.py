@@ -59,8 +59,8 @@ def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     return bool(((ours.double() - theirs.double()).abs() <= allowed).all())
 
 
-def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
-    """What FusedRMSNorm has to know of this norm, or the reason why it stays as it is."""
+def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
+    """(part, its attributes) for this norm, or the reason why it stays as it is."""
     replaced = replaced_forward(norm)
     if replaced:
         return replaced
@@ -71,7 +71,8 @@ def norm_settings(norm: nn.Module) -> tuple[str, float, str] | str:
     if list(inspect.signature(type(norm).forward).parameters)[2:]:
         return "its forward takes more than hidden states"
     weight = parameters_of(norm).get("weight")
-    return _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
+    found = _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
+    return (FusedRMSNorm, {"_hfpatch_norm": found}) if found else "it computes something else than the fused norm"
 
 
 _OF_ALL = vars(nn.Module()).keys()  # attributes of every module
@@ -84,7 +85,7 @@ def _plain_items(module: nn.Module) -> tuple:
 
 
 @cache
-def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: tuple):
+def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: tuple) -> tuple[str, float, str] | None:
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     probe = kind.__new__(kind)
@@ -97,7 +98,7 @@ def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: 
                     continue
                 if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
                     return eps_name, offset, cast
-    return "it computes something else than the fused norm"
+    return None
 
 
 def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
@@ -153,20 +154,14 @@ class FusedJointMLP:
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
-def _activations(mlp: nn.Module) -> list[nn.Module]:
-    gates = mlp._hfpatch_gates
+def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
     return [m for n, m in modules_of(mlp).items() if n not in gates and n != "down_proj"]
-
-
-def kinds_of_activations(mlp: nn.Module) -> tuple:
-    """What the fused forms take an MLP's activation for."""
-    return tuple([(type(m), _plain_items(m)) for m in _activations(mlp)])
 
 
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
     nobody watches it."""
-    found, now = mlp._hfpatch_activations, _activations(mlp)
+    found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
     if hooks_on_all():
         return False
     for m in now:
@@ -187,8 +182,8 @@ def activation_as_found(mlp: nn.Module) -> bool:
 _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))
 
 
-def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
-    """(part, activation) for this MLP, or the reason why it stays as it is."""
+def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
+    """The same for an MLP."""
     replaced = replaced_forward(mlp)
     if replaced:
         return replaced
@@ -216,7 +211,8 @@ def mlp_part(mlp: nn.Module) -> tuple[type, str] | str:
         try:
             with torch.no_grad():
                 if _close(ours(x), twin(x), 64):
-                    return part, name
+                    inside = tuple([(type(m), _plain_items(m)) for m in _activations(mlp, part._hfpatch_gates)])
+                    return part, {"_hfpatch_activation": name, "_hfpatch_activations": inside}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"
@@ -300,9 +296,12 @@ def rotating(forward, theirs):
     return made
 
 
-def rope_reason(base: type) -> str | None:
-    """None where this attention class rotates as the fused op does, else the reason why it stays as it is."""
-    return _rope_reason(base.forward, getattr(base.forward, "__globals__", {}).get("apply_rotary_pos_emb"))
+def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
+    """The same for an attention, whose rotation is to be the fused op's."""
+    forward = type(attention).forward
+    reason = replaced_forward(attention)
+    reason = reason or _rope_reason(forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb"))
+    return reason or (FusedAttention, {})
 
 
 @cache
