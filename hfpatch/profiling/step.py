@@ -294,15 +294,13 @@ def _allocator_figures(device) -> dict:
         return {}
     stats = torch.cuda.memory_stats(device)
     allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    figures = {
+    return {
         "allocated_peak_bytes": allocated,
         "reserved_peak_bytes": reserved,
         "fragmentation_bytes": reserved - allocated,
         "allocation_retries": stats["num_alloc_retries"],
+        "pinned_host_peak_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
     }
-    if hasattr(torch.cuda, "host_memory_stats"):
-        figures["pinned_host_peak_bytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return figures
 
 
 def _pointers(tensors) -> set:

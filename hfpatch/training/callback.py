@@ -32,9 +32,8 @@ class Callback(TrainerCallback):
     the same batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its table. peak_gpu_gib is
     allocated memory, peak_gpu_reserved_gib what the allocator holds, peak_host_gib the process's largest resident set.
 
-    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest; where the arguments ask
-    torchao's to round at random, it does so under transformers 4 too, which drops that argument. Where ranks
-    share rows, evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
+    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest. Where ranks share rows,
+    evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
     attention_share: what packed documents leave of a full row's attention, for mfu.
@@ -89,8 +88,6 @@ class Callback(TrainerCallback):
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
-        if "bf16_stochastic_round=true" in (args.optim_args or "").lower() and hasattr(optimizer, _ROUNDS):
-            setattr(optimizer, _ROUNDS, True)  # transformers 4 hands torchao's optimizers no optim_args
         if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
             self._warned = True
             warnings.warn(words, stacklevel=2)
@@ -203,8 +200,7 @@ def _noting_arrivals(kind: type) -> type:
 
 
 # How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
-_ROUNDS = "bf16_stochastic_round"
-_KEEPS = (_ROUNDS, "stochastic_rounding", "kahan_sum", "use_kahan_summation")
+_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
 
 
 def rounded_to_nearest(optimizer) -> str:

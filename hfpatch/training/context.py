@@ -39,11 +39,7 @@ def lengthened(config, limit: int | None, scaling: str | None):
         if limit is None and isinstance(asked.get("factor"), (int, float)):
             limit = int(original * asked["factor"])
         kept = {k: before[k] for k in ("rope_theta", "partial_rotary_factor") if k in before}
-        if hasattr(config, "rope_parameters"):
-            values["rope_parameters"] = kept | asked
-        else:  # transformers 4
-            values["rope_theta"] = asked.pop("rope_theta", kept["rope_theta"])
-            values["rope_scaling"] = asked
+        values["rope_parameters"] = kept | asked
     if limit is not None:
         values["max_position_embeddings"] = limit
     try:
@@ -58,10 +54,8 @@ def lengthened(config, limit: int | None, scaling: str | None):
 
 
 def _rope(config) -> dict:
-    """The rope parameters of a config of transformers 4 or 5, as one flat dict. Raises ValueError."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    theta = getattr(config, "rope_theta", None)
-    rope = ({} if theta is None else {"rope_theta": theta}) | given
+    """The rope parameters of a config with one rotary table. Raises ValueError."""
+    rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope or not hasattr(config, "max_position_embeddings"):
         raise ValueError(
             f"hfpatch: --max_position_embeddings and --rope_scaling set one rotary table, a {config.model_type} has none "
@@ -92,7 +86,7 @@ def _asked(scaling: str) -> dict:
             "hfpatch: dynamic scaling counts from max_position_embeddings and changes with each batch, so training beyond "
             "it is not possible; use yarn or linear."
         )
-    known = dict.fromkeys(("default", *ROPE_INIT_FUNCTIONS))  # transformers 4 has "default" among them
+    known = ("default", *ROPE_INIT_FUNCTIONS)
     if asked["rope_type"] not in known:
         raise ValueError(
             f"hfpatch: --rope_scaling knows the types {', '.join(known)}, "

@@ -32,5 +32,5 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         pad_token="<pad>",
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which Llama refuses
+        model_input_names=["input_ids", "attention_mask"],
     )

@@ -13,7 +13,7 @@ from hfpatch.training import tokenizer as byte_level
 
 @pytest.fixture(autouse=True)
 def precision_of_its_own(monkeypatch):
-    """transformers 4 leaves a run's bf16 in the environment, where the next run of the process finds it."""
+    """accelerate leaves a run's bf16 in the environment, where the next run of the process finds it."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 

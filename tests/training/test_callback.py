@@ -1,8 +1,6 @@
 """hfpatch.Callback in a user's own Trainer: the columns, where they go, and `apply` on init."""
 
-import importlib.util
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,16 +205,6 @@ def test_optimizers_that_keep_small_updates_are_not_warned_of():
     assert "AdamW8bit came" in rounded_to_nearest(AdamW8bit([weight]))
 
 
-def test_rounding_at_random_reaches_the_optimizer_by_the_callback():
-    from torchao.optim import AdamW8bit
-
-    optimizer = AdamW8bit([torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))])
-    args = TrainingArguments("unused", use_cpu=True, optim_args="bf16_stochastic_round=True", report_to="none")
-    wrapped = SimpleNamespace(optimizer=optimizer)
-    Callback().on_train_begin(args, TrainerState(), None, model=tiny.llama(), optimizer=wrapped)
-    assert optimizer.bf16_stochastic_round
-
-
 def readme_snippet() -> str:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
@@ -235,9 +223,7 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
         def arguments(folder, **asked):
             return TrainingArguments(folder, **{k: v for k, v in asked.items() if k not in drop}, **small)
 
-        drops = importlib.util.find_spec("transformers.trainer_optimizer") is None  # optim_args, as README says
-        trainer = partial(Trainer, callbacks=[Callback()]) if drops and not drop else Trainer
-        names = {"torch": torch, "data": data, "TrainingArguments": arguments, "Trainer": trainer}
+        names = {"torch": torch, "data": data, "TrainingArguments": arguments, "Trainer": Trainer}
         model = tiny.llama(dtype=dtype)
         names["AutoModelForCausalLM"] = SimpleNamespace(from_pretrained=lambda name, dtype: model)
         before = torch.cat([p.detach().double().flatten() for p in model.parameters()])
