@@ -56,10 +56,7 @@ def counted(name: str, tokens: int, aim: str) -> dict:
 
     config, shape, option = settled(name, tokens, aim)
     model = build(config)
-    fewer, more, times, _ = depths(model.model.layers)
-    # The last layers, of which the policy says something else, stand on top of those, in whole periods of the pattern.
-    top = -(-(option.policy.plain + option.policy.again) // (more - fewer)) * (more - fewer)
-    fewer, more, times = fewer + top, more + top, times - top // (more - fewer)
+    fewer, more, times, _ = depths(model.model.layers, top=option.policy.plain + option.policy.again)
 
     def step(layers: int):
         cut = build(config)
@@ -68,10 +65,8 @@ def counted(name: str, tokens: int, aim: str) -> dict:
         matmul, attention = sum(found.flops["matmul"].values()), found.flops["attention"]["forward"]
         return matmul, attention, found.most_beyond_bytes, found.host_peak_bytes
 
-    if times > 0:
-        matmul, attention, device, host = (a + (a - b) * times for a, b in zip(step(more), step(fewer)))
-    else:
-        matmul, attention, device, host = step(shape.num_layers)
+    most = step(more)
+    matmul, attention, device, host = (a + times * (a - b) for a, b in zip(most, step(fewer) if times else most))
     # A tied weight's gradient, until it is whole, counts as an activation there.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     device = {} if tied else {"device_gib": f"{device / GiB:.1f}"}
