@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.checkpoint.session import Session, Waiting
 from hfpatch.compat import (
+    balances_itself,
     drop_wrapped_forward,
     forward_before_wrapping,
     gather_as_one,
@@ -410,6 +411,8 @@ def undo(model: nn.Module) -> None:
     sessions = set()
     for module in model.modules():
         _unpin(module)
+        if isinstance(module, OurAttention):
+            balances_itself(type(module))
         if is_mixed(module):
             unswap(module)
         trl = vars(module).get("_hfpatch_trl")

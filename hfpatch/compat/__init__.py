@@ -33,6 +33,7 @@ from hfpatch.compat.models import (
     asks_for_input_gradients,
     asks_inputs_for_gradients,
     attention_of,
+    balances_itself,
     balances_through,
     caller_reads_logits,
     carries_states,

@@ -91,19 +91,31 @@ def run_scans_plainly(model: nn.Module) -> None:
             module.use_fast_kernels = False
 
 
+def _with_balance(kind: type) -> list:
+    """The files of a class's family that have a load-balancing loss of their own."""
+    files = {sys.modules[base.__module__] for base in kind.__mro__}
+    return [file for file in files if "load_balancing_loss_func" in vars(file)]
+
+
 def balances_through(kind: type, instead) -> bool:
     """The load-balancing loss that a class's family computes is then instead(stock, ...), stock being its own function for it;
     False where that takes something else."""
     able = True
-    for module in {sys.modules[base.__module__] for base in kind.__mro__}:
-        stock = vars(module).get("load_balancing_loss_func")
-        given = stock and tuple(inspect.signature(stock).parameters)
-        if given and given != ("gate_logits", "num_experts", "top_k", "attention_mask"):
+    for file in _with_balance(kind):
+        stock = file.load_balancing_loss_func
+        if tuple(inspect.signature(stock).parameters) != ("gate_logits", "num_experts", "top_k", "attention_mask"):
             able = False
-        elif given and not hasattr(stock, "_hfpatch"):
-            module.load_balancing_loss_func = functools.wraps(stock)(functools.partial(instead, stock))
-            module.load_balancing_loss_func._hfpatch = True
+        elif not hasattr(stock, "_hfpatch"):
+            file.load_balancing_loss_func = functools.wraps(stock)(functools.partial(instead, stock))
+            file.load_balancing_loss_func._hfpatch = True
     return able
+
+
+def balances_itself(kind: type) -> None:
+    """Its own function for it again, until somebody asks for another."""
+    for file in _with_balance(kind):
+        if hasattr(file.load_balancing_loss_func, "_hfpatch"):
+            file.load_balancing_loss_func = file.load_balancing_loss_func.__wrapped__
 
 
 def asks_inputs_for_gradients(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ class Answers:
     """What a kind of layer answered when it was asked (models/verdict.py, or at its first call).
 
     attention: names of the modules that called attention, in order; mixers: of those that mix tokens otherwise and run whole;
-    paired: of these, those that return a pair, whose second nobody reads; block: it is norm, attention, norm, MLP as `block_pre`
-    and `block_post` have it; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
+    paired: of these, those that return a pair, whose second nobody reads; block: it is norm, attention, norm, MLP as
+    models/block.py has them; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
     run again in backward; unread: those of dead_post that its output does not depend on either; reason: why it is not tiled, or
     None; softcap: what its attention caps scores at, or None; looked: whether what mixes its tokens was looked for.
     """

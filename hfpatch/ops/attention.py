@@ -128,7 +128,7 @@ _HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # columns that a kernel takes
 
 
-def _fa2_arguments(B: int, T: int, pattern: Pattern):
+def _fa2_arguments(T: int, pattern: Pattern):
     """What FA2's own entry wants: (cu_q, cu_k, longest, longest) and the window's keywords."""
     documents = pattern.documents
     cu, longest = (None, T) if documents is None else (documents.cu_seqlens, documents.longest)
@@ -139,7 +139,7 @@ def _fa2_arguments(B: int, T: int, pattern: Pattern):
 def _fa2_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
     """FA2 over packed documents (lse [H, N]) or with a window (lse [B, H, T])."""
     B, T = q_BTHE.shape[:2]
-    lengths, window = _fa2_arguments(B, T, pattern)
+    lengths, window = _fa2_arguments(T, pattern)
     q, k, v = q_BTHE, k_BTKE, v_BTKE
     if pattern.documents is not None:
         q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
@@ -151,7 +151,7 @@ def _fa2_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
 
 def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float):
     B, T = q.shape[:2]
-    lengths, window = _fa2_arguments(B, T, pattern)
+    lengths, window = _fa2_arguments(T, pattern)
     shapes = [x.shape for x in (q, k, v)]
     if pattern.documents is not None:
         dout, q, k, v, out = (x.reshape(B * T, *x.shape[2:]) for x in (dout, q, k, v, out))

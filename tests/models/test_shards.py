@@ -8,8 +8,10 @@ import pytest
 import tiny
 import torch
 import torch.distributed.tensor.experimental._attention
+from transformers import MixtralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import hfpatch
 from hfpatch import compat
 from hfpatch.models import balance, loss, parallel, shared_rows, stack
 from hfpatch.models.asking import here
@@ -152,6 +154,20 @@ def test_experts_are_balanced_in_every_forward_with_labels():
             model(**given())
             model(**given(), num_items_in_batch=torch.tensor(5))
     assert seen == [1, 0, 1, 0] and here.balance is None
+
+
+def test_undo_takes_the_balance_of_whole_rows_back():
+    from transformers.models.mixtral import modeling_mixtral
+
+    stock, config = modeling_mixtral.load_balancing_loss_func, tiny.config().to_dict()
+    model = tiny.patched(
+        modeling_mixtral.MixtralForCausalLM(MixtralConfig(**config | {"num_hidden_layers": 1})), verdict=False
+    )
+    with balance.counted(1):
+        balance.shares_balance(type(model.model), LoneRank(2))
+    assert modeling_mixtral.load_balancing_loss_func is not stock
+    hfpatch.undo(model)
+    assert modeling_mixtral.load_balancing_loss_func is stock
 
 
 def test_a_balance_of_another_kind_is_said():
