@@ -399,6 +399,20 @@ def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
         assert torch.allclose(grads[0][name], value, rtol=0, atol=3e-6 * value.abs().max().item()), name
 
 
+@pytest.mark.parametrize("tile", [8, 24], ids=["tiles", "one"])
+def test_a_product_without_a_derivative_gives_no_gradient(tile):
+    """As torchao's of int8 activations: nothing comes back to attention, which is no error."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile), verdict=False)
+    for model in (ours, stock):
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_hook(tiny.OfAnEngine(lambda m, a, out: out.detach()))
+    got, plain, true = (tiny.step(m, tiny.labelled()) for m in (ours, stock, tiny.exact(stock)))
+    left = got.keys() - plain.keys()
+    assert left and not any(got[n].any() for n in left)
+    tiny.assert_within({n: got[n] for n in plain}, plain, true)
+
+
 def test_a_hook_gets_what_transformers_makes_of_padding():
     """Of hidden tokens behind a row that nothing reads our layers make something of their own, at no cost."""
     stock, seen = tiny.llama(dtype=torch.float64), []

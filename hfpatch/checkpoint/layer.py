@@ -311,7 +311,7 @@ class LayerCall(Kept):
             _walk(tiles, [dy, *self.dextras])
             del tiles
             with torch.no_grad():
-                douts = [leaf.grad for leaf in leaves]
+                douts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
                 fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
                 dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
             del douts, leaves, outs, values
@@ -349,7 +349,8 @@ class LayerCall(Kept):
                 if douts is None:
                     douts = self._whole_douts(leaves)
                 for dout, leaf in zip(douts, leaves):
-                    dout[:, a:b] = leaf.grad
+                    # Nothing comes back through a product without a derivative (torchao's of int8 activations).
+                    dout[:, a:b] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             x_t = out_t = leaves = leaf = dout = None
         parked = None
         if self.policy.park and need_x and self.mixes:

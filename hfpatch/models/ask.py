@@ -5,7 +5,7 @@ Nothing here knows a family. `Ask` is what checkpoint/layer.py is given.
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -46,6 +46,7 @@ class Ask:
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
     # Looked up once a call: a layer has many tiles.
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
+    block: Block | None = None
     modules: list = field(default_factory=list)  # the layer's, found once a call
     random: bool = False  # whether something in the layer draws random numbers; before its call is made: adapters may
     written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
@@ -76,7 +77,7 @@ class Ask:
         wanted = self.arguments.wanted()
         dead = dead and not wanted
         nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
-        run = partial(self._block.pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
+        run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
         if not nobody_reads:
             return run()
         with without_values(nobody_reads):
@@ -153,7 +154,7 @@ class Ask:
         around = [without_values(nobody_reads)] if nobody_reads else []
         around += [collecting(found)] if self.collected else []
         around += [keeping(noted or {}, known or {})] if noted or known else []
-        run = partial(self._block.post, x_BtD, *outs_BtHE) if self.answers.block else None
+        run = partial(self._block().post, x_BtD, *outs_BtHE) if self.answers.block else None
         y = _within(around, run or partial(self._post, x_BtD, outs_BtHE, a, b))
         self.beside = y[1:] if isinstance(y, tuple) else None
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
@@ -179,11 +180,11 @@ class Ask:
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
 
-    @cached_property
     def _block(self) -> Block:
-        found = Block(self.layer, self.arguments.kwargs)
-        self.asked = [found.asked]
-        return found
+        if self.block is None:
+            self.block = Block(self.layer, self.arguments.kwargs)
+            self.asked = [self.block.asked]
+        return self.block
 
 
 def _within(contexts: list, run):
