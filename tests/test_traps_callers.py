@@ -366,6 +366,18 @@ def test_undo_under_peft():
     assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
+def test_an_adapter_without_the_head_that_another_has():
+    peft = pytest.importorskip("peft")
+    ours, stock = adapted("peft first", modules_to_save=["lm_head"])
+    for model in (ours, stock):
+        torch.manual_seed(2)
+        model.add_adapter("without", peft.LoraConfig(target_modules=ALL, init_lora_weights=False))
+        model.set_adapter("without")
+    got = tiny.step(ours, tiny.labelled())
+    assert not any("lm_head" in name for name in got)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
 # --- Liger -------------------------------------------------------------------------------------------------------------------
 
 

@@ -30,10 +30,12 @@ def copies(head: nn.Module):
     held = getattr(head, "modules_to_save", None)
     if not isinstance(held, nn.ModuleDict):
         return [head], head
-    active = getattr(head, "active_adapter", None)
-    active = active[0] if isinstance(active, (list, tuple)) and active else active
-    disabled = getattr(head, "disable_adapters", False) or active not in held
-    return [head.original_module, *held.values()], head.original_module if disabled else held[active]
+    active = (
+        getattr(head, "active_adapter", None) or ()
+    )  # none where the adapter that is switched on has no head of its own
+    active = (active,) if isinstance(active, str) else active
+    own = active and all(name in held for name in active) and not getattr(head, "disable_adapters", False)
+    return [head.original_module, *held.values()], held[active[0]] if own else head.original_module
 
 
 def fuse(module: nn.Module, theirs: type, part: type) -> None:
