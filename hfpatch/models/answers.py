@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 OTHER_MIXER = "it mixes tokens by something else than attention"
+BY_PLACE = "what it makes of a token depends on where that stands in its input"
 
 
 @dataclass(frozen=True)

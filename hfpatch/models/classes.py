@@ -26,6 +26,7 @@ class Mixed:
 
     _hfpatch_base: type
     _hfpatch_part: type
+    _hfpatch_code: object  # that class's forward then: what stands there later is somebody's own
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)
@@ -39,7 +40,8 @@ def mixed(part: type, base: type) -> type:
     """The class of modules of class `base` with `part` over it, and what that wants beneath it."""
     made = type(
         base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "__module__": base.__module__, "__doc__": base.__doc__},
+        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": base.forward, "__module__": base.__module__,
+         "__doc__": base.__doc__},
     )  # fmt: skip
     record_outputs_like(made, base)
     return made
@@ -47,6 +49,24 @@ def mixed(part: type, base: type) -> type:
 
 def swap(module: nn.Module, part: type) -> None:
     module.__class__ = mixed(part, type(module))
+
+
+class _MadeFrom(dict):
+    """Of a class that torch's FSDP or we made: the one that it was made from."""
+
+    def __missing__(self, kind: type) -> type:
+        base = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
+        self[kind] = base = vars(base).get("_hfpatch_base", base)
+        return base
+
+
+MADE_FROM = _MadeFrom()
+
+
+def as_made(module: nn.Module) -> bool:
+    """Whether calls of it run the code for which its class was mixed, or its own class's."""
+    kind = type(module)
+    return "forward" not in vars(module) and MADE_FROM[kind].forward is getattr(kind, "_hfpatch_code", kind.forward)
 
 
 def is_mixed(module: nn.Module) -> bool:
@@ -63,6 +83,9 @@ def _unmixed(cls: type) -> type:
         return cls._hfpatch_base
     members = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
     return type(cls.__name__, tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__), members)
+
+
+LINEAR = nn.Linear.forward  # torch's own, whatever stands there later
 
 
 def whose(forward) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.quantised import base_of, dense_of
 from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
-from hfpatch.models.classes import forward_now, forwards_for_now, other_forward, package_of
+from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, other_forward, package_of
 from hfpatch.ops.rope import rotated_back
 
 
@@ -75,7 +75,7 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
     """Stands for `module.forward` while its weight's gradients add up."""
     add = adding(module.weight) if input.dtype == module.weight.dtype else None
     if add is None:
-        return nn.Linear.forward(module, input)
+        return LINEAR(module, input)
     return _adding_up(input, module.weight, module.bias, add)
 
 
@@ -108,7 +108,7 @@ def can_go_without(module: nn.Module | None) -> bool:
     """Whether this is a plain Linear with a plain weight, or a quantised one that is known, here and now."""
     return (
         isinstance(module, nn.Linear)
-        and (type(module).forward is nn.Linear.forward or dense_of(module) is not None)
+        and (type(module).forward is LINEAR or dense_of(module) is not None)
         and forward_now(module) is None
         and not hasattr(module.weight, "placements")
         and (
@@ -143,7 +143,7 @@ def idle(
     names = (name for name in dict.fromkeys(names) if as_found(layer, name))
     named = (submodule(layer, name) for name in names)
     modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)))
-    dense = lambda m: None if type(m).forward is nn.Linear.forward else dense_of(m)  # noqa: E731
+    dense = lambda m: None if type(m).forward is LINEAR else dense_of(m)  # noqa: E731
     return [(m, partial(_valueless_forward, m, dense(m), value, adding, fill)) for m, fill in modules]
 
 
@@ -154,7 +154,7 @@ def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
         return []
     taken = {id(m) for m, _ in idle}
     linears = (m for m in modules_in(layer) if isinstance(m, nn.Linear) and id(m) not in taken)
-    plain = (m for m in linears if type(m).forward is nn.Linear.forward and can_go_without(m))
+    plain = (m for m in linears if type(m).forward is LINEAR and can_go_without(m))
     return [(m, partial(_adding_forward, m, adding)) for m in plain if adding(m.weight) is not None]
 
 

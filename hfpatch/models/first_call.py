@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.compat import collecting, modules_in, pytree, unwatched
-from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.compat import collecting, forward_in, modules_in, pytree, unwatched
+from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import here
+from hfpatch.models.classes import MADE_FROM
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.models.scaled import held_in
@@ -25,17 +26,23 @@ class AskedLayer:
 
     `_hfpatch_answers`: its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks`
     (models.probe.ask_layer); `_hfpatch_held`: what was in it when it was (scaled.held_in), `_hfpatch_kinds`: a number that stands
-    for all classes in it; `_hfpatch_configs`: those that what is in it reads.
+    for all code in it; `_hfpatch_configs`: those that what is in it reads.
     """
 
     _hfpatch_kinds = _hfpatch_held = None
 
     def _look(self, modules: list[nn.Module]) -> None:
-        """Has this layer asked anew where it got modules of other classes since it was asked."""
-        kinds = hash(frozenset(map(type, modules)))
+        """Has this layer asked anew where it got other modules or forwards since it was asked."""
+        now = []
+        for module in modules:  # at every call of a layer: without one of Python's where there is nothing to see
+            kind = module.__class__
+            now += (kind, MADE_FROM[kind].forward)
+            if "forward" in module.__dict__:
+                now += (module, id(forward_in(module.__dict__)))
+        kinds = hash(tuple(now))
         if kinds != self._hfpatch_kinds:
             held, answers = held_in(self), self._hfpatch_answers
-            if answers is not None and not answers.reason and not held <= (self._hfpatch_held or held):
+            if answers is not None and not answers.reason and held != (self._hfpatch_held or held):
                 self._hfpatch_answers = None
             self._hfpatch_kinds, self._hfpatch_held = kinds, held
 
@@ -83,7 +90,7 @@ class AskedLayer:
                 reason = asked.reason or (known and known.reason)
                 self._hfpatch_answers = replace(asked, reason=reason)
             known = asked
-        if known.mixers or known.reason == OTHER_MIXER or not known.looked:
+        if known.mixers or known.reason in (OTHER_MIXER, BY_PLACE) or not known.looked:
             refuse_shared_mixers(type(self), None if known.looked else known.reason)
 
     def forward(self, hidden_states, *args, **kwargs):

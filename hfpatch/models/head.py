@@ -21,7 +21,7 @@ from hfpatch.compat import (
     parameters_of,
     user_hooks,
 )
-from hfpatch.models.classes import forward_now, forwards_for_now, swap, whose
+from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, swap, whose
 from hfpatch.ops import VocabShard
 
 
@@ -51,12 +51,12 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     pass_forward: a forward on the instance is no reason, as who asks would not have called it.
     """
     inner = copies(head)[1]
-    if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
+    if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
     if has_rows_of_it(inner):
         return "torch.compile takes no part of lm_head's rows" if torch.compiler.is_compiling() else None
     held = forward_now(inner, hooked_forward(inner))
-    if held is not None and getattr(held, "__func__", None) is not nn.Linear.forward and not pass_forward:
+    if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
         return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} with a forward of another library"
     # FSDP2's sharded weights are whole within the call; those of quantisation stay what they are.
     weight = parameters_of(inner).get("weight")

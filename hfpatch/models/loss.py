@@ -33,7 +33,7 @@ from hfpatch.compat import (
 from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import here
 from hfpatch.models.balance import counted, once
-from hfpatch.models.classes import is_mixed, keeps_signature, whose
+from hfpatch.models.classes import as_made, is_mixed, keeps_signature, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.logits import Head, Logits
@@ -324,9 +324,7 @@ class FusedCausalLM:
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        norm = around[-1]
-        ours = isinstance(norm, FusedRMSNorm) and "forward" not in vars(norm)
-        return ours and not any(forward_hooks(m) for m in around)
+        return isinstance(around[-1], FusedRMSNorm) and all(as_made(m) and not forward_hooks(m) for m in around)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)

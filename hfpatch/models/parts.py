@@ -39,6 +39,10 @@ class FusedRMSNorm:
     """One kernel, and with `residual` the sum before the norm in the same pass. `_hfpatch_norm`: eps' name, offset, cast."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+        if self._hfpatch_base.forward is not type(self)._hfpatch_code:
+            total = hidden_states if residual is None else hidden_states + residual
+            normed = super().forward(total)
+            return normed if residual is None else (normed, total)
         eps, offset, cast = self._hfpatch_norm
         weight, eps = getattr(self, "weight", None), getattr(self, eps)
         if residual is None:
@@ -71,7 +75,8 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
     if list(inspect.signature(type(norm).forward).parameters)[2:]:
         return "its forward takes more than hidden states"
     weight = parameters_of(norm).get("weight")
-    found = _norm_variant(type(norm), eps, getattr(norm, eps), weight is not None, _plain_items(norm))
+    kind = type(norm)
+    found = _norm_variant(kind, kind.forward, eps, getattr(norm, eps), weight is not None, _plain_items(norm))
     return (FusedRMSNorm, {"_hfpatch_norm": found}) if found else "it computes something else than the fused norm"
 
 
@@ -85,7 +90,9 @@ def _plain_items(module: nn.Module) -> tuple:
 
 
 @cache
-def _norm_variant(kind: type, eps_name: str, eps: float, weighted: bool, flags: tuple) -> tuple[str, float, str] | None:
+def _norm_variant(
+    kind: type, forward, eps_name: str, eps: float, weighted: bool, flags: tuple
+) -> tuple[str, float, str] | None:
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     probe = kind.__new__(kind)
@@ -159,10 +166,10 @@ def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
 
 
 def activation_as_found(mlp: nn.Module) -> bool:
-    """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, and
-    nobody watches it."""
+    """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, nobody
+    watches it, and its MLP's class has the forward that it had."""
     found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
-    if hooks_on_all():
+    if hooks_on_all() or mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
         return False
     for m in now:
         if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
@@ -204,7 +211,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
     twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
     ours = _copy_with(mlp, modules=modules_of(twin))
-    ours.__class__ = type("Probe", (part, nn.Module), {})
+    ours.__class__ = type("Probe", (part, nn.Module), {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward})
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):
         ours.__dict__["_hfpatch_activation"] = name

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hfpatch.compat import buffers_apart, pytree
-from hfpatch.models.answers import OTHER_MIXER, Answers, looks_like_a_block
+from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask
 from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
@@ -18,6 +18,7 @@ from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
 
 TOKENS = 12
+FEW = 4
 
 
 class _Counting:
@@ -141,7 +142,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
         return Answers(reason="what mixes its tokens takes one from the other", **known)
     known["softcap"] = count.softcap
     try:
-        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known).answers()
+        probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known)
+        return Answers(reason=BY_PLACE, **known) if probed.by_place() else probed.answers()
     except Exception as error:  # a family's own code
         return Answers(reason=_said(error), **known)
 
@@ -193,6 +195,22 @@ class _Probe:
 
     def _pre(self, **known):
         return self._gradients(lambda x: (self._ask(**known).pre(x, 0, self.T, dead=True), self.dparts, []))
+
+    def by_place(self) -> bool:
+        """Whether it makes something else of a few tokens one by one: of the last, say, or by a table of positions of its own.
+        One token alone may go to another expert by rounding."""
+
+        def parts(bounds):
+            found = []
+            for a, b in bounds:
+                x, outs, ask = self.x[:, a:b], [out[:, a:b] for out in self.outs], self._ask()
+                found.append(ask.pre(x, a, b) + ask.post(x, outs, a, b))
+            return [torch.cat(tiles, 1).flatten(2) for tiles in zip(*found)]
+
+        with torch.no_grad():
+            pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
+            other = [~((a - b).norm(dim=-1) <= torch.finfo(a.dtype).eps ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
+        return int(torch.stack(other).any(0).sum()) > 1
 
     def answers(self) -> Answers:
         with torch.enable_grad():

@@ -1,8 +1,8 @@
 """A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
 
 import copy
+import re
 from contextlib import contextmanager, suppress
-from functools import cache
 from itertools import product
 
 import torch
@@ -10,7 +10,9 @@ from torch import nn
 
 from hfpatch.checkpoint.quantised import is_quantised
 from hfpatch.compat import (
+    GONE,
     buffers_of,
+    forward_in,
     modules_of,
     name_attention,
     plain_construction,
@@ -18,7 +20,7 @@ from hfpatch.compat import (
     run_scans_plainly,
     unwatched,
 )
-from hfpatch.models.classes import package_of
+from hfpatch.models.classes import LINEAR, MADE_FROM, package_of
 from hfpatch.models.finding import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
@@ -136,44 +138,60 @@ _PROJECTIONS = {
 
 
 def _inside(layer: nn.Module, known=None):
-    """(name, class) of the modules in a layer, those within one of `known` (any) after it. What stands for a Linear (quantised),
-    and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may write to them."""
+    """(name, class, forward) of the modules in a layer, those within one of the classes of `known` (any) after it. What stands for
+    a Linear (quantised), and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may
+    write to them, and one with a forward of its own. forward: on the instance, GONE where there is none."""
     todo = [*modules_of(layer).items()]
     while todo:
         name, module = todo.pop()
         if module is None:
             continue
-        kind, package = _kind(type(module)), package_of(module)
+        kind, package, forward = MADE_FROM[type(module)], package_of(module), forward_in(vars(module))
         known_home = hasattr(module, "in_features") and package in _PROJECTIONS
         weight = getattr(module, "weight", None)
         packed = isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point()
-        linear = kind.forward is nn.Linear.forward or known_home or packed
+        linear = (
+            kind.forward is LINEAR or known_home and kind.forward is not nn.Linear.forward or packed
+        ) and forward is GONE
         if package == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
         elif is_quantised(module) or linear and (not isinstance(module, nn.Linear) or not buffers_of(module)):
             continue
         else:
-            yield name, kind
+            yield name, kind, forward
             if known is None or kind in known:
                 todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
 
 
-@cache
-def _kind(kind: type) -> type:
-    """Of a class that torch's FSDP or we made: the one that it was made from."""
-    kind = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
-    return vars(kind).get("_hfpatch_base", kind)
-
-
 def held_in(layer: nn.Module) -> frozenset[str]:
-    """Names of the classes of what is in a layer and may mix its tokens."""
-    return frozenset(f"{kind.__module__}.{kind.__qualname__}" for _, kind in _inside(layer))
+    """What is in a layer that may mix its tokens, where, and what code it runs; the layer's own code too."""
+    kind = MADE_FROM[type(layer)]
+    held = ((name, kind, own) for name, kind, own in _inside(layer))
+    return frozenset(
+        f"{name}: {kind.__module__}.{kind.__qualname__}, {_code(kind.forward)}, {own is not GONE and id(own)}"
+        for name, kind, own in (("", kind, GONE), *held)
+    )
 
 
-def strange(layer: nn.Module, known: frozenset[type]) -> list[str]:
-    """Names of the outermost modules in a layer that are of no known class."""
-    return sorted(name for name, kind in _inside(layer, known) if kind not in known)
+def _code(forward) -> str:
+    """A name of what a class runs, that outlives a pickle."""
+    code = getattr(forward, "__code__", None)
+    return f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')} {code and code.co_firstlineno}"
+
+
+_NUMBERS = re.compile(r"\d+")
+
+
+def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
+    """(name without numbers, class) of all modules in a layer."""
+    return frozenset((_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules())
+
+
+def strange(layer: nn.Module, known: frozenset[tuple[str, type]]) -> list[str]:
+    """Names of the outermost modules in a layer that `known` (places_in) has not, or that run a forward of their own."""
+    found = _inside(layer, {kind for _, kind in known})
+    return sorted(name for name, kind, own in found if own is not GONE or (_NUMBERS.sub("", name), kind) not in known)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hfpatch.models.classes import swap
 from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.parallel import sharded
-from hfpatch.models.scaled import TOKENS, kind_of, quiet_process, small_stack, strange
+from hfpatch.models.scaled import TOKENS, kind_of, places_in, quiet_process, small_stack, strange
 from hfpatch.models.stack import OurAttention
 
 CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
@@ -73,7 +73,7 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     unknown = Answers(reason="no layer of its kind in the small instance")
     answers = [found.answers.get(kind, unknown) for kind in kinds]
     # Of what somebody put into a layer the small instance says nothing: such a layer is asked itself.
-    answers = tuple(a if a.reason or not strange(m, found.classes) else None for a, m in zip(answers, decoder.layers))
+    answers = tuple(a if a.reason or not strange(m, found.places) else None for a, m in zip(answers, decoder.layers))
     return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
 
 
@@ -83,14 +83,14 @@ def _shares_keys(config) -> bool:
 
 @dataclass
 class _Found:
-    """The same of a small instance: answers by kind; classes: of all that is in its layers."""
+    """The same of a small instance: answers by kind; places: of all that is in its layers (scaled.places_in)."""
 
     answers: dict[tuple, Answers]
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
     apart: bool = True
-    classes: frozenset[type] = frozenset()
+    places: frozenset[tuple[str, type]] = frozenset()
 
 
 class _Config:
@@ -120,7 +120,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
         expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
         found = _settled(answers, expected, late)
-        found.classes = frozenset(type(m) for layer in _layers_of(stack) for m in layer.modules())
+        found.places = frozenset(place for layer in _layers_of(stack) for place in places_in(layer))
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or _keeps_apart(stack, found)

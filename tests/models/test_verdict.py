@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import tiny
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import hfpatch
 from hfpatch.models import scaled, verdict
@@ -162,6 +163,49 @@ def test_a_module_put_into_a_layer_after_apply_is_asked(verdict, capsys):
         whole = [bool(m._hfpatch_answers.reason) for m in ours.model.layers[:2]]
         assert whole == [step == 1, True]
     assert "run whole, their inputs offloaded: " in capsys.readouterr().err
+
+
+def _less_their_mean(forward):
+    return lambda *args: (y := forward(*args)) - y.mean(1, keepdim=True)
+
+
+def _last_doubled(forward):
+    return lambda *args: (y := forward(*args)) + torch.cat([torch.zeros_like(y[:, 1:]), y[:, -1:]], 1)
+
+
+@pytest.mark.parametrize("other", [_less_their_mean, _last_doubled], ids=["mixes", "by place"])
+@pytest.mark.parametrize("verdict, when", [(True, "before"), (True, "after"), (False, "after"), (True, "class")])
+def test_forwards_of_the_users_own_see_whole_rows(verdict, when, other, monkeypatch):
+    """No verdict tells of them: what they make of a tile's tokens is not what they make of a row's."""
+    stock = tiny.llama(dtype=torch.float64)
+
+    def replace(model):
+        mlp = model.model.layers[0].mlp
+        if when == "class":
+            monkeypatch.setattr(LlamaMLP, "forward", other(LlamaMLP.forward))
+        else:
+            mlp.forward = types.MethodType(other(type(mlp).forward), mlp)
+
+    if when == "before":
+        replace(stock)
+    ours = tiny.patched(stock, verdict=verdict)
+    if when != "before":
+        tiny.step(ours, tiny.labelled())
+        for model in (stock, ours)[: 1 + (when != "class")]:
+            replace(model)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert ours.model.layers[0]._hfpatch_answers.reason
+
+
+def test_a_norms_class_that_is_patched_after_apply(monkeypatch):
+    """The fused norm stands for another forward; what saves its output finds it as it was."""
+    stock = tiny.llama(dtype=torch.float64)
+    ours = tiny.patched(stock)
+    forward = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: torch.tanh(forward(self, x)))
+    got, wanted = tiny.step(ours, tiny.labelled()), tiny.step(stock, tiny.labelled())
+    for name, value in got.items():
+        assert torch.allclose(value, wanted[name], rtol=0, atol=3e-6 * wanted[name].abs().max().item()), name
 
 
 def test_code_of_a_remote_repository_is_not_fetched(monkeypatch, expected):
