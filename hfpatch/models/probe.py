@@ -209,7 +209,9 @@ class _Probe:
 
         with torch.no_grad():
             pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
-            other = [~((a - b).norm(dim=-1) <= torch.finfo(a.dtype).eps ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
+            # Norms and routers compute in float32 also in a float64 model.
+            steps = lambda x: max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)  # noqa: E731
+            other = [~((a - b).norm(dim=-1) <= steps(a) ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
         return int(torch.stack(other).any(0).sum()) > 1
 
     def answers(self) -> Answers:
