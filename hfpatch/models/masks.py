@@ -13,7 +13,7 @@ from types import CellType, FunctionType
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers import masking_utils
 
 from hfpatch.compat import is_fake, real_tensors
 from hfpatch.models.documents import Rows, find_rows
@@ -61,16 +61,18 @@ class Batch:
         return None if documents is None else documents.bounds
 
     def within_documents(self, function):
-        """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: at positions
-        inside the documents, each of which sees itself alone."""
+        """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: each
+        document sees itself alone, and is asked at positions inside it or, by older versions, inside its row."""
         visible, positions, offsets = self.said
         if positions is None or visible is not None or offsets is not None or self.cached or self.sequence is not None:
             return function
         at_BT = positions.expand(self.B, -1).to(self.device)
-        of_BT = find_packed_sequence_indices(at_BT)
+        of_BT = masking_utils.find_packed_sequence_indices(at_BT)
         if of_BT is None:
             return function
-        return lambda b, h, q, kv: (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at_BT[b, q], at_BT[b, kv])
+        inside = hasattr(masking_utils, "packed_sequence_compatibility_function")
+        at = (lambda b, i: at_BT[b, i]) if inside else (lambda b, i: i)
+        return lambda b, h, q, kv: (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at(b, q), at(b, kv))
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:

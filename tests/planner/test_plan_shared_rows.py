@@ -71,8 +71,9 @@ def test_uneven_heads_are_planned_under_fsdp2_alone():
     assert plan.seconds["attention"] == pytest.approx(even.seconds["attention"] / 2 * 32 / 28, rel=0.01)
 
 
-OTHERS = {"model_type": "opt", "hidden_size": 256, "ffn_dim": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "vocab_size": 512, "word_embed_proj_dim": 256, "max_position_embeddings": 1 << 17}  # fmt: skip
+OTHERS = {"model_type": "helium", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+          "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
+          "max_position_embeddings": 1 << 17}  # fmt: skip
 
 
 def test_a_model_without_closed_form_is_simulated_on_one_rank():
