@@ -12,8 +12,9 @@ from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
-from hfpatch.models.classes import keeps_signature
+from hfpatch.models.classes import keeps_signature, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed
+from hfpatch.models.finding import list_of_layers
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
     attends_to_all_before,
@@ -194,6 +195,7 @@ class OurAttention:
         if sequence is not None:
             if cache is not None:
                 raise not_exchanged("a KV cache")
+            self._hfpatch_refuse_unasked()
             refuse_uneven_rows(
                 sequence,
                 given,
@@ -266,6 +268,15 @@ class OurAttention:
         if own or named(config) not in known:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
+
+    def _hfpatch_refuse_unasked(self) -> None:
+        """ValueError for layers that nobody asks whether they mix tokens: another forward runs than the one that would."""
+        for layer in list_of_layers(self):
+            answers, why = vars(layer).get("_hfpatch_answers"), replaced_forward(layer)
+            if getattr(layer, "_compiled_call_impl", None) and not (answers and answers.looked):
+                why = "it is compiled by itself"
+            if why:
+                refuse_shared_mixers(type(layer), why)
 
     def _hfpatch_not_exchanged(self, own: bool, weights: bool) -> str | None:
         """What came where ranks share rows and neither our attention nor an engine's can exchange it; None where one can.

@@ -56,6 +56,17 @@ def _more_than_hidden_states(model):
     model.model.layers[0].__class__ = Layer
 
 
+def _compiled(model):
+    _mixing(model)
+    model.model.layers[0].compile(backend="eager")
+
+
+def _replaced(model):
+    layer = model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda x, **kwargs: forward(x, **kwargs) - x.mean(1, keepdim=True)
+
+
 def _mine(module, query, key, value, attention_mask, scaling=None, **kwargs):
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -179,6 +190,8 @@ REFUSED = {
     "a module of the user's, dropout": {"before": _mixing, "config": DROPOUT, **ON},
     "a module of the user's, checkpointed by transformers": {"before": _mixing, "theirs": True},
     "a module of the user's, few tokens": {"before": _mixing, "kind": "short", **ON},
+    "a module of the user's in a compiled layer": {"after": _compiled, **ON},
+    "a layer's forward of the user's": {"after": _replaced, **ON},
     "more than hidden states": {"before": _more_than_hidden_states, **ON},
     "a layer by hand, eager, zigzag": {"after": named("eager"), "contract": "zigzag", "by_hand": True, **ON},
 }  # fmt: skip
