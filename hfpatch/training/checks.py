@@ -127,6 +127,12 @@ def flags(model, data, args) -> None:
         raise ValueError(
             f"hfpatch: {bits[0]} freezes the weights that it quantises, no --lora_r came; add --lora_r 16."
         )
+    adapters = [f"--{n}" for n in ("lora_alpha", "lora_dropout") if getattr(model, n)]
+    adapters += ["--lora_target_modules"] if list(model.lora_target_modules) != ["all-linear"] else []
+    if adapters and not model.lora_r:
+        raise ValueError(
+            f"hfpatch: {adapters[0]} describes adapters, no --lora_r came; add --lora_r 16, or leave it out."
+        )
     if len(bits) > 1:
         raise ValueError("hfpatch: expected one of --load_in_4bit and --load_in_8bit, both came; keep one.")
     if bits and model.preset:

@@ -259,7 +259,8 @@ def with_lora(made, model):
         made = prepare_for_lora(peft.get_peft_model(made, settings))
     except ValueError as error:  # no layer of such a name
         raise ValueError(
-            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; check --lora_target_modules."
+            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; give --lora_target_modules names of "
+            "layers with spaces between."
         ) from error
     for parameter in made.parameters():
         if parameter.requires_grad and model.placement and placement.get(model.placement).bf16_weights:
