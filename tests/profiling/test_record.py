@@ -68,6 +68,7 @@ def test_lives(owned):
     assert gradients[0].died is None
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's own
 def test_operators_add_up_to_the_outermost(owned):
     """Own times leave nothing out and count nothing twice: their sum is that of the calls nobody else made."""
     net = Net()

@@ -108,6 +108,7 @@ def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
 
 
 def test_engine_that_contradicts_the_flags(refused, tmp_path):
+    pytest.importorskip("deepspeed")
     config = tmp_path / "zero.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}))
     refused("--gradient_accumulation_steps is 2", engine=config, gradient_accumulation_steps=2)

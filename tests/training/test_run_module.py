@@ -138,6 +138,9 @@ def test_examples_run_on_the_tiny_model(model_folder, chat_file, tmp_path, texts
 @pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
 @pytest.mark.parametrize("name, more", [("dpo", {"max_length": 256}), ("grpo", {"max_completion_length": 4})])
 def test_preference_examples_run_on_the_tiny_model(model_folder, tmp_path, name, more):
+    trl = pytest.importorskip("trl")
+    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
+        pytest.skip(f"trl {trl.__version__} has no fused head")
     rows = [{"prompt": f"{i} and {i}?", "chosen": f" It is {2 * i}.", "rejected": f" {i}"} for i in range(8)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row if name == "dpo" else {"prompt": row["prompt"]}) + "\n" for row in rows))
@@ -159,6 +162,8 @@ FSDP2 = pytest.param(
 @pytest.mark.parametrize("kind", ["zero3", FSDP2])
 def test_unmodified_script_under_an_engine(kind, tmp_path):
     """Two processes: the layers are ours, the engine is really on, the losses are those of one stock process."""
+    if kind == "zero3":
+        pytest.importorskip("deepspeed")
     script = Path(__file__).parent / "engine_script.py"
     sections = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     automatic = (

@@ -29,7 +29,7 @@ def test_trains_evaluates_saves_and_says_so(run_train):
     assert code == 0, err
     before, after = map(float, re.search(r"([\d.]+) before, ([\d.]+) after, in nats a byte", out).groups())
     assert after < before - 0.3
-    assert re.search(r"train: 4 documents, [\d,]+ tokens, 9\d\.\d% of them labels; .*packing fill 99", out)
+    assert re.search(r"train: 4 documents, [\d,]+ tokens, 9\d\.\d% of them labels; .*packing fill (99|100)", out)
     assert re.search(r"30 steps, total training time 0:\d\d:\d\d", out)
     assert "LlamaRMSNorm" in err, "apply's report"
     lines = [entry for entry in history(folder) if "loss" in entry]
