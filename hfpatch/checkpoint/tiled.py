@@ -26,7 +26,7 @@ class _TiledLayer(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "hfpatch: expected a first-order backward, create_graph=True came; "
-                "use apply(model, checkpointing='off') for second derivatives."
+                "for second derivatives call hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         call = ctx.call
         if dy is None:

@@ -50,7 +50,6 @@ from hfpatch.compat.models import (
 )
 from hfpatch.compat.modules import (
     GONE,
-    buffers_apart,
     buffers_of,
     came_since,
     forward_hooks,
@@ -64,6 +63,7 @@ from hfpatch.compat.modules import (
     output_hooks,
     parameters_of,
     pytree,
+    state_apart,
     submodule,
     twin_of,
     unwatched,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hfpatch.compat.engines import in_fsdp2
+from hfpatch.compat.engines import in_fsdp2, under_zero3
 from hfpatch.compat.tensors import gone, version
 
 
@@ -227,15 +227,36 @@ def unwatched(modules: list[nn.Module]):
             unit.reshard()
 
 
+_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
+_COUNTS = (int, float, bool, str, list, dict)
+
+
+def _counts_of(module: nn.Module) -> dict:
+    """What a module of the user's own may count or collect in: numbers, and lists with what they hold now."""
+    own = {n: v for n, v in vars(module).items() if n not in _OF_ALL and type(v) in _COUNTS}
+    return {n: (v, v.copy() if type(v) in (list, dict) else v) for n, v in own.items()}
+
+
+def _told(value):
+    """A list's elements may be tensors, which have no one answer to whether they are equal."""
+    items = [*value, *value.values()] if type(value) is dict else value
+    return [id(x) for x in items] if type(value) in (list, dict) else value
+
+
 @contextmanager
-def buffers_apart(layer: nn.Module):
-    """Within, the layer's modules that have buffers write to copies of them, as in training; yields a function, which gives the
-    names of those that were written to."""
+def state_apart(layer: nn.Module):
+    """Within, the layer's modules that have buffers write to copies of them, as in training, and modules of the user's own count as
+    they like; yields a function, which gives the names of what was written to."""
     with torch.inference_mode(False):  # whose tensors count no writes
         own = [(name, m, m.training, dict(buffers_of(m))) for name, m in layer.named_modules() if buffers_of(m)]
         copied = [{n: b if b is None else b.detach().clone() for n, b in buffers.items()} for *_, buffers in own]
+    libraries = {"torch", "transformers", "peft", "hfpatch", type(layer).__module__.partition(".")[0]}
+    strangers = [m for m in layer.named_modules() if type(m[1]).__module__.partition(".")[0] not in libraries]
+    strangers = [] if under_zero3(layer) else strangers  # whose hooks count on modules
+    counts = [(name, m, m.training, _counts_of(m)) for name, m in strangers]
     for (_, module, _, _), copies in zip(own, copied):
         buffers_of(module).update(copies)
+    for _, module, _, _ in own + counts:
         module.training = True
 
     def written():
@@ -243,12 +264,22 @@ def buffers_apart(layer: nn.Module):
             for n, b in copies.items():
                 if buffers_of(module).get(n) is not b or b is not None and version(b):
                     yield f"{name}.{n}".lstrip(".")
+        for name, module, _, before in counts:
+            now = vars(module)
+            yield from (f"{name}.{n}" for n, (_, v) in before.items() if n not in now or _told(now[n]) != _told(v))
 
     try:
         yield written
     finally:
         for _, module, training, buffers in own:
             buffers_of(module).update(buffers)
+            module.training = training
+        for _, module, training, before in counts:
+            for name, (value, held) in before.items():
+                if value is not held:  # whoever else has that list is to find it as it was
+                    value.clear()
+                    (value.extend if type(value) is list else value.update)(held)
+                vars(module)[name] = value
             module.training = training
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import buffers_apart, pytree
+from hfpatch.compat import pytree, state_apart
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask
@@ -92,7 +92,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
     """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on as if it was not
     asked."""
     rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
-    with rng, _NoDropout(), buffers_apart(layer) as written:
+    with rng, _NoDropout(), state_apart(layer) as written:
         try:
             answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except Exception as error:  # a family's own code

@@ -22,7 +22,7 @@ class _Embedding(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "hfpatch: expected a first-order backward through the embedding, create_graph=True came; "
-                "use apply(model, checkpointing='off') for second derivatives."
+                "for second derivatives call hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         (ids,) = ctx.saved_tensors
         D = dy.shape[-1]

@@ -344,6 +344,30 @@ def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(trus
         assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
+class _Warming(nn.Linear):
+    """Gives more at every call, and keeps what it was given."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
+        self.weight, self.calls, self.given = like.weight, 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.given.append(x.shape)
+        return nn.functional.linear(x, self.weight) * self.calls
+
+
+def test_what_a_module_counts_is_counted_in_whole_rows():
+    """Asking and tiles would count too, and what it gives goes by its count."""
+    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
+    for model in (stock, ours):
+        model.model.layers[0].self_attn.v_proj = _Warming(model.model.layers[0].self_attn.v_proj)
+    hfpatch.apply(ours, checkpointing=tiny.TILED, rms_norm=False)
+    losses = [tiny.step(model, tiny.labelled())["loss"] for model in (stock, ours)]
+    got, wanted = (m.model.layers[0].self_attn.v_proj.given for m in (ours, stock))
+    assert torch.allclose(*losses, rtol=1e-6) and len(wanted) == 1 and {*got} == {*wanted}
+
+
 def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
     for of_its_name in (LlamaDecoderLayer, type("LlamaDecoderLayer", (LlamaDecoderLayer,), {})):
         of_its_name.__module__ = LlamaDecoderLayer.__module__
