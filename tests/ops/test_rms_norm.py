@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import pytest
+import tiny
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
 
@@ -70,7 +71,10 @@ def test_values_and_gradients(shape, dtype, family):
 
 # The budget cannot tell the orders apart, since rounding less is always within it: the bits can.
 @pytest.mark.parametrize("x_dtype, w_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16)])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(f, id=n, marks=[tiny.not_with_transformers_5_0("divides by a root there")] if n == "gemma3n" else [])
+    for n, f in FAMILIES.items()
+])  # fmt: skip
 def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
     if INTERPRET and BF16 in (x_dtype, w_dtype):
         pytest.skip("Triton's interpreter truncates to bf16")
