@@ -15,6 +15,7 @@ from hfpatch.compat import (
     forward_in,
     modules_of,
     name_attention,
+    parameters_of,
     plain_construction,
     run_experts_plainly,
     run_scans_plainly,
@@ -139,8 +140,8 @@ _PROJECTIONS = {
 
 def _inside(layer: nn.Module, known=None):
     """(name, class, forward) of the modules in a layer, those within one of the classes of `known` (any) after it. What stands for
-    a Linear (quantised), and adapters, which models.adapters looks at, are none; a Linear with buffers of its own is one, it may
-    write to them, and one with a forward of its own. forward: on the instance, GONE where there is none."""
+    a Linear (quantised), and adapters, which models.adapters looks at, are none; a Linear with buffers or modules of its own is
+    one, it may write to them, and one with a forward of its own. forward: on the instance, GONE where there is none."""
     todo = [*modules_of(layer).items()]
     while todo:
         name, module = todo.pop()
@@ -148,7 +149,7 @@ def _inside(layer: nn.Module, known=None):
             continue
         kind, package, forward = MADE_FROM[type(module)], package_of(module), forward_in(vars(module))
         known_home = hasattr(module, "in_features") and package in _PROJECTIONS
-        weight = getattr(module, "weight", None)
+        weight = parameters_of(module).get("weight")
         packed = isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point()
         linear = (
             kind.forward is LINEAR or known_home and kind.forward is not nn.Linear.forward or packed
@@ -156,12 +157,16 @@ def _inside(layer: nn.Module, known=None):
         if package == "peft":
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif is_quantised(module) or linear and (not isinstance(module, nn.Linear) or not buffers_of(module)):
+        elif is_quantised(module) or linear and not (isinstance(module, nn.Linear) and _more_in(module)):
             continue
         else:
             yield name, kind, forward
             if known is None or kind in known:
                 todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
+
+
+def _more_in(module: nn.Module) -> bool:
+    return bool(buffers_of(module) or modules_of(module))
 
 
 def held_in(layer: nn.Module) -> frozenset[str]:

@@ -344,6 +344,32 @@ def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(trus
         assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, weight):
+        self.calls += self.training
+        return weight
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["verdict", "asked"])
+def test_what_makes_a_weight_is_called_as_in_transformers(trusted):
+    """As spectral norm's power iteration: a Linear with a parametrization, whose forward is torch's own."""
+    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
+    tiny.checkpoint(stock)
+    for model in (stock, ours):
+        torch.nn.utils.parametrize.register_parametrization(
+            model.model.layers[0].self_attn.v_proj, "weight", _Counting()
+        )
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5), verdict=trusted)
+    for model in (stock, ours):
+        model.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls.zero_()
+        tiny.step(model, tiny.labelled())
+    assert [m.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls for m in (stock, ours)] == [2, 2]
+
+
 class _Warming(nn.Linear):
     """Gives more at every call, and keeps what it was given."""
 
