@@ -122,7 +122,8 @@ def no_second_derivative(name: str) -> Callable:
     def backward(ctx, *grads):
         raise RuntimeError(
             f"hfpatch: {name} has one derivative, a second was asked for (create_graph=True); "
-            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again."
+            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again, or, in a model that was "
+            "patched, hfpatch.undo(model) and model.set_attn_implementation('eager')."
         )
 
     return backward
