@@ -52,6 +52,7 @@ from hfpatch.compat.modules import (
     GONE,
     buffers_of,
     came_since,
+    compiled_by_itself,
     forward_hooks,
     forward_in,
     fsdp2_units,

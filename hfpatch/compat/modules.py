@@ -108,6 +108,11 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
+def compiled_by_itself(module: nn.Module) -> bool:
+    """Whether module.compile() was called: its calls run that, and no forward of a class that was put over it since."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """module.modules(), whose names take longer than a small layer's matmuls."""
     found = {module: None}

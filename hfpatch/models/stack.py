@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.compat import attention_of, forward_mode, modules_in, name_attention, transforming
+from hfpatch.compat import attention_of, compiled_by_itself, forward_mode, modules_in, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
@@ -273,7 +273,7 @@ class OurAttention:
         """ValueError for layers that nobody asks whether they mix tokens: another forward runs than the one that would."""
         for layer in list_of_layers(self):
             answers, why = vars(layer).get("_hfpatch_answers"), replaced_forward(layer)
-            if getattr(layer, "_compiled_call_impl", None) and not (answers and answers.looked):
+            if compiled_by_itself(layer) and not (answers and answers.looked):
                 why = "it is compiled by itself"
             if why:
                 refuse_shared_mixers(type(layer), why)
