@@ -198,9 +198,8 @@ def test_a_retained_graph_survives_a_failed_backward():
         if left[0] == 0:
             raise torch.OutOfMemoryError("planted")
 
-    model.model.layers[2].mlp.register_forward_hook(
-        OfAnEngine(hook)
-    )  # before the forward: of later ones backward knows nothing
+    # Before the forward: of later ones backward knows nothing.
+    model.model.layers[2].mlp.register_forward_hook(OfAnEngine(hook))
     loss = model(ids, labels=ids).loss
     for left[0] in (1, 2, 3):
         with pytest.raises(torch.OutOfMemoryError):
