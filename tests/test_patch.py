@@ -317,3 +317,17 @@ def test_what_quantises_by_the_range_of_its_input_is_said():
     model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
     assert "quantise what they are given by its range" in "".join(hfpatch.apply(model).notes)
     assert "by its range" not in "".join(hfpatch.apply(plain).notes)
+
+
+@pytest.mark.parametrize("checkpointing", ["auto", "off"])
+def test_a_bound_forward_of_a_layer_outlives_undo(checkpointing):
+    """As accelerate's hooks keep one."""
+    model = tiny.llama()
+    ids = tiny.ids()
+    wanted = model(input_ids=ids).logits
+    hfpatch.apply(model, checkpointing=checkpointing)
+    layer = model.model.layers[0]
+    kept = layer.forward
+    hfpatch.undo(model)
+    layer.forward = kept
+    assert torch.equal(model(input_ids=ids).logits, wanted)

@@ -249,13 +249,13 @@ def _told(value):
 
 
 @contextmanager
-def state_apart(layer: nn.Module):
+def state_apart(layer: nn.Module, known: set[str]):
     """Within, the layer's modules that have buffers write to copies of them, as in training, and modules of the user's own count as
-    they like; yields a function, which gives the names of what was written to."""
+    they like; yields a function, which gives the names of what was written to. known: packages whose modules are not the user's."""
     with torch.inference_mode(False):  # whose tensors count no writes
         own = [(name, m, m.training, dict(buffers_of(m))) for name, m in layer.named_modules() if buffers_of(m)]
         copied = [{n: b if b is None else b.detach().clone() for n, b in buffers.items()} for *_, buffers in own]
-    libraries = {"torch", "transformers", "peft", "hfpatch", type(layer).__module__.partition(".")[0]}
+    libraries = {*known, "peft", type(layer).__module__.partition(".")[0]}
     strangers = [m for m in layer.named_modules() if type(m[1]).__module__.partition(".")[0] not in libraries]
     strangers = [] if under_zero3(layer) else strangers  # whose hooks count on modules
     counts = [(name, m, m.training, _counts_of(m)) for name, m in strangers]

@@ -35,12 +35,16 @@ class Mixed:
         return _rebuild, (self._hfpatch_part, self._hfpatch_base), *state[2:]
 
 
-@cache
 def mixed(part: type, base: type) -> type:
-    """The class of modules of class `base` with `part` over it, and what that wants beneath it."""
+    """The class of modules of class `base`, as it is now, with `part` over it, and what that wants beneath it."""
+    return _mixed(part, base, base.forward)
+
+
+@cache
+def _mixed(part: type, base: type, forward) -> type:
     made = type(
         base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": base.forward, "__module__": base.__module__,
+        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward, "__module__": base.__module__,
          "__doc__": base.__doc__},
     )  # fmt: skip
     record_outputs_like(made, base)

@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache
 from hfpatch.compat import collecting, forward_in, modules_in, pytree, unwatched
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers
 from hfpatch.models.arguments import Arguments
-from hfpatch.models.asking import here
+from hfpatch.models.asking import here, not_exchanged
 from hfpatch.models.classes import MADE_FROM
-from hfpatch.models.masks import Batch
+from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.models.scaled import held_in
 
@@ -79,6 +79,8 @@ class AskedLayer:
     def _refuse_parts(self, x: Tensor, args, kwargs, batch: Batch | None, modules: list[nn.Module]) -> None:
         """ValueError where tokens meet in this layer, or may, by more than attention that the ranks which share rows exchange."""
         if batch is None and not here.declined:  # called by hand
+            if isinstance(kwargs.get("attention_mask"), Mask):
+                raise not_exchanged("a layer that runs again after its model's forward")
             for config in self._hfpatch_configs:
                 refuse_unless_by_engine(config)
         known = self._hfpatch_answers
@@ -94,6 +96,8 @@ class AskedLayer:
             refuse_shared_mixers(type(self), None if known.looked else known.reason)
 
     def forward(self, hidden_states, *args, **kwargs):
+        if not isinstance(self, AskedLayer):  # bound by somebody (accelerate) who keeps it beyond undo()
+            return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and here.role is None:
             sequence = self._sequence() if here.batch is None else here.batch.sequence
             if sequence is not None:

@@ -147,7 +147,10 @@ class TiledLayer(AskedLayer):
         return under_zero3(self)
 
     def forward(self, hidden_states, *args, **kwargs):
-        x, session, batch = hidden_states, self._hfpatch_session, here.batch
+        try:
+            x, session, batch = hidden_states, self._hfpatch_session, here.batch
+        except AttributeError:  # bound by somebody (accelerate) who keeps it beyond undo()
+            return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
         cache = _cache_of(args, kwargs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import pytree, state_apart
+from hfpatch.compat import autocast_dtype, pytree, state_apart
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask
@@ -16,6 +16,7 @@ from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
+from hfpatch.models.scaled import PROJECTIONS
 
 TOKENS = 12
 FEW = 4
@@ -92,7 +93,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
     """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on as if it was not
     asked."""
     rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
-    with rng, _NoDropout(), state_apart(layer) as written:
+    with rng, _NoDropout(), state_apart(layer, PROJECTIONS) as written:
         try:
             answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except Exception as error:  # a family's own code
@@ -209,9 +210,11 @@ class _Probe:
 
         with torch.no_grad():
             pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
-            # Norms and routers compute in float32 also in a float64 model.
-            steps = lambda x: max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)  # noqa: E731
-            other = [~((a - b).norm(dim=-1) <= steps(a) ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
+            # Norms and routers compute in float32 also in a float64 model; products in less, under autocast and as TF32.
+            device = self.x.device.type
+            steps = [torch.finfo(torch.float32).eps, 2**-10 if device == "cuda" else 0.0]
+            steps += [torch.finfo(dtype).eps for dtype in (self.x.dtype, autocast_dtype(device)) if dtype is not None]
+            other = [~((a - b).norm(dim=-1) <= max(steps) ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
         return int(torch.stack(other).any(0).sum()) > 1
 
     def answers(self) -> Answers:

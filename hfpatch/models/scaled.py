@@ -132,7 +132,7 @@ def kind_of(layer: nn.Module) -> tuple:
 
 
 # Whose classes that stand for a Linear are projections: of each token by itself.
-_PROJECTIONS = {
+PROJECTIONS = {
     "torch", "torchao", "transformers", "deepspeed", "hfpatch",
     "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq", "optimum", "vptq",
 }  # fmt: skip
@@ -148,16 +148,20 @@ def _inside(layer: nn.Module, known=None):
         if module is None:
             continue
         kind, package, forward = MADE_FROM[type(module)], package_of(module), forward_in(vars(module))
-        known_home = hasattr(module, "in_features") and package in _PROJECTIONS
+        known_home = hasattr(module, "in_features") and package in PROJECTIONS
         weight = parameters_of(module).get("weight")
         packed = isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point()
         linear = (
             kind.forward is LINEAR or known_home and kind.forward is not nn.Linear.forward or packed
         ) and forward is GONE
         if package == "peft":
+            if forward is not GONE:
+                yield name, kind, forward
             under = modules_of(module)
             todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif is_quantised(module) or linear and not (isinstance(module, nn.Linear) and _more_in(module)):
+        elif forward is GONE and (
+            is_quantised(module) or linear and not (isinstance(module, nn.Linear) and _more_in(module))
+        ):
             continue
         else:
             yield name, kind, forward

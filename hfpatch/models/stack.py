@@ -10,11 +10,13 @@ from transformers.cache_utils import DynamicCache
 from hfpatch.compat import attention_of, compiled_by_itself, forward_mode, modules_in, name_attention, transforming
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
+from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
-from hfpatch.models.classes import keeps_signature, replaced_forward
+from hfpatch.models.classes import keeps_signature, package_of, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed
 from hfpatch.models.finding import list_of_layers
+from hfpatch.models.first_call import AskedLayer
 from hfpatch.models.masks import Batch
 from hfpatch.models.parallel import (
     attends_to_all_before,
@@ -271,10 +273,18 @@ class OurAttention:
 
     def _hfpatch_refuse_unasked(self) -> None:
         """ValueError for layers that nobody asks whether they mix tokens: another forward runs than the one that would."""
-        for layer in list_of_layers(self):
-            answers, why = vars(layer).get("_hfpatch_answers"), replaced_forward(layer)
-            if compiled_by_itself(layer) and not (answers and answers.looked):
-                why = "it is compiled by itself"
+        layers = list_of_layers(self)
+        if layers is None:
+            refuse_shared_mixers(type(self), "its layers are others than at apply()")
+        for layer in layers:
+            why = replaced_forward(layer)
+            if not isinstance(layer, AskedLayer):  # but for one that torch wrapped
+                why = why or (package_of(layer) != "torch" and "put in after apply()")
+            elif compiled_by_itself(layer):
+                layer._look(modules_in(layer))
+                answers = layer._hfpatch_answers
+                known = answers and answers.looked and answers.reason not in (OTHER_MIXER, BY_PLACE)
+                why = why or (not known and "it is compiled by itself")
             if why:
                 refuse_shared_mixers(type(layer), why)
 

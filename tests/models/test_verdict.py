@@ -197,6 +197,17 @@ def test_forwards_of_the_users_own_see_whole_rows(verdict, when, other, monkeypa
     assert ours.model.layers[0]._hfpatch_answers.reason
 
 
+def test_a_forward_on_an_adapter_sees_whole_rows():
+    peft = pytest.importorskip("peft")
+    stock = peft.get_peft_model(tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"]))
+    ours = tiny.patched(stock)
+    tiny.step(ours, tiny.labelled())
+    for model in (stock, ours):
+        linear = model.get_submodule("base_model.model.model.layers.0.self_attn.v_proj")
+        linear.forward = types.MethodType(_less_their_mean(type(linear).forward), linear)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+
+
 def test_a_norms_class_that_is_patched_after_apply(monkeypatch):
     """The fused norm stands for another forward; what saves its output finds it as it was."""
     stock = tiny.llama(dtype=torch.float64)
