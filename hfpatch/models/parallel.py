@@ -62,7 +62,11 @@ def _sequence_under(name: str | None, training: bool) -> Sequence | None:
 
 @torch.compiler.assume_constant_result
 def shared_in_a_graph(name: str, training: bool) -> bool:
-    """Whether ranks share rows, or may, while a graph is traced in which attention of this name is asked for."""
+    """Whether ranks share rows, or may, where a graph runs in which attention of this name is asked for: also one that was traced
+    in an evaluation of whole rows."""
+    groups = (ulysses_group(), context_parallel_group())
+    if any(group is not None and dist.get_world_size(group) > 1 for group in groups):
+        return True
     try:
         return _sequence_under(name, training) is not None
     except ValueError:  # which the forward outside the graph says

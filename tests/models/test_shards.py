@@ -58,6 +58,15 @@ def test_an_attention_of_another_library_is_left_alone(monkeypatch):
     assert not called[-1][0, 0, 5, 4] and called[-1][0, 0, 9, 5]
 
 
+@pytest.mark.parametrize("engine", ["ulysses_group", "context_parallel_group"])
+def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatch):
+    """Traced in an evaluation before, it would take this rank's part for the row."""
+    assert not parallel.shared_in_a_graph("sdpa", training=False)
+    monkeypatch.setattr(parallel, engine, lambda: "group")
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda group: 2)
+    assert parallel.shared_in_a_graph("sdpa", training=False)
+
+
 def test_without_torchs_private_names_no_context_is_seen(monkeypatch):
     module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
     assert compat.context_parallel() is None
