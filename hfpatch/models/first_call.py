@@ -65,7 +65,9 @@ class AskedLayer:
         given = Arguments(*without_cache(args, kwargs), *x_BtD.shape[:2])
         # Where a rank has fewer, some more than once.
         at = torch.arange(ASKED_TOKENS, device=x_BtD.device) % x_BtD.shape[1]
-        few = [x if axis is None else x.index_select(axis, at) for x, axis in zip(given.leaves, given.axes)]
+        few = [
+            x if axis is None else x.index_select(axis, at.to(x.device)) for x, axis in zip(given.leaves, given.axes)
+        ]
         few_args, few_kwargs = pytree().tree_unflatten(few, given.spec)
         # What the layer records while it is asked (router logits), or saves for backward under somebody's checkpointing, is no
         # part of this forward.
