@@ -420,6 +420,7 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
         steps = [tiny.step(m, tiny.labelled()) for m in found]
         assert all(torch.equal(steps[0][n], steps[1][n]) for n in steps[0])
     finally:
+        found = None  # before the group, as in test_layer.py
         dist.destroy_process_group()
     hfpatch.undo(model)
     assert not nn.Module.__getattribute__(model.base_model.model, "__dict__").get("_ddp_params_and_buffers_to_ignore")
