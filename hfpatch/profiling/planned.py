@@ -1,9 +1,8 @@
 """What the closed form says of a run, to stand beside what was measured or simulated."""
 
-import sys
-
 from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.memory.shape import ModelShape
+from hfpatch.simulate.simulator import sessions
 
 STATES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors of a parameter's size and type that each optimizer keeps
 
@@ -20,7 +19,8 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
     if options.impl == "hf":
         policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
     elif options.impl == "hfpatch":
-        policy = policy or _policy(model)
+        # What the session resolved for the shape that ran last.
+        policy = policy or next((p for s in sessions(model) for p in reversed(s.policies.values())), None)
     if policy is None:
         return {}
     memory = step_memory(shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize)
@@ -29,15 +29,3 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
     late = max(memory.peak, memory.parameters + memory.gradients + states)
     peak = memory.peak + states if options.warmup else late
     return {"gpu_peak_bytes": peak, "host_peak_bytes": memory.host, "moment": memory.peak_moment.name}
-
-
-def _policy(model):
-    """What the session of a patched model resolved for the shape it ran last; None without one."""
-    module = sys.modules.get("hfpatch.checkpoint.session")
-    if module is None:
-        return None
-    for part in model.modules():
-        for value in vars(part).values():
-            if isinstance(value, module.Session) and value.policies:
-                return list(value.policies.values())[-1]
-    return None

@@ -7,7 +7,6 @@ no module is called, the autograd node's sequence number leads back to the opera
 
 import bisect
 import contextlib
-import sys
 import threading
 from collections import defaultdict
 from unittest import mock
@@ -15,7 +14,9 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
+from hfpatch.checkpoint import device
 from hfpatch.profiling.timeline import NOWHERE, Allocation
+from hfpatch.simulate.follow import module_calls
 
 MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
 # Frames that say nothing about who asked for the memory.
@@ -31,9 +32,6 @@ def phase(name: str):
 def module_markers(model: torch.nn.Module):
     """While open, every module's call is marked with its name, and the addresses of the decoder layers' inputs are
     noted: yields {data_ptr: ("checkpoints", layer's name)}.
-
-    always_call closes a mark when the call raises, as a checkpoint's recomputation does on purpose to stop early and
-    an out-of-memory error does by accident. The hooks are global: hooks on a module would change that module.
     """
     opened = threading.local()
     names = {id(module): name for name, module in model.named_modules()}
@@ -49,20 +47,12 @@ def module_markers(model: torch.nn.Module):
         mark.__enter__()
         opened.__dict__.setdefault("marks", []).append(mark)
 
-    def after(module, args, output):
+    def after(module):
         if id(module) in names:
             opened.marks.pop().__exit__(None, None, None)
 
-    hooks = torch.nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(before),
-        hooks.register_module_forward_hook(after, always_call=True),
-    ]
-    try:
+    with module_calls(before, after):
         yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_layer(name: str, module) -> bool:
@@ -77,10 +67,6 @@ def host_buffers():
     On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if it were the device's.
     """
     held: dict = {}
-    device = sys.modules.get("hfpatch.checkpoint.device")
-    if device is None:
-        yield held
-        return
     real = device.host_empty
 
     def host_empty(nbytes, *args, **kwargs):

@@ -1,7 +1,7 @@
 """A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
 
-import contextlib
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -10,30 +10,32 @@ from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.shape import ModelShape
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
-from hfpatch.profiling.step import DTYPES, Options, become, head_name, load_config, make_optimizer, versions
+from hfpatch.profiling.step import Options, become, head_name, load_config, make_optimizer, versions
 from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.simulate import liger
-from hfpatch.simulate.follow import current
+from hfpatch.simulate.follow import current, module_calls
 from hfpatch.simulate.simulator import simulate
 
 
 def simulated_run(options: Options) -> Run:
     """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
-    dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
+    dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
     model = _meta_model(options, dtype)
     fields = {"offload": "host"} | (options.checkpointing or {})
     if options.impl == "liger":
         liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
     become(model, "hf" if options.impl == "liger" else options.impl, options.gradient_checkpointing, fields)
-    optimizer = None
-    if options.optimizer != "none":
-
-        def optimizer(parameters):
-            return make_optimizer(parameters, options.optimizer)
-
+    optimizer = None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
     inputs: set = set()
     policy = _policy(model, options, fields, dtype) if options.impl == "hfpatch" else None
-    with _layer_inputs(model, inputs):
+    layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
+
+    def note(module, args):
+        """The blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
+        if id(module) in layers and args and isinstance(args[0], torch.Tensor) and current() is not None:
+            inputs.add(id(current().track(args[0])))
+
+    with module_calls(note):
         found = simulate(model, options.batch, options.seq_len, optimizer=optimizer, policy=policy)
     run = Run(
         impl=options.impl,
@@ -54,9 +56,10 @@ def simulated_run(options: Options) -> Run:
     blocks = found.ledger.blocks
     passing = [b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING]
     end = max([b.born + 1 for b in blocks] + passing, default=0)
-    zero = found.phases[0][0]
-    borders = [*(start for start, _ in found.phases), end]
-    run.phases = [[name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(found.phases)]
+    phases = found.ledger.phases
+    zero = phases[0][0]
+    borders = [*(start for start, _ in phases), end]
+    run.phases = [[name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)]
     forward_end = borders[1]
     head = head_name(model)
     root = type(model).__name__
@@ -92,22 +95,6 @@ def _meta_model(options, dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.tie_weights()  # see simulate.rivals.build
     return model.train()
-
-
-@contextlib.contextmanager
-def _layer_inputs(model, into: set):
-    """While open, notes the blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
-    layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
-
-    def note(module, args):
-        if id(module) in layers and args and isinstance(args[0], torch.Tensor) and current() is not None:
-            into.add(id(current().track(args[0])))
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _owned(block, inputs, forward_end, head, root) -> Allocation:

@@ -87,6 +87,21 @@ def _called_by_engine() -> bool:
     return False
 
 
+@contextlib.contextmanager
+def module_calls(before, after=None):
+    """Within, before(module, args) and after(module) run around every module's call, one that raises too (a checkpoint's stop, an
+    out-of-memory error), by global hooks: hooks on the modules themselves would change them."""
+    hooks = torch.nn.modules.module
+    handles = [hooks.register_module_forward_pre_hook(before)]
+    if after is not None:
+        handles.append(hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 _current: list = []
 
 

@@ -41,6 +41,15 @@ def _argument(func, args, kwargs, name, default=None):
     return default
 
 
+def _sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """(batch, query heads, KV heads, queries, keys, head dim)."""
+    if func in _ROWS_FIRST:  # with or without a batch
+        (batch, rows, heads, width), (_, columns, kv_heads, _) = ((1, *x.shape)[-4:] for x in (q, k))
+    else:
+        (batch, heads, rows, width), (_, kv_heads, columns, _) = q.shape, k.shape
+    return batch, heads, kv_heads, rows, columns, width
+
+
 def attention(func, args, kwargs):
     """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square counts when causal, a band of
     it under a window.
@@ -53,14 +62,7 @@ def attention(func, args, kwargs):
         kind, q, k = "backward", args[1], args[2]
     else:
         return None
-    if func in _ROWS_FIRST and q.dim() == 3:
-        batch, heads, rows, columns, width = 1, q.shape[1], q.shape[0], k.shape[0], q.shape[2]
-    elif func in _ROWS_FIRST:
-        batch, rows, heads, width = q.shape
-        columns = k.shape[1]
-    else:
-        batch, heads, rows, width = q.shape
-        columns = k.shape[2]
+    batch, heads, _, rows, columns, width = _sizes(func, q, k)
     flops = 4 * batch * heads * rows * columns * width
     left = _argument(func, args, kwargs, "window_size_left")
     if left is not None and 0 <= left < columns - 1:
@@ -87,10 +89,6 @@ def matmul_flops(func, args) -> int:
     else:
         return 0
     return 2 * a.numel() * b.shape[-1]
-
-
-def _element(tensor: Tensor) -> int:
-    return tensor.element_size()
 
 
 # What they are given is not read, or is written alone.
@@ -134,25 +132,18 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
 def _copied(func, x: Tensor) -> int:
     """Bytes of the copy that flash attention's backward makes of out or of its gradient."""
     rows_first = x if func in _ROWS_FIRST else x.transpose(1, 2)
-    return 0 if func in _ANY_STRIDES or rows_first.is_contiguous() else x.numel() * _element(x)
+    return 0 if func in _ANY_STRIDES or rows_first.is_contiguous() else x.nbytes
 
 
 def scratch_bytes(func, args) -> int:
     """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
     if func in ATTENTION_BACKWARD:
-        q, k = args[1], args[2]
-        if func in _ROWS_FIRST and q.dim() == 3:
-            batch, heads, kv_heads, rows, columns, width = 1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2]
-        elif func in _ROWS_FIRST:
-            batch, rows, heads, width = q.shape
-            columns, kv_heads = k.shape[1], k.shape[2]
-        else:
-            batch, heads, rows, width = q.shape
-            kv_heads, columns = k.shape[1], k.shape[2]
+        k = args[2]
+        batch, heads, kv_heads, rows, columns, width = _sizes(func, args[1], k)
         padded = -(-rows // 128) * 128
         dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
         softmax_d = 4 * batch * heads * padded
-        expanded = 2 * batch * heads * columns * width * _element(k) if kv_heads != heads else 0
+        expanded = 2 * batch * heads * columns * width * k.element_size() if kv_heads != heads else 0
         return dq_accumulator + softmax_d + expanded + sum(_copied(func, x) for x in (args[0], args[4]))
     if func is aten.embedding_dense_backward.default:
         grad, indices, vocabulary = args[0], args[1], args[2]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from hfpatch.ops import _attention_blocks
+
 BLOCKS = 64
 
 
@@ -83,11 +85,7 @@ def scans_by_blocks():
 def few_blocks(follower):
     """Within, attention in blocks (ops/_attention_blocks.py) runs those in the middle, which stand for all in what is counted, and
     the last two, which take the most bytes (of each the next finds something alive) and are not counted."""
-    module = sys.modules.get("hfpatch.ops._attention_blocks")
-    if module is None:
-        yield
-        return
-    stock = module._blocks
+    stock = _attention_blocks._blocks
 
     def few(q_BTHE, pattern):
         every = list(stock(q_BTHE, pattern))
@@ -98,5 +96,5 @@ def few_blocks(follower):
             yield every[i]
         follower.times = 1
 
-    with mock.patch.object(module, "_blocks", few):
+    with mock.patch.object(_attention_blocks, "_blocks", few):
         yield

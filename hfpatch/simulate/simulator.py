@@ -18,9 +18,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import hfpatch.ops.attention as attention
+from hfpatch.checkpoint import device, exchange, heads
+from hfpatch.checkpoint.session import Session
 from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, simulation_parts
-from hfpatch.simulate.follow import ROUNDING, Follower, Ledger
+from hfpatch.models import asking, layer
+from hfpatch.models.parallel import sharded
+from hfpatch.ops import _wide_sums
+from hfpatch.simulate.follow import ROUNDING, Follower, Ledger, module_calls
 from hfpatch.simulate.scan import few_blocks, scans_by_blocks
+from hfpatch.simulate.sequence import LoneRank
 from hfpatch.simulate.shadow import Shadows
 
 
@@ -31,8 +38,8 @@ class Simulation:
     peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
     was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
     the highest such difference at any moment, which is what counts where gradients leave the device as they come.
-    host_peak_bytes: of the memory the session takes, none of files'. curve: (bytes on the device) after each event. whole:
-    why layers of a patched model run whole, and how many.
+    host_peak_bytes: of the memory the session takes, none of files'. whole: why layers of a patched model run whole, and how
+    many.
     """
 
     peak_bytes: int
@@ -45,17 +52,14 @@ class Simulation:
     modules: list
     operations: list
     phase_peaks: dict
-    curve: list = field(repr=False)
-    phases: list = field(repr=False)
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
     whole: dict = field(default_factory=dict)
     ledger: Ledger = field(default=None, repr=False)
 
     def to_dict(self) -> dict:
-        """Everything but the ledger and the curve, ready for JSON."""
-        skipped = ("ledger", "curve", "phases")
-        return {name: value for name, value in vars(self).items() if name not in skipped}
+        """Everything but the ledger, ready for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "ledger"}
 
     def alive(self, index: int) -> list:
         """The blocks on the device after event `index`, largest first."""
@@ -69,7 +73,7 @@ def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and what was alive at it."""
     device, host, top, top_at, host_top = 0, 0, -1, 0, 0
     beyond = most_beyond = 0
-    curve, phase_peaks = [], {}
+    phase_peaks = {}
     borders = iter([*ledger.phases, (len(ledger.events) + 1, "")])
     phase, top_phase, upcoming = "setup", "setup", next(borders)
     for at, (index, delta) in enumerate(ledger.events):
@@ -86,11 +90,10 @@ def summarize(ledger: Ledger) -> Simulation:
             phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
             if device > top:
                 top, top_at, top_phase = device, at, phase
-        curve.append(device)
     result = Simulation(
         peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond,
         host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
-        categories={}, modules=[], operations=[], phase_peaks=phase_peaks, curve=curve, phases=ledger.phases,
+        categories={}, modules=[], operations=[], phase_peaks=phase_peaks,
         flops={
             "matmul": dict(ledger.matmul_flops),
             "attention": dict(ledger.attention_flops),
@@ -129,10 +132,6 @@ def _transformers_as_if_real():
 @contextlib.contextmanager
 def _host_buffers(follower: Follower):
     """What the session allocates through host_empty is host memory."""
-    device = sys.modules.get("hfpatch.checkpoint.device")
-    if device is None:
-        yield
-        return
     real = device.host_empty
 
     def host_empty(*args, **kwargs):
@@ -155,62 +154,47 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
     Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
     """
     with contextlib.ExitStack() as stack:
-        sums = sys.modules.get("hfpatch.ops._wide_sums")
-        if sums is not None and cuda:
-            stack.enter_context(sums.as_on_cuda())
-        for name in (
-            "checkpoint.heads",
-            "checkpoint.exchange",
-            "models.asking",
-        ):  # of tiled layers, and of those that run whole
-            user = sys.modules.get(f"hfpatch.{name}")
-            if user is not None and cuda:
+        if cuda:
+            stack.enter_context(_wide_sums.as_on_cuda())
+            for user in (heads, exchange, asking):  # of tiled layers, and of those that run whole
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
-        for name in ("ops.attention", "models.layer", "models.asking"):
-            user = sys.modules.get(f"hfpatch.{name}")
-            if user is not None and cuda:
+            for user in (attention, layer, asking):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
-        ops = sys.modules.get("hfpatch.ops.attention")
-        if ops is not None and cuda and no_flex:
-            stack.enter_context(mock.patch.object(ops, "why_no_flex", lambda *_: no_flex))
-        elif (
-            ops is not None and cuda
-        ):  # its plain code, all that is here, holds all scores; its kernels less than flash's
-            stack.enter_context(mock.patch.object(ops, "_by_flex", lambda *_: False))
-        module = sys.modules.get("hfpatch.checkpoint.session")
-        if module is not None:
-            for found in _sessions(model):
-                found.close()
-                stack.callback(found.close)
-                if policy is not None:
-                    stack.enter_context(mock.patch.object(found.weights, "on", policy.weights == "host"))
+            if no_flex:
+                stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
+            else:  # its plain code, all that is here, holds all scores; its kernels less than flash's
+                stack.enter_context(mock.patch.object(attention, "_by_flex", lambda *_: False))
+        for found in sessions(model):
+            found.close()
+            stack.callback(found.close)
             if policy is not None:
-                stack.enter_context(mock.patch.object(module.Session, "_resolve", lambda self, *batch: policy))
+                stack.enter_context(mock.patch.object(found.weights, "on", policy.weights == "host"))
+        if policy is not None:
+            stack.enter_context(mock.patch.object(Session, "_resolve", lambda self, *batch: policy))
         yield
 
 
 def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Why layers of a patched model run whole, and how many, as they decide it here."""
     found = Counter()
-    for layer in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
-        answers = layer._hfpatch_answers
+    for module in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
+        answers = module._hfpatch_answers
         if answers is not None:
-            asked = sys.modules["hfpatch.ops.attention"].Pattern(softcap=answers.softcap)
-            found[answers.reason or layer.why_no_kernels(torch.device("cpu"), dtype, asked)] += 1
+            asked = attention.Pattern(softcap=answers.softcap)
+            found[answers.reason or module.why_no_kernels(torch.device("cpu"), dtype, asked)] += 1
     found.pop(None, None)
     return dict(found)
 
 
-def _sessions(model: nn.Module) -> list:
+def sessions(model: nn.Module) -> list[Session]:
     """hfpatch's of a patched model: one where it has one stack of layers."""
-    module = sys.modules.get("hfpatch.checkpoint.session")
-    held = (value for m in model.modules() for value in vars(m).values()) if module else ()
-    return list({id(value): value for value in held if isinstance(value, module.Session)}.values())
+    held = (value for m in model.modules() for value in vars(m).values())
+    return list({id(value): value for value in held if isinstance(value, Session)}.values())
 
 
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     """Frozen weights that wait on the host are there when the step begins, and their slots are on the device."""
-    for weights in (session.weights for session in _sessions(model) if session.weights.on):
+    for weights in (session.weights for session in sessions(model) if session.weights.on):
         weights.pack([m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu"))
         weights.make_slots()
         for slot, _ in weights.slots.rows:
@@ -220,27 +204,19 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
                 follower.track(tensor, category="parameters")
 
 
-@contextlib.contextmanager
 def _modules_named(model: nn.Module, follower: Follower):
-    """Tells the follower which module runs, by global hooks: hooks on the modules themselves would change them."""
+    """A context that tells the follower which module runs."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
 
     def enter(module, args):
         if id(module) in names:
             follower.enter_module(names[id(module)])
 
-    def leave(module, args, out):
+    def leave(module):
         if id(module) in names:
             follower.leave_module()
 
-    hooks = nn.modules.module
-    handles = [hooks.register_module_forward_pre_hook(enter),
-               hooks.register_module_forward_hook(leave, always_call=True)]  # fmt: skip
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return module_calls(enter, leave)
 
 
 class _FakeWeights:
@@ -346,9 +322,6 @@ def simulate(
     follower = Follower(rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations)
     shares = contextlib.nullcontext()
     if ranks > 1:
-        from hfpatch.models.parallel import sharded
-        from hfpatch.simulate.sequence import LoneRank
-
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     loops = contextlib.ExitStack()
