@@ -67,29 +67,27 @@ _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023),
 _HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 
-# Between GPUs, GB/s one direction, half of what the same data sheets give for both: NVLink 600, 900, 1800; Infinity Fabric 7 x 128.
-_PEER = {"a100-40gb": 300.0, "a100-80gb": 300.0, "h100": 450.0, "h200": 450.0, "b200": 900.0, "mi300x": 448.0}
-
-#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors
+# Links to other GPUs: one direction, half of what the same data sheets give for both (NVLink 600, 900, 1800; Infinity Fabric
+# 7 x 128); 0 where they meet over the host link.
+#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors, GB/s to other GPUs
 _ROWS = (
-    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108,  _A100),
-    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108,  _A100),
-    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132,  _HOPPER.format("H100 SXM")),
-    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132,  _HOPPER.format("H200 SXM")),
-    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
-    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142,  _SHARES.format("NVIDIA L40S data sheet")),
-    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128,   _SHARES.format("NVIDIA Ada white paper")),
-    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170,   _SHARES.format("NVIDIA Blackwell white paper")),
-    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304,
+    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
+    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H100 SXM")),
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H200 SXM")),
+    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
+    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,  _SHARES.format("NVIDIA L40S data sheet")),
+    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,   _SHARES.format("NVIDIA Ada white paper")),
+    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,   _SHARES.format("NVIDIA Blackwell white paper")),
+    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304, 448.0,
      "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of the peak"),
 )  # fmt: skip
 
 GPUS = {
     name: Gpu(
-        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors,
-        peer=_PEER.get(name, 0.0) * 1e9,
+        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors, peer=peer * 1e9,
     )
-    for name, gib, tera, tb, link, fwd, bwd, processors, source in _ROWS
+    for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
 }  # fmt: skip
 _ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
 

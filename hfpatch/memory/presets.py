@@ -1,25 +1,30 @@
 """Models by name, as the values of their config.json: what `--model NAME` means. Standard library only."""
 
-# rope: (theta, llama3 scaling factor or None). Sources: the config.json that Meta published with each model;
-# llama-tiny and llama-160m are our own small shapes for laptops and tests (160m: the sizes of JackFram/llama-160m).
-#                  hidden  inter  layers heads kv  head_dim vocab   tied   max_pos  rope
-_ROWS = {
-    "llama-tiny":   (64,    176,   2,    4,   2,  16,      512,    False, 4096,    (10000.0, None)),
-    "llama-160m":   (768,   3072,  12,   12,  12, 64,      32000,  False, 2048,    (10000.0, None)),
-    "llama-3.2-1b": (2048,  8192,  16,   32,  8,  64,      128256, True,  131072,  (500000.0, 32.0)),
-    "llama-3.2-3b": (3072,  8192,  28,   24,  8,  128,     128256, True,  131072,  (500000.0, 32.0)),
-    "llama-3.1-8b": (4096,  14336, 32,   32,  8,  128,     128256, False, 131072,  (500000.0, 8.0)),
-    "llama-3.1-70b": (8192, 28672, 80,   64,  8,  128,     128256, False, 131072,  (500000.0, 8.0)),
-}  # fmt: skip
+from copy import deepcopy
 
-PRESETS = tuple(_ROWS)
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
+          "mlp_bias": False}  # fmt: skip
+
+
+def _llama3(factor: float) -> dict:
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+    return _LLAMA | {"rope_scaling": rope, "bos_token_id": 128000, "eos_token_id": 128001}
+
 
 _MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _OSS = {"num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
-# Other families, by their id on the hub; sources: the config.json published there. "(text)": the language tower alone.
+# By their id on the hub, Llamas without an owner; sources: the config.json published there (llama-tiny and llama-160m are our own
+# small shapes for laptops and tests, 160m has the sizes of JackFram/llama-160m). "(text)": the language tower alone.
 #   id                            type         hidden inter  layers heads kv head_dim vocab  tied   max_pos theta      more
-_MODELS = {
+_ROWS = {
+    "llama-tiny":                 ("llama",     64,   176,   2,  4,  2, 16,  512,    False, 4096,  1e4, _LLAMA),
+    "llama-160m":                 ("llama",     768,  3072,  12, 12, 12, 64, 32000,  False, 2048,  1e4, _LLAMA),
+    "llama-3.2-1b":               ("llama",     2048, 8192,  16, 32, 8, 64,  128256, True,  131072, 5e5, _llama3(32.0)),
+    "llama-3.2-3b":               ("llama",     3072, 8192,  28, 24, 8, 128, 128256, True,  131072, 5e5, _llama3(32.0)),
+    "llama-3.1-8b":               ("llama",     4096, 14336, 32, 32, 8, 128, 128256, False, 131072, 5e5, _llama3(8.0)),
+    "llama-3.1-70b":              ("llama",     8192, 28672, 80, 64, 8, 128, 128256, False, 131072, 5e5, _llama3(8.0)),
     "Qwen/Qwen3-0.6B":            ("qwen3",     1024, 3072,  28, 16, 8, 128, 151936, True,  40960, 1e6, {}),
     "Qwen/Qwen3-1.7B":            ("qwen3",     2048, 6144,  28, 16, 8, 128, 151936, True,  40960, 1e6, {}),
     "Qwen/Qwen3-4B":              ("qwen3",     2560, 9728,  36, 32, 8, 128, 151936, True,  40960, 1e6, {}),
@@ -59,7 +64,8 @@ _MODELS = {
     "deepseek-ai/DeepSeek-V3":    ("deepseek_v3", 7168, 18432, 61, 128, 128, 64, 129280, False, 163840, 1e4, {}),
 }  # fmt: skip
 
-MODELS = tuple(_MODELS)
+PRESETS = tuple(name for name in _ROWS if "/" not in name)
+MODELS = tuple(name for name in _ROWS if "/" in name)
 # Endings of a name that change the weights and no size.
 _SAME_SIZES = ("-2507", "-0324", "-bnb-4bit", "-unsloth", "-instruct", "-thinking", "-it", "-pt", "-base")
 
@@ -72,11 +78,11 @@ def _plain(name: str) -> str:
     return short
 
 
-_PLAIN = {_plain(name): name for name in (*_ROWS, *_MODELS)}
+_PLAIN = {_plain(name): name for name in _ROWS}
 _PLAIN |= {"llama-3.3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b"}
 _PLAIN |= {"deepseek-r1": "deepseek-ai/DeepSeek-V3", "deepseek-v3.1": "deepseek-ai/DeepSeek-V3"}
 # Whose a name on the hub must be: another owner's model of the same name may have other sizes.
-_OWNERS = ("meta-llama", "unsloth", "CohereForAI", "THUDM", *(name.split("/")[0] for name in _MODELS))
+_OWNERS = ("meta-llama", "unsloth", "CohereForAI", "THUDM", *(name.split("/")[0] for name in MODELS))
 
 
 def find_preset(name: str) -> str | None:
@@ -96,50 +102,13 @@ def preset_config(name: str) -> dict:
     if known is None:
         known_names = ", ".join((*PRESETS, *MODELS))
         raise ValueError(f"hfpatch: the presets are {known_names}, {name!r} came; or pass a config.json.")
-    return _llama(known) if known in _ROWS else _other(known)
-
-
-def _llama(name: str) -> dict:
-    hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, (theta, factor) = _ROWS[name]
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inter,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": positions,
-        "rope_theta": theta,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-    if factor:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        config |= {"bos_token_id": 128000, "eos_token_id": 128001}
-    else:
-        config |= {"bos_token_id": 1, "eos_token_id": 2}
-    return config
-
-
-def _other(name: str) -> dict:
-    kind, hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, theta, more = _MODELS[name]
-    more = dict(more)
+    kind, hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, theta, more = _ROWS[known]
+    more = deepcopy(more)  # config classes write into theirs
     text = " (text)" if more.pop("text", False) else ""
+    own = {} if kind == "llama" else {"_name_or_path": known + text, "pad_token_id": None}
     return {
-        "model_type": kind, "_name_or_path": name + text, "hidden_size": hidden, "intermediate_size": inter,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim,
-        "vocab_size": vocab, "tie_word_embeddings": tied, "max_position_embeddings": positions, "rope_theta": theta,
-        "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, **more,
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": inter, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim, "vocab_size": vocab,
+        "tie_word_embeddings": tied, "max_position_embeddings": positions, "rope_theta": theta,
+        "bos_token_id": 1, "eos_token_id": 2, **own, **more,
     }  # fmt: skip
