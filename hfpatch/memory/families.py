@@ -4,20 +4,12 @@ only; tests hold each row against the model itself, built without memory."""
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
-class Family:
-    """qkv_bias, o_bias, mlp_bias: True, False, or the config key that says it. qk_norm: "head" (one weight of head_dim
-    for all heads), "full" (one a column), "" for none; qk_norm_key: the config key that switches it. norms: of a layer.
-    norm_bias: LayerNorm with a bias. norm_after: a norm reads down_proj's output. gated: gate, up and down, not two
-    matrices. joined: gate and up (q, k and v too where joined_qkv) are one Linear. parallel: attention and MLP read the
-    same norm. experts: the config key of their number. expert_size: of their width. defaults: what the config class
-    assumes where config.json is silent, other than 0, False and None."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a family's layers are built. norms: of a layer. norm_bias: LayerNorm with a bias. norm_after: a norm reads down_proj's
+    output. gated: gate, up and down, not two matrices. joined: gate and up (q, k and v too where joined_qkv) are one Linear.
+    parallel: attention and MLP read the same norm."""
 
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: str = ""
-    qk_norm_key: str = ""
     norms: int = 2
     norm_bias: bool = False
     norm_after: bool = False
@@ -25,15 +17,29 @@ class Family:
     joined: bool = False
     joined_qkv: bool = False
     parallel: bool = False
-    latent: bool = False
-    experts: str = ""
-    expert_size: str = "moe_intermediate_size"
-    expert_bias: bool = False
     sinks: bool = False
     block: bool = True  # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
     local_rope: bool = False  # windows have a rotation of their own
     wide_norms: bool = False  # norms and rotations in plain float32 operations, which keep what they make
     heads_first: bool = False  # q and k are normed once they are heads first, which kernels take copies of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(Layout):
+    """qkv_bias, o_bias, mlp_bias: True, False, or the config key that says it. qk_norm: "head" (one weight of head_dim
+    for all heads), "full" (one a column), "" for none; qk_norm_key: the config key that switches it. experts: the config
+    key of their number. expert_size: of their width. defaults: what the config class assumes where config.json is silent,
+    other than 0, False and None."""
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: str = ""
+    qk_norm_key: str = ""
+    latent: bool = False
+    experts: str = ""
+    expert_size: str = "moe_intermediate_size"
+    expert_bias: bool = False
     windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
     defaults: dict = field(default_factory=dict)
 

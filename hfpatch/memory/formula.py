@@ -338,12 +338,9 @@ def _stock(z: Sizes, checkpointing: bool):
     last = z.u + final + z.always
     moments = [Moment("loss", 0, checkpoints=kept, layer=last, loss=3 * 4 * logits)]
     working = saved - z.f + 3 * z.f + z.u + z.always  # gate, silu, up, their gradients and that of the product
-    if checkpointing:
-        moments.append(Moment("last layer", z.head_gradient, checkpoints=kept, layer=working))
-        moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
-    else:
-        moments.append(Moment("last layer", z.head_gradient, checkpoints=kept - saved + z.u, layer=working))
-        moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
+    others = kept if checkpointing else kept - saved + z.u
+    moments.append(Moment("last layer", z.head_gradient, checkpoints=others, layer=working))
+    moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
     moments += _embedding_moments(z, fused=False)
     return moments
 

@@ -27,12 +27,18 @@ HOST_SECONDS_PER_TILE = (7.6e-3 + 32e-3) / 16
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """What no placement keeps: resident bytes where the optimizer and an engine's traffic are left out."""
+class Resident:
+    """Bytes that stand all step long on one GPU, and what a placement does to the rest; nothing where all is left out.
+
+    parameters, optimizer: on the GPU. gradients: on the GPU, None where they are the step's own (all of them, kept).
+    host: on the machine, for all its ranks. link: over one GPU's host link each step. host_optimizer: bytes of host
+    memory that the optimizer step walks through, 0 where it runs on the GPU.
+    """
 
     parameters: int = 0
-    gradients: int = 0
+    gradients: int | None = 0
     optimizer: int = 0
+    host: int = 0
     link: int = 0
     host_optimizer: int = 0
 
@@ -234,7 +240,7 @@ def step_time(
     batch: int, tokens: int, itemsize: int = 2,
 ) -> tuple[StepTime, int]:  # fmt: skip
     """The step's seconds and its bytes over the link. resident: a placement's bytes (planner/placements.py)."""
-    stays = resident or Nothing()
+    stays = resident or Resident()
     rows = batch * tokens
     tiled = isinstance(policy, Policy)
     count = tiles(batch, tokens, policy.tile)[0] if tiled else 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from hfpatch.memory.adapters import Adapters, attention_linears, layer_linears, mlp_linears
-from hfpatch.memory.families import FAMILIES, Values, attention_windows, dense_layers
+from hfpatch.memory.families import FAMILIES, Layout, Values, attention_windows, dense_layers
 from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.policy import KEEPABLE
 
@@ -25,7 +25,7 @@ class UnknownFamily(ValueError):
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Layout):
     """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
 
     head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank, kv_rank: of latent
@@ -33,7 +33,7 @@ class ModelShape:
     experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
     a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
     activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
-    are trained. block: norm, attention, norm, MLP, each added as it is, as far as no other field says otherwise. ranks: that
+    are trained. ranks: that
     share each row (memory/sequence.py); lengths beside such a shape are of one rank's tokens. Raises ValueError for sizes that
     no model has.
     """
@@ -54,14 +54,6 @@ class ModelShape:
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
-    norms: int = 2
-    norm_bias: bool = False
-    norm_after: bool = False
-    gated: bool = True
-    joined: bool = False
-    joined_qkv: bool = False
-    parallel: bool = False
-    sinks: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
@@ -69,10 +61,6 @@ class ModelShape:
     expert_bias: bool = False
     dense_layers: tuple = ()
     windows: tuple = ()
-    local_rope: bool = False
-    heads_first: bool = False
-    wide_norms: bool = False
-    block: bool = True
     softcap: float = 0.0
     activation: str = "silu"
     adapters: Adapters | None = None
@@ -158,10 +146,7 @@ class ModelShape:
             num_layers=layers, num_heads=heads, vocab_size=values.get("vocab_size"),
             tied=bool(values.number("tie_word_embeddings", False)), qkv_bias=values.flag(family.qkv_bias),
             o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
-            qk_norm=family.qk_norm if normed else "", norms=family.norms, norm_bias=family.norm_bias,
-            norm_after=family.norm_after, gated=family.gated, joined=family.joined, joined_qkv=family.joined_qkv,
-            parallel=family.parallel, sinks=family.sinks, local_rope=family.local_rope, block=family.block,
-            heads_first=family.heads_first, wide_norms=family.wide_norms,
+            qk_norm=family.qk_norm if normed else "", **{f.name: getattr(family, f.name) for f in fields(Layout)},
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
             activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,

@@ -6,26 +6,10 @@ The names are those of `--placement` (one GPU) and of the engine configurations 
 from dataclasses import dataclass
 
 from hfpatch.memory.formula import WEIGHT_SLOTS
+from hfpatch.memory.seconds import Resident
 from hfpatch.memory.shape import ModelShape
 
 LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
-
-
-@dataclass(frozen=True)
-class Resident:
-    """Bytes that stand all step long on one GPU, and what the placement does to the rest.
-
-    parameters, optimizer: on the GPU. gradients: on the GPU, None where they are the step's own (all of them, kept).
-    host: on the machine, for all its ranks. link: over one GPU's host link each step. host_optimizer: bytes of host
-    memory that the optimizer step walks through, 0 where it runs on the GPU.
-    """
-
-    parameters: int
-    gradients: int | None
-    optimizer: int
-    host: int = 0
-    link: int = 0
-    host_optimizer: int = 0
 
 
 @dataclass(frozen=True)

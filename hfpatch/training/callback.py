@@ -18,7 +18,7 @@ from hfpatch.compat import is_sharded_by_zero3, parallelism_config
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.hardware import gpu_named
-from hfpatch.memory.seconds import Nothing
+from hfpatch.memory.seconds import Resident
 
 GiB = 1 << 30
 
@@ -254,7 +254,7 @@ def _planner(model, optimizer):
 
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
-        stays = Nothing(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
+        stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
         found = [(session.planned_seconds(B, T, stays), n) for (B, T), n in shapes.items()]
         if any(one is None for one, _ in found):
             return None
