@@ -330,8 +330,7 @@ def memory_of(config, model, data, args) -> None:
         return
     shape = ModelShape.from_config(config)
     default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, default)
-    itemsize = torch.finfo(dtype).bits // 8
+    itemsize = getattr(torch, model.dtype, default).itemsize
     if model.lora_r:
         shape = as_adapted(shape, model)
     trained = shape.trained_parameters

@@ -210,9 +210,7 @@ class StreamDataset(torch.utils.data.IterableDataset):
         for item in encoded(rows, self.tokenizer, **self.encode):
             if isinstance(item, sources.Malformed):
                 if self.strict:
-                    raise ValueError(
-                        f"hfpatch: --strict expects no malformed row, came {item}; mend it or drop --strict."
-                    )
+                    sources.refuse(item)
                 counts["malformed"] += 1
                 say(f"hfpatch: malformed row left out ({counts['malformed']} so far): {item}")
                 continue
@@ -239,11 +237,8 @@ class StreamDataset(torch.utils.data.IterableDataset):
         for document in documents:
             if len(held) < self.shuffle:
                 held.append(document)
-                continue
-            at = int(random.integers(len(held))) if held else None
-            if at is None:
-                yield document
             else:
+                at = int(random.integers(len(held)))
                 yield held[at]
                 held[at] = document
         for at in random.permutation(len(held)):

@@ -9,6 +9,8 @@ import torch
 from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
+from hfpatch.training.stop import highest
+
 
 class FiniteTrainer(StockTrainer):
     """transformers' Trainer that stops after args.nan_steps steps in a row whose loss is not finite, on all ranks at once.
@@ -29,7 +31,7 @@ class FiniteTrainer(StockTrainer):
     def save_model(self, *args, **kwargs):
         # Here rather than in _save, where one rank alone would know, and where stock catches ValueError under ZeRO-3.
         name = next((n for n, p in self.model.named_parameters() if p.requires_grad and not _finite(p)), "")
-        if _any(self.args, bool(name)):
+        if any(highest(self.args, bool(name))):
             found = f"{name or 'a weight of another rank'} holds nan or infinity"
             if self.args.nan_steps:
                 raise ValueError(
@@ -55,7 +57,7 @@ class StopAtNaN(TrainerCallback):
         bad, self._bad = self._bad, None
         if not self.steps:
             return
-        self._row = self._row + 1 if _any(args, bad is not None and bool(bad)) else 0
+        self._row = self._row + 1 if any(highest(args, bad is not None and bool(bad))) else 0
         if self._row >= self.steps:
             raise ValueError(
                 f"hfpatch: expected a finite loss, {self._last.item()} came at step {state.global_step}, the "
@@ -72,12 +74,3 @@ def _finite(parameter) -> bool:
         return True
     # Least and largest carry a nan along, and take no memory beside a weight that fills the device.
     return bool(torch.isfinite(torch.stack(part.aminmax())).all())
-
-
-def _any(args, here: bool) -> bool:
-    """Whether any rank says so: all must stop at the same step."""
-    if args.world_size <= 1:
-        return here
-    said = torch.tensor(int(here), dtype=torch.int32, device=args.device)
-    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX)
-    return bool(said)

@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 import socket
-import struct
 import zipfile
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from hfpatch.memory.locks import try_lock
 
@@ -116,19 +117,11 @@ def _begins_as_zip(file: Path) -> bool:
 
 
 def _whole_safetensors(file: Path) -> bool:
-    with open(file, "rb") as opened:
-        head = opened.read(8)
-        if len(head) < 8:
-            return False
-        (length,) = struct.unpack("<Q", head)
-        if length > file.stat().st_size:
-            return False
-        try:
-            header = json.loads(opened.read(length))
-            end = max((row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return False
-    return file.stat().st_size == 8 + length + end
+    try:
+        with safe_open(file, "pt"):  # reads the header, and holds the file's length against it
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def digest_of(file: Path) -> str:

@@ -22,21 +22,17 @@ GiB = 1 << 30
 
 @dataclass(frozen=True)
 class Placement:
-    """One row: bytes a parameter on the GPU and on the host, and what it cannot do."""
+    """One row: whether bf16 weights are the only copy, and whether the optimizer steps inside backward. planner/placements.py
+    counts the bytes."""
 
-    name: str
-    gpu_bytes: float
-    host_bytes: float
     bf16_weights: bool
     fused: bool = False
 
 
-# bf16 weights 2, bf16 gradients 2, two 8-bit moments 2 and their float32 scale per 256; the host row is fp32 master,
-# gradient and two moments (16) and the bf16 weights that are streamed to the GPU (2).
 PLACEMENTS = {
-    "zero3-offload": Placement("zero3-offload", 0.0, 18.0, bf16_weights=False),
-    "gpu8bit": Placement("gpu8bit", 6 + 2 * 4 / 256, 0.0, bf16_weights=True),
-    "gpu8bit-fused": Placement("gpu8bit-fused", 4 + 2 * 4 / 256, 0.0, bf16_weights=True, fused=True),
+    "zero3-offload": Placement(bf16_weights=False),
+    "gpu8bit": Placement(bf16_weights=True),
+    "gpu8bit-fused": Placement(bf16_weights=True, fused=True),
 }
 
 
@@ -56,7 +52,7 @@ def training_arguments(name: str, *, flags: dict | None = None) -> dict:
     for engine in ("deepspeed", "fsdp"):
         if flags.get(engine):
             raise ValueError(f"hfpatch: --placement {name} is for one GPU, --{engine} came with it; keep one.")
-    if placement.name == "zero3-offload":
+    if name == "zero3-offload":
         single_process_environment()
         engine = configs.training_arguments(configs.load("zero3_cpu_offload"), flags=flags)
         return {"bf16": True, **engine}

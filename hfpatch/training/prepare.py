@@ -202,7 +202,7 @@ def pad_id(config, tokenizer) -> int:
 
 def load_model(model, config, seed: int):
     """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, "auto")
+    dtype = getattr(torch, model.dtype, "auto")
     options = {"attn_implementation": model.attn_implementation, "dtype": dtype}
     if model.preset:
         options["dtype"] = torch.float32 if dtype == "auto" else dtype
@@ -229,7 +229,7 @@ def _quantisation(model, config) -> dict:
         return {}
     from transformers import BitsAndBytesConfig
 
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(model.dtype, getattr(config, "dtype", None))
+    named = getattr(torch, model.dtype, getattr(config, "dtype", None))
     settings = BitsAndBytesConfig(
         load_in_4bit=model.load_in_4bit,
         load_in_8bit=model.load_in_8bit,

@@ -47,6 +47,11 @@ class Malformed:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
 
 
+def refuse(row: "Malformed | str") -> None:
+    """ValueError for a malformed row under --strict."""
+    raise ValueError(f"hfpatch: --strict expects no malformed row, came {row}; mend it or drop --strict.")
+
+
 def format_of(file: Path) -> str | None:
     """Which of FORMATS a file's name says it is; None where it says nothing that we read."""
     if file.is_dir():

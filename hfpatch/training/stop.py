@@ -73,7 +73,8 @@ class StopCleanly(TrainerCallback):
         if self._orphaned:
             self._heard = self._heard or signal.SIGTERM
         late = bool(self.time_limit) and time.monotonic() - self._began > self.time_limit
-        heard, late = self._agree(args, int(self._heard), int(late))
+        # A signal reaches the ranks at different steps.
+        heard, late = highest(args, self._heard, late)
         if heard:
             self.signal, control.should_save, control.should_training_stop = heard, True, True
         elif late:
@@ -83,13 +84,14 @@ class StopCleanly(TrainerCallback):
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def _agree(self, args, *numbers: int) -> tuple[int, ...]:
-        """A signal reaches the ranks at different steps: all stop at the step at which any of them knows."""
-        if args.world_size <= 1:
-            return numbers
-        numbers = torch.tensor(numbers, dtype=torch.int32, device=args.device)
-        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-        return tuple(numbers.tolist())
+
+def highest(args, *numbers: int) -> tuple[int, ...]:
+    """The highest of each number over all ranks: what one of them knows, all know at the same step."""
+    if args.world_size <= 1:
+        return numbers
+    numbers = torch.tensor(numbers, dtype=torch.int32, device=args.device)
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    return tuple(numbers.tolist())
 
 
 def launcher() -> int | None:

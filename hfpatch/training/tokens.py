@@ -96,9 +96,7 @@ def tokenize(
     if stats["malformed"] > len(stats["first"]):
         say(f"hfpatch: {stats['malformed'] - len(stats['first'])} more malformed rows left out")
     if stats["malformed"] and strict:
-        raise ValueError(
-            f"hfpatch: --strict expects no malformed row, came {stats['first'][0]}; mend it or drop --strict."
-        )
+        sources.refuse(stats["first"][0])
     if stats["documents"] == 0:
         raise ValueError(
             f"hfpatch: expected rows to train on, all {stats['malformed']} are malformed "
@@ -158,9 +156,7 @@ def _write(folder: Path, items, strict: bool) -> None:
             if isinstance(item, sources.Malformed):
                 malformed += 1
                 if strict:
-                    raise ValueError(
-                        f"hfpatch: --strict expects no malformed row, came {item}; mend it or drop --strict."
-                    )
+                    sources.refuse(item)
                 if len(first) < _TOLD:
                     first.append(str(item))
                 continue

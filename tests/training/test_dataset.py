@@ -192,7 +192,7 @@ def test_stream_is_the_same_every_time_and_shuffled_by_epoch(tokenizer):
         return sorted(text for row in found for text in row if text)
 
     assert documents(first) == documents(later) == sorted(row.value["text"] for row in rows)
-    in_order = [t for row in make_stream(tokenizer, rows, shuffle=0) for t in row["input_ids"].tolist() if t != 2]
+    in_order = [t for row in make_stream(tokenizer, rows, shuffle=1) for t in row["input_ids"].tolist() if t != 2]
     assert tokenizer.decode(in_order) == "".join(row.value["text"] + "</s>" for row in rows)
 
 
