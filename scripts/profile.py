@@ -46,17 +46,8 @@ def _main(argv) -> int:
         model=args.model,
         impl=args.impl,
         seq_len=lengths[0],
-        batch=args.batch,
-        steps=args.steps,
-        warmup=0 if args.from_first_step else args.warmup,
-        dtype=args.dtype,
-        optimizer=args.optimizer,
-        gradient_checkpointing=args.gradient_checkpointing,
-        checkpointing=command.checkpointing_fields(args.checkpointing),
-        device=accelerator.device.type,
-        stacks=not args.no_stacks,
-        trace=not args.no_trace,
         folder=str(folder),
+        **command.options(args) | {"device": accelerator.device.type},
     )
     run = record(accelerator, options)
     if accelerator.is_main_process:

@@ -13,12 +13,12 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hfpatch import OLDEST
+from hfpatch.commands.table import show_table
 from hfpatch.memory.free import cores, host_free, host_limit
 from hfpatch.memory.limits import flag, parse_length
 from hfpatch.memory.locks import left_builds
@@ -345,22 +345,7 @@ def show(facts, found) -> None:
     ]
     rows += [(name, value) for name, value in facts["environment"].items()]
     rows += [("config read", path) for path in facts["configs"]]
-    if not (sys.stdout.isatty() and _rich(rows)):
-        width = max(len(name) for name, _ in rows)
-        print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows))
+    show_table(rows)
     print("\nWhat would go wrong:" if found else "\nNothing found that would go wrong.")
     for problem in found:
         print(f"- {problem.what}\n  Fix: {problem.fix}")
-
-
-def _rich(rows) -> bool:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return False
-    table = Table(show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    return True

@@ -35,8 +35,6 @@ def _command(argv) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
     parser.epilog = "Each command takes --debug: the traceback of a failure in place of its sentence."
-    if argv[:1] == ["simulate"]:  # what follows its name is its own
-        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)

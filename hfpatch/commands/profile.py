@@ -1,10 +1,12 @@
 """`hfpatch profile`: options, progress, and what is said at the end."""
 
 import argparse
+import shlex
 import sys
 
+from hfpatch.commands.table import show_table
 from hfpatch.memory.limits import parse_lengths, parse_word
-from hfpatch.profiling.run import command_line, profile, results
+from hfpatch.profiling.run import profile, results
 from hfpatch.profiling.timeline import size
 
 
@@ -55,10 +57,9 @@ def checkpointing_fields(pairs: list[str]) -> dict | None:
     return fields or None
 
 
-def main(args) -> int:
-    wanted = {
-        "seq_len": parse_lengths(args.seq_len),
-        "impl": args.impl.split(","),
+def options(args) -> dict:
+    """What the arguments say of each run, by the names of profiling.step.Options."""
+    return {
         "batch": args.batch,
         "steps": args.steps,
         "warmup": 0 if args.from_first_step else args.warmup,
@@ -70,14 +71,18 @@ def main(args) -> int:
         "stacks": not args.no_stacks,
         "trace": not args.no_trace,
         "simulate": args.simulate,
-        "out": args.out,
-        "command": command_line(sys.argv[1:]) if sys.argv[1:2] == ["profile"] else "hfpatch profile",
     }
+
+
+def main(args) -> int:
+    command = shlex.join(["hfpatch", *sys.argv[1:]]) if sys.argv[1:2] == ["profile"] else "hfpatch profile"
+    lengths, impls = parse_lengths(args.seq_len), args.impl.split(",")
+    wanted = {"seq_len": lengths, "impl": impls, "out": args.out, "command": command, **options(args)}
     if args.json:
         done = profile(args.model, **wanted)
-        print(results(done.runs, command=wanted["command"], notes=done.notes, curves=False))
+        print(results(done.runs, command=command, notes=done.notes, curves=False))
         return 0
-    with Progress(len(wanted["seq_len"]) * len(wanted["impl"])) as progress:
+    with Progress(len(lengths) * len(impls)) as progress:
         done = profile(args.model, progress=progress, **wanted)
     show(done)
     return 0
@@ -113,7 +118,7 @@ class Progress:
 
 
 def show(done) -> None:
-    """The sentences and a table: rich on a terminal, plain columns in a pipe."""
+    """The sentences and a table."""
     head = ("implementation", "tokens", "peak", "in the", "of it lasting", "s/step")
     rows = []
     for run in done.runs:
@@ -122,10 +127,7 @@ def show(done) -> None:
         step = f"{sorted(run.step_seconds)[len(run.step_seconds) // 2]:.3f}" if run.step_seconds else ""
         rows.append((run.impl, f"{run.seq_len:,}", size(run.peak_bytes), run.peak_phase, size(lasting), step))
     print("\n".join(done.sentences))
-    if not (sys.stdout.isatty() and _rich_table(head, rows)):
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        for row in [head, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    show_table(rows, head)
     for run in done.runs:
         if run.error:
             print(f"{run.impl}, {run.seq_len:,} tokens: {run.error}")
@@ -134,18 +136,3 @@ def show(done) -> None:
                 f"trace of one step: {done.folder / run.memory['trace_file']}, {size(run.memory['trace_file_bytes'])}"
             )
     print("\n".join([*done.notes, f"report: {done.folder / 'report.html'}"]))
-
-
-def _rich_table(head, rows) -> bool:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return False
-    table = Table()
-    for name in head:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    return True

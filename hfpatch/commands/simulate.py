@@ -1,14 +1,14 @@
-"""`python -m hfpatch.commands.simulate`: one implementation of one preset, simulated, as a table or as JSON."""
+"""`hfpatch simulate`: one implementation of one preset, simulated, as a table or as JSON."""
 
 import json
+import sys
 import time
 
 import torch
 
-from hfpatch.commands.failures import Parser
 from hfpatch.memory.choice import choose
 from hfpatch.memory.formula import ModelShape
-from hfpatch.memory.limits import check_ranges, flag, parse_length, parse_word
+from hfpatch.memory.limits import flag, parse_length, parse_word
 from hfpatch.memory.policy import Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
@@ -17,8 +17,7 @@ from hfpatch.simulate.simulator import simulate
 _TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or false"}
 
 
-def main(argv=None) -> int:
-    parser = Parser(prog="hfpatch simulate", description=__doc__)
+def add_arguments(parser) -> None:
     parser.add_argument("--preset", default="llama-3.1-8b", help=f"{', '.join((*PRESETS, *MODELS))}")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
     parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
@@ -32,8 +31,9 @@ def main(argv=None) -> int:
         "stream_attention=false tile=8192 (the default); or least: the one of least device memory",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    check_ranges(vars(args))
+
+
+def main(args) -> int:
     config = preset_config(args.preset)
     if args.layers:
         config["num_hidden_layers"] = args.layers
@@ -77,4 +77,6 @@ def _policy(args, shape: ModelShape) -> Policy:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from hfpatch.commands.main import main as hfpatch
+
+    raise SystemExit(hfpatch(["simulate", *sys.argv[1:]]))

@@ -5,6 +5,8 @@ from hfpatch.simulate.simulator import simulate
 __all__ = ["simulate"]
 
 if __name__ == "__main__":
-    from hfpatch.commands.simulate import main
+    import sys
 
-    raise SystemExit(main())
+    from hfpatch.commands.main import main
+
+    raise SystemExit(main(["simulate", *sys.argv[1:]]))

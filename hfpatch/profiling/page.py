@@ -181,15 +181,8 @@ def html(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> s
         if len(group) > 1:
             own = chart(group, shared=False)
             out.append(f"<details><summary>Each at its own scale</summary>{own}</details>")
-        flat = [(name, *cells) for name, cells in report.category_table(group)]
-        out += ["<h3>At each one's own peak, by category</h3>", _table(["category", *head], flat)]
-        for title, first, rows in (
-            ("Beyond parameters, gradients and optimizer, by module", "module", report.module_table(group)),
-            ("Figures", "figure", report.figure_table(group)),
-            ("Time of the recorded step by kernel family", "family", report.family_table(group)),
-        ):
-            if rows:
-                out += [f"<h3>{title}</h3>", _table([first, *head], [(name, *cells) for name, cells in rows])]
+        for title, first, rows in report.tables(group):
+            out += [f"<h3>{title}</h3>", _table([first, *head], [(name, *cells) for name, cells in rows])]
         for run, name in zip(group, head):
             out.append(f"<h3>{escape(name)}: largest blocks at the peak</h3>")
             out.append(f"<p>{escape(run.error)}</p>" if run.error else "")

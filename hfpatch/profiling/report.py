@@ -25,7 +25,7 @@ def category_table(runs):
     return rows + [("**peak**", [f"**{size(r.peak_bytes)}**" for r in runs])]
 
 
-def module_table(runs, limit=12):
+def module_table(runs):
     """Rows (module, [text per run]) beyond parameters, gradients and optimizer states, where they differ most first."""
     held = []
     for run in runs:
@@ -36,7 +36,18 @@ def module_table(runs, limit=12):
                 mine[name] = mine.get(name, 0) + row["bytes"]
         held.append(mine)
     names = sorted({n for mine in held for n in mine}, key=lambda n: -max(mine.get(n, 0) for mine in held))
-    return [(f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held]) for n in names[:limit]]
+    return [(f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held]) for n in names[:12]]
+
+
+def tables(runs) -> list:
+    """(title, heading of the first column, rows) of every table over runs of one length that has rows."""
+    found = (
+        ("At each one's own peak, by category", "category", category_table(runs)),
+        ("Beyond parameters, gradients and optimizer, by module", "module", module_table(runs)),
+        ("Figures", "figure", figure_table(runs)),
+        ("Time of the recorded step by kernel family", "family", family_table(runs)),
+    )
+    return [table for table in found if table[2]]
 
 
 def _seconds(value):
@@ -78,11 +89,11 @@ def family_table(runs):
     return [(n, [_seconds(r.families[n]) if n in r.families else "" for r in runs]) for n in names]
 
 
-def top_rows(run, limit=10):
+def top_rows(run):
     """The largest blocks alive at the peak: (bytes, count, category, module, phase, operator, line)."""
     return [
         (size(r["bytes"]), str(r["count"]), r["category"], generic(r["module"]), r["phase"], r["op"], r["line"])
-        for r in run.rows[:limit]
+        for r in run.rows[:10]
     ]
 
 
@@ -135,18 +146,7 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
     for length, group in by_length(runs).items():
         head = columns(group)
         parts.append(f"## {length:,} tokens")
-        parts.append("At each one's own peak, by category:\n\n" + table(["category", *head], category_table(group)))
-        modules = module_table(group)
-        if modules:
-            parts.append(
-                "Beyond parameters, gradients and optimizer, by module:\n\n" + table(["module", *head], modules)
-            )
-        figures = figure_table(group)
-        if figures:
-            parts.append(table(["figure", *head], figures))
-        families = family_table(group)
-        if families:
-            parts.append("Time of the recorded step by kernel family:\n\n" + table(["family", *head], families))
+        parts += [f"{title}:\n\n{table([first, *head], rows)}" for title, first, rows in tables(group)]
         for run, name in zip(group, head):
             top = [(f"{row[0]}", list(row[1:])) for row in top_rows(run)]
             when = f"peak in the {run.peak_phase or 'step'}" + (f"; {run.error}" if run.error else "")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -100,12 +99,9 @@ def profile(
                 runs.append(run)
     if not runs:
         raise ValueError(notes[0] if notes else "hfpatch: --impl named nothing to run, name at least one.")
-    write(folder, runs, command=command or _call(model, lengths, names), notes=notes)
+    called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
+    write(folder, runs, command=command or called, notes=notes)
     return Profile(folder, runs, notes)
-
-
-def _call(model, lengths, names) -> str:
-    return f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
 
 
 def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
@@ -171,8 +167,3 @@ def _commit() -> str:
         ["git", "-C", str(PACKAGE_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def command_line(argv) -> str:
-    """As typed, for the report."""
-    return "hfpatch " + shlex.join(argv)

@@ -21,8 +21,6 @@ from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
 from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -61,7 +59,7 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32 and said so.
         name = ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-        return DTYPES[name]
+        return getattr(torch, name)
 
 
 def load_config(name: str):
@@ -121,8 +119,7 @@ def make_optimizer(parameters, name: str):
     """adamw | sgd | none (gradients only)."""
     if name == "none":
         return None
-    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    return make(parameters, lr=1e-5)
+    return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-5)
 
 
 def make_batch(vocab_size: int, options: Options, device) -> dict:

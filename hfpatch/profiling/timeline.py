@@ -148,15 +148,15 @@ def _highest(allocations) -> int:
     return highest
 
 
-def thin(points: list, end: float, limit: int = POINTS, borders=()) -> list:
-    """At most about limit points of a curve: each slice of time shows its highest level, then its last one.
+def thin(points: list, end: float, borders=()) -> list:
+    """At most about POINTS points of a curve: each slice of time shows its highest level, then its last one.
 
     The highest is held through its slice, so that a peak of one moment stays wide enough to see; borders end a slice.
     """
     if not points:
         return []
     end = max(end, points[-1][0])
-    width = max(end, 1e-12) * 2 / limit
+    width = max(end, 1e-12) * 2 / POINTS
     kept: list = []
     slot, begun, best, last = None, 0.0, None, None
 
@@ -178,7 +178,7 @@ def thin(points: list, end: float, limit: int = POINTS, borders=()) -> list:
     return [[round(at, 6), list(level)] for at, level in kept]
 
 
-def grouped(alive: list[Allocation], limit: int = ROWS) -> list:
+def grouped(alive: list[Allocation]) -> list:
     """Rows for what was alive, equal owners of all layers added up, largest first; the tail keeps its category."""
     groups: dict = {}
     for a in alive:
@@ -191,14 +191,14 @@ def grouped(alive: list[Allocation], limit: int = ROWS) -> list:
     ]
     rows.sort(key=lambda row: -row["bytes"])
     rest: dict = {}
-    for row in rows[limit:]:
+    for row in rows[ROWS:]:
         size, count = rest.get(row["category"], (0, 0))
         rest[row["category"]] = (size + row["bytes"], count + row["count"])
     tail = [
         {"category": c, "module": "(smaller ones)", "phase": "", "op": "", "line": "", "bytes": b, "count": n}
         for c, (b, n) in rest.items()
     ]
-    return rows[:limit] + tail
+    return rows[:ROWS] + tail
 
 
 def size(count: float) -> str:
