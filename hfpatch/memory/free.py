@@ -59,11 +59,11 @@ def host_limit(root: str = "/") -> int | None:
     return min(limits) if limits else None
 
 
-def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
-    """Bytes of host memory that one of n_ranks processes of this machine may still take. None if unknown.
+def host_free(root: str = "/") -> int | None:
+    """Bytes of host memory that processes may still take, for all ranks of this machine. None if unknown.
 
     The machine's available memory or what is left below a cgroup's limit (page cache counts as free there),
-    whichever is less, divided among the ranks, which share both. HFPATCH_HOST_MEMORY (bytes) stands in its place where
+    whichever is less. HFPATCH_HOST_MEMORY (bytes) stands in its place where
     the system tells less than may be used (virtual machines whose memory grows).
     """
     given = os.environ.get("HFPATCH_HOST_MEMORY")
@@ -72,7 +72,7 @@ def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
             raise ValueError(
                 f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; for 110 GiB write 118111600640."
             )
-        return int(given) // max(1, n_ranks)
+        return int(given)
     root = Path(root)
     left = []
     for folder, limit, usage, cache in _cgroup_paths(root):
@@ -90,7 +90,7 @@ def host_free(n_ranks: int = 1, root: str = "/") -> int | None:
     available = info.get("MemAvailable", info.get("MemFree"))
     if available is not None:
         left.append(available)
-    return min(left) // max(1, n_ranks) if left else None
+    return min(left, default=None)
 
 
 def gpu_free(device=None) -> int | None:

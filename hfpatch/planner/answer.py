@@ -164,13 +164,6 @@ ASSUMED = (
 )
 
 
-def _no_kernels_here(shape) -> str | None:
-    """Why this machine's GPU has no kernels for such attention, None where it has: the question that a layer asks there."""
-    from hfpatch.planner.measure import why_no_kernels
-
-    return why_no_kernels(max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None)
-
-
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, shape=None) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
@@ -180,27 +173,24 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
     reason = getattr(shape, "whole_because", "")
-    if gpu == "this" and (reason or shape.softcap):
-        reason = _no_kernels_here(shape)
+    if gpu == "this" and (reason or shape.softcap):  # the question that a layer asks there
+        from hfpatch.planner.measure import why_no_kernels
+
+        reason = why_no_kernels(max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None)
     if not isinstance(shape, ModelShape):
         shape = replace(shape, no_flex=reason or None)
     elif reason and checkpointing not in WHOLE:
         raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
-    if isinstance(gpu, Gpu):
-        row = gpu
-    elif gpu == "this":
+    if gpu == "this":
+        from hfpatch.memory.free import host_limit
         from hfpatch.planner.measure import measure_this
 
-        row = measure_this()
+        row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram
     else:
-        row = gpu_row(gpu)
+        row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
     if checkpointing not in WHOLE:
         checkpointing = Checkpointing.of(checkpointing)
-    if host_ram is None and gpu == "this":
-        from hfpatch.memory.free import host_limit
-
-        host_ram = host_limit()
     host = None if host_ram is None else parse_bytes(host_ram)
     return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)
