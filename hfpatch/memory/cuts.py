@@ -1,7 +1,7 @@
 """How a batch is cut up: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
 
 from hfpatch.memory.policy import LOSS_WORKSPACE
-from hfpatch.memory.sequence import rounds_of
+from hfpatch.memory.sequence import rounds_for
 from hfpatch.memory.shape import ModelShape
 
 LOSS_BYTES_PER_TOKEN = 56
@@ -31,7 +31,7 @@ def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) 
     if wide:
         return 1
     if shape.ranks > 1:
-        return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks).count
+        return rounds_for(shape, batch, tokens).count
     return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
 
 

@@ -67,16 +67,15 @@ def filled_up(shape) -> float:
     return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
 
 
-def whole_tokens(shape, tokens: int) -> int:
-    """Tokens of the rows that a rank has `tokens` of."""
-    return tokens * shape.ranks
+def rounds_for(shape, batch: int, tokens: int) -> Rounds:
+    """The rounds of a shape's heads. tokens: of a rank."""
+    return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks)
 
 
 def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> int:
     """Whole rows of a round's heads in a layer's attention backward (checkpoint/exchange.py). tokens: of a rank; ahead: whether
     the next round is under way beside them."""
-    rounds = rounds_of(batch, whole_tokens(shape, tokens), shape.num_heads, shape.num_kv_heads, shape.ranks)
-    rows = batch * whole_tokens(shape, tokens) * s
+    rounds, rows = rounds_for(shape, batch, tokens), batch * tokens * shape.ranks * s
     q, v = rows * rounds.width * shape.head_dim, rows * rounds.width * (shape.v_head_dim or shape.head_dim)
     n = max(1, rounds.width // rounds.repeat)
     keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
@@ -97,7 +96,7 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
 
 def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
     """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
-    rounds = rounds_of(1, whole_tokens(shape, rows), shape.num_heads, shape.num_kv_heads, shape.ranks)
+    rounds = rounds_for(shape, 1, rows)
     q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
     keys = (shape.kv_size + shape.v_size) / shape.num_kv_heads * rounds.own // rounds.repeat * shape.ranks
     once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)

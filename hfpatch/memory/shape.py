@@ -83,14 +83,8 @@ class ModelShape(Layout):
                 f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, {unknown[0]!r} came; name some of "
                 "those, or all-linear."
             )
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if int(getattr(self, name)) < 1:
-                raise ValueError(f"hfpatch: {name} must be at least 1, {getattr(self, name)} came; check the config.")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"hfpatch: the number of heads must be a multiple of the key-value heads, {self.num_heads} and "
-                f"{self.num_kv_heads} came; check the config."
-            )
+        own = dict(num_hidden_layers="num_layers", num_attention_heads="num_heads", num_key_value_heads="num_kv_heads")
+        check_sizes(lambda name: getattr(self, own.get(name, name), None))
 
     @classmethod
     def from_config(cls, config) -> "ModelShape":

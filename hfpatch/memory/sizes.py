@@ -6,7 +6,7 @@ H query heads, V vocabulary, s bytes an element; u = N*D*s.
 """
 
 from hfpatch.memory.adapters import attention_linears, mlp_linears
-from hfpatch.memory.sequence import rounds_of
+from hfpatch.memory.sequence import rounds_for
 from hfpatch.memory.shape import ModelShape
 
 
@@ -14,8 +14,8 @@ def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int,
     """Scratch of a flash attention backward over kv_heads: fp32 dq, softmax_d, and dk, dv of every query head."""
     repeat = shape.num_heads // shape.num_kv_heads
     if shape.ranks > 1:
+        rounds = rounds_for(shape, batch, tokens)
         tokens *= shape.ranks
-        rounds = rounds_of(batch, tokens, shape.num_heads, shape.num_kv_heads, shape.ranks)
         kv_heads, repeat = max(1, rounds.width // rounds.repeat), min(rounds.width, rounds.repeat)
     heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
     column = batch * heads * tokens * s

@@ -14,13 +14,14 @@ from hfpatch.profiling.step import Options, become, head_name, load_config, make
 from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.simulate import liger
 from hfpatch.simulate.follow import current, module_calls
+from hfpatch.simulate.rivals import build
 from hfpatch.simulate.simulator import simulate
 
 
 def simulated_run(options: Options) -> Run:
     """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
     dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
-    model = _meta_model(options, dtype)
+    model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     fields = {"offload": "host"} | (options.checkpointing or {})
     if options.impl == "liger":
         liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
@@ -84,17 +85,6 @@ def _policy(model, options, fields, dtype):
         return None
     settings = Checkpointing(**fields)
     return choose(settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize)
-
-
-def _meta_model(options, dtype):
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(options.model)
-    config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.tie_weights()  # see simulate.rivals.build
-    return model.train()
 
 
 def _owned(block, inputs, forward_end, head, root) -> Allocation:

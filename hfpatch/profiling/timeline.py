@@ -4,6 +4,7 @@ Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer
 """
 
 import bisect
+import itertools
 from dataclasses import asdict, dataclass, field
 
 IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
@@ -107,21 +108,14 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
     index = {name: i for i, name in enumerate(CATEGORIES)}
     host = [a for a in allocations if a.category == "host"]
     if host:
-        run.memory["host_peak_bytes"] = _highest(host)
+        run.memory["host_peak_bytes"] = max(itertools.accumulate(nbytes for _, nbytes, _ in _changes(host)))
     allocations = [a for a in allocations if a.category != "host"]
-    changes = []
-    for a in allocations:
-        changes.append((a.born, 1, a.bytes, index[a.category]))
-        if a.died is not None:
-            changes.append((a.died, 0, -a.bytes, index[a.category]))
-    # A free and an allocation at the same instant: the free came first, as in an allocator that reuses the block.
-    changes.sort(key=lambda c: (c[0], c[1]))
     level = [0] * len(CATEGORIES)
     total, points = 0, []
     without_max, lasting_max = [0] * len(CATEGORIES), 0
     lasting = [index[name] for name in LASTING]
-    for at, _, size, i in changes:
-        level[i] += size
+    for at, size, category in _changes(allocations):
+        level[index[category]] += size
         total += size
         points.append((at, tuple(level)))
         if total > run.peak_bytes:
@@ -138,14 +132,12 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
     return run
 
 
-def _highest(allocations) -> int:
-    changes = [(a.born, 1, a.bytes) for a in allocations]
-    changes += [(a.died, 0, -a.bytes) for a in allocations if a.died is not None]
-    level = highest = 0
-    for _, _, count in sorted(changes):
-        level += count
-        highest = max(highest, level)
-    return highest
+def _changes(allocations) -> list:
+    """(time, bytes more or fewer, category) of every birth and death. At one instant the deaths come first, as in an allocator
+    that reuses the block."""
+    died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
+    born = [(a.born, a.bytes, a.category) for a in allocations]
+    return sorted([*died, *born], key=lambda change: change[0])  # stable
 
 
 def thin(points: list, end: float, borders=()) -> list:

@@ -219,59 +219,50 @@ def _modules_named(model: nn.Module, follower: Follower):
     return module_calls(enter, leave)
 
 
-class _FakeWeights:
-    """Stands fake parameters and buffers in the place of a model's own, and puts those back."""
+def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
+        shadows.put(made, tensor)
+    return made
 
-    def __init__(self, model: nn.Module, shadows: Shadows):
-        self.saved = []
-        memo = {}
-        for module in model.modules():
-            for table in (parameters_of(module), buffers_of(module)):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    self.saved.append((table, name, tensor))
-                    if id(tensor) not in memo:
-                        memo[id(tensor)] = self._fake(tensor, shadows)
-                    table[name] = memo[id(tensor)]
-        self.fakes = list(memo.values())
 
-    @staticmethod
-    def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
-            shadows.put(made, tensor)
-        return made
-
-    def restore(self):
-        for table, name, tensor in self.saved:
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, shadows: Shadows):
+    """Within, fake parameters and buffers stand in the place of a model's own."""
+    tables = [table for module in model.modules() for table in (parameters_of(module), buffers_of(module))]
+    own = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    fakes = {id(tensor): tensor for *_, tensor in own}
+    fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
+    try:
+        for table, name, tensor in own:
+            table[name] = fakes[id(tensor)]
+        yield
+    finally:
+        model.zero_grad()
+        for table, name, tensor in own:
             table[name] = tensor
 
 
 @contextlib.contextmanager
 def following(model: nn.Module, follower: Follower):
     """Follows what runs inside: the model's parameters and buffers are its "parameters", their .grad "gradients"."""
-    handles = []
 
     def accumulated(parameter):
         if parameter.grad is not None:
             follower.track(parameter.grad, category="gradients")
 
-    with _modules_named(model, follower), _host_buffers(follower):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_modules_named(model, follower))
+        stack.enter_context(_host_buffers(follower))
         _weights_to_host(model, follower)
         for tensor in [*model.parameters(), *model.buffers()]:
             follower.track(tensor, category="parameters")
         for parameter in model.parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
-        try:
-            with follower:
-                yield follower
-        finally:
-            for handle in handles:
-                handle.remove()
+                stack.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+        yield stack.enter_context(follower)
 
 
 def train_step(model: nn.Module, follower: Follower, input_ids: Tensor, labels: Tensor, **inputs) -> None:
@@ -324,12 +315,14 @@ def simulate(
     if ranks > 1:
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
-    loops = contextlib.ExitStack()
-    with mode, _transformers_as_if_real(), loops, _hfpatch_as(model, policy, cuda, no_flex), shares:
-        loops.enter_context(scans_by_blocks())
-        loops.enter_context(few_blocks(follower))
-        weights = _FakeWeights(model, shadows)
-        try:
+    around = (
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares, scans_by_blocks(),
+        few_blocks(follower), _fake_weights(model, shadows),
+    )  # fmt: skip
+    try:
+        with contextlib.ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context)
             with following(model, follower), closing_checkpoints():
                 fake_ids = shadows.fake(ids)
                 fake_labels = shadows.fake(ids if labels is None else labels)
@@ -340,17 +333,14 @@ def simulate(
                     if stepper:
                         follower.set_phase("optimizer")
                         stepper.step()
-                        for state in stepper.state.values():
-                            for value in state.values():
-                                if isinstance(value, Tensor):
-                                    follower.track(value, category="optimizer")
+                        for value in (value for state in stepper.state.values() for value in state.values()):
+                            if isinstance(value, Tensor):
+                                follower.track(value, category="optimizer")
                         stepper.zero_grad()
             whole = _whole(model, next(model.parameters()).dtype)
-        finally:
-            model.zero_grad()
-            weights.restore()
-            model.train(was_training)
-            gc.collect()
+    finally:
+        model.train(was_training)
+        gc.collect()
     result = summarize(follower.ledger)
     result.whole = whole
     result.host_peak_bytes *= not files
