@@ -60,18 +60,11 @@ def checkpointing_fields(pairs: list[str]) -> dict | None:
 def options(args) -> dict:
     """What the arguments say of each run, by the names of profiling.step.Options."""
     return {
-        "batch": args.batch,
-        "steps": args.steps,
-        "warmup": 0 if args.from_first_step else args.warmup,
-        "dtype": args.dtype,
-        "optimizer": args.optimizer,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "checkpointing": checkpointing_fields(args.checkpointing),
-        "device": args.device,
-        "stacks": not args.no_stacks,
-        "trace": not args.no_trace,
-        "simulate": args.simulate,
-    }
+        "batch": args.batch, "steps": args.steps, "warmup": 0 if args.from_first_step else args.warmup,
+        "dtype": args.dtype, "optimizer": args.optimizer, "gradient_checkpointing": args.gradient_checkpointing,
+        "checkpointing": checkpointing_fields(args.checkpointing), "device": args.device,
+        "stacks": not args.no_stacks, "trace": not args.no_trace, "simulate": args.simulate,
+    }  # fmt: skip
 
 
 def main(args) -> int:

@@ -320,13 +320,8 @@ def plan(
     or unsupported.
     """
     asked = {
-        "batch": batch,
-        "gpu": gpu,
-        "gpus": gpus,
-        "host_ram": host_ram,
-        "checkpointing": checkpointing,
-        "sp_size": sp_size,
-    }
+        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "checkpointing": checkpointing, "sp_size": sp_size,
+    }  # fmt: skip
     if getattr(checkpointing, "weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
     run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)

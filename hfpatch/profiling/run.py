@@ -73,25 +73,14 @@ def profile(
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [seq_len] if isinstance(seq_len, int) else list(seq_len)
     runs, notes = [], []
+    shared = {
+        "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype, "optimizer": optimizer,
+        "gradient_checkpointing": gradient_checkpointing, "checkpointing": checkpointing, "device": device, "stacks": stacks,
+        "trace": trace, "simulate": simulate, "folder": str(folder),
+    }  # fmt: skip
     for length in lengths:
         for name in names:
-            options = {
-                "model": str(model),
-                "impl": name,
-                "seq_len": length,
-                "batch": batch,
-                "steps": steps,
-                "warmup": warmup,
-                "dtype": dtype,
-                "optimizer": optimizer,
-                "gradient_checkpointing": gradient_checkpointing,
-                "checkpointing": checkpointing,
-                "device": device,
-                "stacks": stacks,
-                "trace": trace,
-                "simulate": simulate,
-                "folder": str(folder),
-            }
+            options = shared | {"impl": name, "seq_len": length}
             run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
             if note and note not in notes:
                 notes.append(note)
