@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,6 @@ from hfpatch.simulate.shadow import Shadows
 
 aten = torch.ops.aten
 _, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
-_FAKE = (FakeTensor,)
 # Their fakes look at values or at symbols, or give back something that is no tensor.
 _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.index_put_.default,
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default, aten._to_copy.default,
@@ -51,12 +51,10 @@ class Ledger:
     blocks: list = field(default_factory=list)
     events: list = field(default_factory=list)  # (block index, signed bytes)
     phases: list = field(default_factory=list)  # (event index, name)
-    matmul_flops: dict = field(default_factory=dict)  # phase -> FLOPs
-    attention_flops: dict = field(default_factory=dict)  # "forward" | "backward" -> FLOPs, causal
-    attention_calls: dict = field(default_factory=dict)  # "forward" | "backward" -> calls
-    traffic: dict = field(
-        default_factory=dict
-    )  # phase -> bytes that operations beside matmuls and attention read and write
+    matmul_flops: Counter = field(default_factory=Counter)  # phase -> FLOPs
+    attention_flops: Counter = field(default_factory=Counter)  # "forward" | "backward" -> FLOPs, causal
+    attention_calls: Counter = field(default_factory=Counter)  # "forward" | "backward" -> calls
+    traffic: Counter = field(default_factory=Counter)  # phase -> bytes, but those of matmuls and attention
 
 
 def round_up(nbytes: int, to: int = ROUNDING) -> int:
@@ -293,13 +291,13 @@ class Follower(TorchDispatchMode):
         self._moved(sum(map(kernels_cost.bytes_of, tensors)))
 
     def _moved(self, nbytes: int) -> None:
-        self.ledger.traffic[self.phase] = self.ledger.traffic.get(self.phase, 0) + nbytes * self.times
+        self.ledger.traffic[self.phase] += nbytes * self.times
 
     def _fakes(self, func, args, kwargs, inputs):
         """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than the call does;
         operations that stay on the device of their arguments go to their meta kernels directly, as it would."""
         mode, plain = self.shadows.fake_mode, func.namespace in ("aten", "hfpatch") and "device" not in kwargs
-        if not plain or not inputs or func in self._slow or not all(type(t) in _FAKE for t in inputs):
+        if not plain or not inputs or func in self._slow or any(type(t) is not FakeTensor for t in inputs):
             return func(*args, **kwargs)
         device = inputs[0].fake_device
         try:
@@ -308,13 +306,11 @@ class Follower(TorchDispatchMode):
         except (NotImplementedError, TypeError):  # TypeError: addmm with out_dtype in torch 2.11, see compat
             self._slow.add(func)
             return func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            return out if type(out) in _FAKE else FakeTensor(mode, out, device)
-        if isinstance(out, (tuple, list)):
-            return type(out)(
-                FakeTensor(mode, o, device) if isinstance(o, Tensor) and type(o) not in _FAKE else o for o in out
-            )
-        return out
+
+        def fake(o):
+            return FakeTensor(mode, o, device) if isinstance(o, Tensor) and type(o) is not FakeTensor else o
+
+        return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
 
     def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd adding up gradients, which a bare run does in place.
@@ -347,15 +343,14 @@ class Follower(TorchDispatchMode):
         self._calibrating = False
 
     def _cost(self, func, args, kwargs) -> None:
-        ledger, phase = self.ledger, self.phase
         flops = kernels_cost.matmul_flops(func, args) * self.times
         if flops:
-            ledger.matmul_flops[phase] = ledger.matmul_flops.get(phase, 0) + flops
+            self.ledger.matmul_flops[self.phase] += flops
         attention = kernels_cost.attention(func, args, kwargs)
         if attention is not None:
             kind, flops = attention
-            ledger.attention_flops[kind] = ledger.attention_flops.get(kind, 0) + flops
-            ledger.attention_calls[kind] = ledger.attention_calls.get(kind, 0) + 1
+            self.ledger.attention_flops[kind] += flops
+            self.ledger.attention_calls[kind] += 1
         scratch = kernels_cost.scratch_bytes(func, args) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
         self.transient(scratch, f"{func.__name__} scratch")
 

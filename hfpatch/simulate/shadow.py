@@ -15,9 +15,9 @@ LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
 LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
 
 aten = torch.ops.aten
-_DATA_DEPENDENT = {aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor,
-                   aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
-                   aten.bincount.default}  # fmt: skip
+_DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
+                   aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_consecutive.default,
+                   aten.unique_dim.default, aten.bincount.default}  # fmt: skip
 # Their results do not depend on the values of their tensor argument.
 _LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
          aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}  # fmt: skip
@@ -73,12 +73,6 @@ class Shadows:
 
     def answer(self, func, args, kwargs):
         """(True, value) for an operation whose result, or its shape, depends on values; else (False, None)."""
-        if func is aten._local_scalar_dense.default or func is aten.equal.default:
-            reals = self._map(args)
-            if reals is _UNKNOWN:
-                return False, None
-            with real_tensors():
-                return True, func(*reals)
         by_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if func not in _DATA_DEPENDENT and not by_mask:
             return False, None
@@ -87,21 +81,9 @@ class Shadows:
             masks = [None if i is None else self.get(i) for i in args[1]]
             if any(m is None and i is not None for m, i in zip(masks, args[1])):
                 return False, None
-            indices = []
             with real_tensors():
-                wholes = []
-                for mask in masks:
-                    parts = (
-                        [None]
-                        if mask is None
-                        else list(mask.nonzero(as_tuple=True))
-                        if mask.dtype == torch.bool
-                        else [mask]
-                    )
-                    wholes.extend(parts)
-            for part in wholes:
-                indices.append(None if part is None else self.fake(part))
-            return True, aten.index.Tensor(args[0], indices)
+                cut = [m.nonzero(as_tuple=True) if m is not None and m.dtype == torch.bool else (m,) for m in masks]
+            return True, aten.index.Tensor(args[0], [m if m is None else self.fake(m) for part in cut for m in part])
         reals, real_kwargs = self._map(args), self._map(kwargs)
         if reals is _UNKNOWN or real_kwargs is _UNKNOWN:
             return False, None
@@ -109,7 +91,7 @@ class Shadows:
             out = func(*reals, **real_kwargs)
         if isinstance(out, Tensor):
             return True, self.fake(out)
-        return True, tuple(self.fake(o) for o in out)
+        return True, tuple(self.fake(o) for o in out) if isinstance(out, tuple) else out  # a number, a boolean
 
     def run(self, func, args, kwargs, inputs, outputs) -> None:
         """Repeats an operation on the values behind its arguments, or forgets the values it overwrote."""
