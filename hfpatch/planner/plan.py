@@ -208,7 +208,7 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
     found = []
 
-    def offer(change, other_run, names, cost=""):
+    def offer(change, other_run, names, cost="") -> bool:
         other = _best(other_run, names)
         if other.fits:
             slower = other.step_seconds / plan.step_seconds - 1
@@ -217,6 +217,7 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
                 "change": change, "cost": paid, "step_seconds": other.step_seconds,
                 "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
             })  # fmt: skip
+        return other.fits
 
     lora = run.shape.adapters
     names = placements(run, asked)
@@ -235,25 +236,19 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
     if run.batch > 1:
         offer("--batch 1", replace(run, batch=1), names, f"{run.batch} accumulation steps for the same batch")
     for gpus in (2, 4, 8):
-        if gpus > run.gpus:
-            before = len(found)
-            wider = replace(run, gpus=gpus)
-            offer(f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs")
-            if len(found) > before:
-                break
+        wider = replace(run, gpus=gpus)
+        if gpus > run.gpus and offer(f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"):
+            break
     for size in range(2, run.gpus + 1):
         if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
             part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
-            if not part.uneven and _best(part, names).fits:
-                offer(f"--sp-size {size}", part, names)
+            if not part.uneven and offer(f"--sp-size {size}", part, names):
                 break
     larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
     if larger and not _best(replace(run, gpu=larger[-1]), names).fits:  # the host is short
         larger = []
     for gpu in larger:
-        before = len(found)
-        offer(f"--gpu {gpu.name}", replace(run, gpu=gpu), names, f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB")
-        if len(found) > before:
+        if offer(f"--gpu {gpu.name}", replace(run, gpu=gpu), names, f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB"):
             break
     if run.host is not None:
         settings = run.checkpointing if run.checkpointing in WHOLE else _frugal(run.checkpointing)

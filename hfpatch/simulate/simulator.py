@@ -11,7 +11,7 @@ measurement a process where figures of several implementations are wanted.
 import contextlib
 import gc
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -61,24 +61,14 @@ class Simulation:
         """Everything but the ledger, ready for JSON."""
         return {name: value for name, value in vars(self).items() if name != "ledger"}
 
-    def alive(self, index: int) -> list:
-        """The blocks on the device after event `index`, largest first."""
-        blocks = [
-            b for b in self.ledger.blocks if not b.host and b.born <= index and (b.died is None or b.died > index)
-        ]
-        return sorted(blocks, key=lambda b: -b.nbytes)
-
 
 def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and what was alive at it."""
-    device, host, top, top_at, host_top = 0, 0, -1, 0, 0
-    beyond = most_beyond = 0
-    phase_peaks = {}
-    borders = iter([*ledger.phases, (len(ledger.events) + 1, "")])
-    phase, top_phase, upcoming = "setup", "setup", next(borders)
+    device = host = host_top = beyond = most_beyond = 0
+    top, top_at, phase, top_phase = -1, 0, "setup", "setup"
+    phase_peaks, begun = {}, dict(ledger.phases)
     for at, (index, delta) in enumerate(ledger.events):
-        while upcoming[0] <= at:
-            phase, upcoming = upcoming[1], next(borders)
+        phase = begun.get(at, phase)
         if ledger.blocks[index].host:
             host += delta
             host_top = max(host_top, host)
@@ -90,20 +80,10 @@ def summarize(ledger: Ledger) -> Simulation:
             phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
             if device > top:
                 top, top_at, top_phase = device, at, phase
-    result = Simulation(
-        peak_bytes=max(top, 0), beyond_bytes=0, most_beyond_bytes=most_beyond,
-        host_peak_bytes=host_top, peak_phase=top_phase, peak_module="",
-        categories={}, modules=[], operations=[], phase_peaks=phase_peaks,
-        flops={
-            "matmul": dict(ledger.matmul_flops),
-            "attention": dict(ledger.attention_flops),
-            "total": sum(ledger.matmul_flops.values()) + sum(ledger.attention_flops.values()),
-        },
-        attention_calls=dict(ledger.attention_calls), ledger=ledger,
-    )  # fmt: skip
-    categories, modules, operations = defaultdict(int), defaultdict(int), defaultdict(int)
+    categories, modules, operations = Counter(), Counter(), Counter()
     turn = max((at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None)
-    for block in result.alive(top_at):
+    alive = (b for b in ledger.blocks if not b.host and b.born <= top_at and (b.died is None or b.died > top_at))
+    for block in sorted(alive, key=lambda b: -b.nbytes):
         category = block.category
         if category == "activations" and turn is not None and block.born < turn:
             category = "checkpoints"  # made in the forward, kept for the backward
@@ -111,12 +91,18 @@ def summarize(ledger: Ledger) -> Simulation:
         if block.category not in ("parameters", "gradients"):
             modules[block.module] += block.nbytes
             operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
-    result.categories = dict(categories)
-    result.beyond_bytes = top - categories["parameters"] - categories["gradients"]
-    result.modules = sorted(modules.items(), key=lambda item: -item[1])
-    result.operations = sorted(operations.items(), key=lambda item: -item[1])
-    result.peak_module = ledger.blocks[ledger.events[top_at][0]].module
-    return result
+    return Simulation(
+        peak_bytes=max(top, 0), beyond_bytes=top - categories["parameters"] - categories["gradients"],
+        most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
+        peak_module=ledger.blocks[ledger.events[top_at][0]].module, categories=dict(categories),
+        modules=modules.most_common(), operations=operations.most_common(), phase_peaks=phase_peaks,
+        flops={
+            "matmul": dict(ledger.matmul_flops),
+            "attention": dict(ledger.attention_flops),
+            "total": sum(ledger.matmul_flops.values()) + sum(ledger.attention_flops.values()),
+        },
+        attention_calls=dict(ledger.attention_calls), ledger=ledger,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
