@@ -5,7 +5,7 @@ from html import escape
 
 from hfpatch.profiling import report
 from hfpatch.profiling.advice import sentences
-from hfpatch.profiling.timeline import CATEGORIES, MEANING, Run, size
+from hfpatch.profiling.timeline import CATEGORIES, MEANING, UNITS, Run, size, unit_of
 
 # Mid-tones, so that each shows on white and on near-black alike.
 COLOURS = {
@@ -51,21 +51,15 @@ PANEL = 360
 
 def ticks(top: float) -> list[float]:
     """Round steps of a binary unit, from 0 to at most top: about five of them."""
-    unit = 1
-    while top / unit >= 1024 and unit < 1 << 30:
-        unit *= 1024
+    unit = unit_of(top)
     steps = (m * 10**e for e in range(-1, 6) for m in (1, 2, 5))
     step = next(s for s in steps if top / unit / s <= 6)
     return [i * step * unit for i in range(int(top / unit / step) + 1)]
 
 
 def _tick_label(value: float) -> str:
-    unit, name = 1, "B"
-    for name in ("B", "KiB", "MiB", "GiB"):
-        if value / unit < 1024 or name == "GiB":
-            break
-        unit *= 1024
-    return f"{value / unit:g} {name}"
+    unit = unit_of(value)
+    return f"{value / unit:g} {UNITS[unit]}"
 
 
 def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:

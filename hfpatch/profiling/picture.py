@@ -2,7 +2,7 @@
 
 from hfpatch.profiling.page import COLOURS, ticks
 from hfpatch.profiling.report import by_length, columns
-from hfpatch.profiling.timeline import CATEGORIES, Run, size
+from hfpatch.profiling.timeline import CATEGORIES, UNITS, Run, size, unit_of
 
 
 def draw(runs: list[Run], path: str) -> bool:
@@ -23,8 +23,7 @@ def draw(runs: list[Run], path: str) -> bool:
     shown = {}
     for row, (length, group) in zip(axes, lengths.items()):
         top = max(r.peak_bytes for r in group) * 1.15
-        unit = max((1 << s for s in (0, 10, 20, 30) if top >= 1 << s), default=1)
-        name = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}[unit]
+        unit = unit_of(top)
         for axis in row[len(group) :]:
             axis.axis("off")
         for i, (axis, run, title) in enumerate(zip(row, group, columns(group))):
@@ -45,7 +44,7 @@ def draw(runs: list[Run], path: str) -> bool:
             axis.set_xlabel("seconds" if run.time_unit == "s" else run.time_unit, fontsize=9)
             axis.locator_params(axis="x", nbins=5)
             axis.grid(axis="y", alpha=0.3)
-            axis.set_ylabel(name if i == 0 else "")
+            axis.set_ylabel(UNITS[unit] if i == 0 else "")
     order = [c for c in CATEGORIES if c in shown]
     figure.legend(
         [shown[c] for c in order],

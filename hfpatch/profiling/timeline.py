@@ -193,11 +193,15 @@ def grouped(alive: list[Allocation]) -> list:
     return rows[:ROWS] + tail
 
 
+UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
+
+
+def unit_of(count: float) -> int:
+    """The largest of UNITS that goes into it."""
+    return max((unit for unit in UNITS if count >= unit), default=1)
+
+
 def size(count: float) -> str:
     """1536 -> '1.5 KiB'. Binary units, one or two decimals."""
-    sign, count = ("-" if count < 0 else ""), abs(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{sign}{count:.0f} B" if unit == "B" else f"{sign}{count:.{1 if count >= 10 else 2}f} {unit}"
+    unit = unit_of(abs(count))
+    return f"{count:.0f} B" if unit == 1 else f"{count / unit:.{1 if abs(count) >= 10 * unit else 2}f} {UNITS[unit]}"

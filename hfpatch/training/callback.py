@@ -290,14 +290,12 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
         known = published_peak(torch.cuda.get_device_name(device))
         if known:
             return known
-    n = 8192 if device.type == "cuda" else 1024
+    n, wait = (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
     a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
     for _ in range(8):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         begin = time.perf_counter()
         a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         best = min(best, time.perf_counter() - begin)
     return 2 * n**3 / best
