@@ -13,6 +13,7 @@ from hfpatch.memory.presets import preset_config
 from hfpatch.profiling import step
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.report import markdown
+from hfpatch.profiling.simulated import simulated_run
 from hfpatch.profiling.timeline import CATEGORIES
 from hfpatch.simulate.simulator import simulate
 
@@ -61,6 +62,17 @@ def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
     assert run.peak_bytes == pytest.approx(expected, rel=0.03)
     # The plan is of a GPU, whose kernels take scratch memory that a CPU's do not: more at these sizes, never less.
     assert 0.97 * run.peak_bytes <= plan["gpu_peak_bytes"] <= 1.15 * run.peak_bytes
+
+
+@pytest.mark.parametrize("impl", ["hf", "hfpatch"])
+def test_simulates_families_that_sdpa_does_not_serve(tmp_path, impl):
+    """gpt-oss has sinks: transformers refuses it sdpa."""
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "vocab_size": 512}
+    config.write_text(json.dumps({"model_type": "gpt_oss", "num_key_value_heads": 2, **sizes, **experts}))
+    run = simulated_run(options(tmp_path, model=str(config), impl=impl, optimizer="none"))
+    assert run.error is None and run.peak_bytes == sum(row["bytes"] for row in run.rows) > 0
 
 
 def test_end_of_forward_is_what_autograd_saved(tmp_path):
