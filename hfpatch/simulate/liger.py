@@ -55,19 +55,13 @@ def _passes(kernel) -> dict[str, int]:
     return {name: sum(name in names for names in touched.values()) for name in kernel.arg_names}
 
 
-def _drop_kernels() -> int:
+def _drop_kernels() -> None:
     import triton
 
-    dropped = 0
-    kernel_types = (triton.runtime.jit.KernelInterface,)
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("liger_kernel"):
-            continue
+    for module in [module for name, module in sys.modules.items() if name.startswith("liger_kernel")]:
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, kernel_types):
+            if isinstance(value, triton.runtime.jit.KernelInterface):
                 setattr(module, attribute, _NoKernel(value))
-                dropped += 1
-    return dropped
 
 
 def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 
 from hfpatch.compat import run_scans_plainly
 from hfpatch.memory.limits import check_sizes
-from hfpatch.simulate import trl
+from hfpatch.simulate import liger, trl
 from hfpatch.simulate.adapters import adapted
 
 IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
@@ -53,14 +53,10 @@ def prepare(model, implementation: str):
     elif implementation in trl.IMPLEMENTATIONS:
         trl.apply(model, implementation)
     elif implementation.startswith("liger"):
-        from hfpatch.simulate import liger
-
         liger.apply(model, tiled=implementation == "liger-tiled-offload")
     if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     if implementation == "hf-ckpt-chunked":
-        from hfpatch.simulate import liger
-
         liger.apply(model, loss_only=True)
     return model

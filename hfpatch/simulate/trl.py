@@ -3,6 +3,8 @@ transformers' offload of what checkpointing keeps. All of it is their own code; 
 
 from torch import nn
 
+from hfpatch.simulate import liger
+
 IMPLEMENTATIONS = ("trl-offload", "trl-selective", "trl-hfpatch", "liger-selective")
 
 
@@ -18,8 +20,6 @@ def apply(model: nn.Module, implementation: str) -> nn.Module:
     except ImportError as error:
         raise ImportError(f"hfpatch: the comparison needs a newer trl ({error}); pip install -U trl.") from error
     if implementation == "liger-selective":
-        from hfpatch.simulate import liger
-
         liger.apply(model)
     else:
         if implementation == "trl-hfpatch":
@@ -41,9 +41,7 @@ def _enable_offload(model: nn.Module) -> None:
     """transformers' checkpointing with offload=True; what its hooks keep is host memory to the follower."""
     import transformers.modeling_utils as theirs
 
-    from hfpatch.simulate.liger import offloading
-
-    theirs.save_on_cpu = lambda **kwargs: offloading()  # a machine without an accelerator pins nothing
+    theirs.save_on_cpu = lambda **kwargs: liger.offloading()  # a machine without an accelerator pins nothing
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not getattr(enable, "_is_sac_wrapped", False):
         enable = model.activation_checkpointing_enable
