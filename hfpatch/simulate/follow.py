@@ -144,7 +144,8 @@ class Follower(TorchDispatchMode):
             except BaseException:  # the mode would stay on
                 self.__exit__(*sys.exc_info())
                 raise
-            self.ledger, self._refs = noted
+            finally:
+                self.ledger, self._refs = noted
         return self
 
     def __exit__(self, *exception):
