@@ -131,6 +131,13 @@ def test_columns_are_detected(tmp_path):
     assert trainer.model_accepts_loss_kwargs, "else Trainer divides the loss by the accumulation once more"
 
 
+def assert_evaluated(got: float, plain: float, stock, tmp_path):
+    """A loss over Rows(4), within the budget of its float64 twin."""
+    exact = train(tiny.exact(stock), tmp_path / "exact", max_steps=1, learning_rate=0.0)[0].evaluate()["eval_loss"]
+    losses = (torch.tensor(loss, dtype=torch.float64) for loss in (got, plain, exact))
+    tiny.numerics.assert_close(*losses, "loss", torch.float32)
+
+
 @pytest.mark.parametrize("eval_logits", ["auto", True])
 def test_predict_and_compute_metrics(tmp_path, eval_logits):
     """Logits always None break both."""
@@ -150,8 +157,8 @@ def test_predict_and_compute_metrics(tmp_path, eval_logits):
     (plain, plain_predicted, shape), (got, got_predicted, got_shape) = results
     assert got_shape == shape == (4, tiny.TOKENS, tiny.VOCAB) and set(seen) == {shape}
     assert got["eval_accuracy"] == plain["eval_accuracy"]
-    assert got["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
-    assert got_predicted["test_loss"] == pytest.approx(plain_predicted["test_loss"], rel=1e-6)
+    assert_evaluated(got["eval_loss"], plain["eval_loss"], stock, tmp_path)
+    assert_evaluated(got_predicted["test_loss"], plain_predicted["test_loss"], stock, tmp_path)
 
 
 def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
@@ -167,7 +174,7 @@ def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
     plain = train(stock, tmp_path / "stock", max_steps=1, learning_rate=0.0)[0].evaluate()["eval_loss"]
     ours.train()
     got = train(ours, tmp_path / "ours", max_steps=1, learning_rate=0.0, prediction_loss_only=True)[0].evaluate()
-    assert got["eval_loss"] == pytest.approx(plain, rel=1e-6)
+    assert_evaluated(got["eval_loss"], plain, stock, tmp_path)
 
 
 def test_eval_logits_settings():
@@ -254,10 +261,10 @@ def test_apply_between_two_trainings(tmp_path):
     plain = copy.deepcopy(model)
     report = hfpatch.apply(model, checkpointing=tiny.TILED)
     assert report.count("loss") == 1 or any(o == "loss" and "forward" in why for o, why in report.skipped)
-    tiny.step(model, tiny.labelled())
-    assert tiny.step(model, tiny.labelled())["loss"] == pytest.approx(
-        float(tiny.step(plain, tiny.labelled())["loss"]), rel=1e-2
-    )
+    true = tiny.llama()
+    true.load_state_dict(plain.state_dict())
+    losses = (tiny.step(m, tiny.labelled())["loss"] for m in (model, plain, tiny.exact(true)))
+    tiny.numerics.assert_close(*losses, "loss", torch.bfloat16)
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------------------
@@ -343,9 +350,9 @@ def test_modules_to_save(order, adapter, modules):
 @pytest.mark.parametrize("order", ["apply first", "peft first"])
 def test_adapters_disabled_merged_and_saved(order, tmp_path):
     ours, stock = adapted(order, target_modules=ALL)
-    batch = tiny.labelled()
-    with ours.disable_adapter(), stock.disable_adapter():
-        assert torch.allclose(ours(**batch).loss, stock(**batch).loss, rtol=1e-6)
+    true = tiny.exact(stock)
+    with ours.disable_adapter(), stock.disable_adapter(), true.disable_adapter():
+        tiny.numerics.assert_close(*(m(**tiny.labelled()).loss.detach() for m in (ours, stock, true)))
     ours.save_pretrained(tmp_path / "ours")
     stock.save_pretrained(tmp_path / "stock")
     for name in ("adapter_model.safetensors",):
@@ -354,7 +361,7 @@ def test_adapters_disabled_merged_and_saved(order, tmp_path):
     assert [k.__name__ for k in tiny.classes(merged)] == [k.__name__ for k in tiny.classes(plain)]
     for p in (*merged.parameters(), *plain.parameters()):
         p.requires_grad_(True)
-    tiny.assert_as_good(merged, plain, batch)
+    tiny.assert_as_good(merged, plain, tiny.labelled())
 
 
 def test_undo_under_peft():

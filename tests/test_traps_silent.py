@@ -42,10 +42,10 @@ def test_positions_beside_the_cache_that_transformers_makes(kind):
     """A loop of one's own says nothing of a cache, so transformers makes one and looks for no documents, in training too."""
     stock = tiny.llama(dtype=torch.float64)
     ids, found = tiny.ids(1), []
-    for model in (stock, tiny.patched(stock, checkpointing=tiny.TILED)):
+    for model in (tiny.patched(stock, checkpointing=tiny.TILED), tiny.exact(stock)):
         model.train()(input_ids=ids, labels=ids, position_ids=positions(kind)).loss.backward()
-        found.append(model.model.layers[0].self_attn.k_proj.weight.grad)
-    assert (found[0] - found[1]).norm() < 1e-5 * found[0].norm()  # float32 inside the norms; a document lost is 2.0
+        found.append(tiny.gradients(model))
+    tiny.assert_same_in_double(*found)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -167,7 +167,7 @@ def test_training_logits_when_asked_for():
     stock = tiny.llama()
     assert tiny.patched(stock)(**batch()).logits is None
     ours = tiny.patched(stock, train_logits=True)
-    assert torch.allclose(ours(**batch()).logits, stock(**batch()).logits, atol=1e-5)
+    tiny.numerics.assert_close(*(m(**batch()).logits.detach() for m in (ours, stock, tiny.exact(stock))))
 
 
 def test_nothing_says_our_attention_outside_of_a_forward(tmp_path):

@@ -247,14 +247,14 @@ def test_every_field_of_trls_head(order, changes):
             else:
                 tiny.numerics.assert_close(got[name].detach(), plain[name].detach(), exact[name].detach(), name)
     assert ours(**batch).logits is None
-    assert torch.allclose(ours(tiny.ids()).logits, stock(tiny.ids()).logits, atol=1e-5)
+    tiny.numerics.assert_close(*(m(tiny.ids()).logits.detach() for m in (ours, stock, true)))
     hfpatch.undo(ours)
     assert tiny.classes(ours) == tiny.classes(stock)
     got, plain = run(ours, {}), run(stock, {})
     assert all(torch.equal(got[n], plain[n]) for n in plain), "undo gives TRL's head back"
     hfpatch.apply(ours, checkpointing=tiny.TILED)
     assert "forward" not in vars(ours)
-    assert torch.allclose(run(ours, {})["log_probs"], plain["log_probs"], atol=1e-5)
+    tiny.numerics.assert_close(*(run(m, {})["log_probs"].detach() for m in (ours, stock, true)))
 
 
 @of_the_head
@@ -274,16 +274,15 @@ def test_what_a_family_does_to_its_logits(family):
     torch.manual_seed(0)
     stock = getattr(transformers, f"{family}ForCausalLM")(made).train()
     ours = tiny.patched(stock, verdict=False)
-    for model in (ours, stock):
+    found = []
+    for model in (ours, stock, tiny.exact(stock)):
         add_fused_lm_head(model, temperature=0.9, outputs=OUTPUTS)
-    outs = [model(**tiny.labelled(), fused_lm_head=True) for model in (ours, stock)]
-    for out in outs:
+        out = model(**tiny.labelled(), fused_lm_head=True)
         (out.log_probs.sin().sum() + out.entropy.sum() + out.loss).backward()
-    got, plain = (dict(o.items()) | {n: p.grad for n, p in m.named_parameters()} for o, m in zip(outs, (ours, stock)))
-    assert got.keys() == plain.keys() and ("aux_loss" in got) == (family == "Mixtral")
-    for name, value in plain.items():
-        value, close = value.detach().float(), 50 * torch.finfo(torch.float32).eps
-        assert (got[name].detach().float() - value).abs().max() <= close * value.abs().max(), name
+        named = dict(out.items()) | {n: p.grad for n, p in model.named_parameters()}
+        found.append({n: value.detach() for n, value in named.items()})
+    assert ("aux_loss" in found[0]) == (family == "Mixtral")
+    tiny.assert_within(*found, dtype=torch.float32)
 
 
 @of_the_head
@@ -291,7 +290,7 @@ def test_where_our_head_cannot_serve_trls_does():
     """LoRA on the head: TRL's own head, which reads the base's weight alone, and a sentence that says so."""
     stock = tiny.llama()
     ours = tiny.patched(stock)
-    models = [ours, stock]
+    models = [ours, stock, tiny.exact(stock)]
     for model in models:
         add_fused_lm_head(model, outputs=OUTPUTS)
         model.lm_head = nn.Sequential(model.lm_head)
@@ -301,7 +300,8 @@ def test_where_our_head_cannot_serve_trls_does():
         UserWarning, match="hfpatch: TRL's own fused head runs, as lm_head is a torch.nn.modules.container.Sequential"
     ):
         got = ours(**tiny.labelled(), fused_lm_head=True)
-    assert torch.allclose(got.loss, stock(**tiny.labelled(), fused_lm_head=True).loss, rtol=1e-6)
+    plain, exact = (m(**tiny.labelled(), fused_lm_head=True).loss.detach() for m in models[1:])
+    tiny.numerics.assert_close(got.loss.detach(), plain, exact)
 
 
 @of_the_head
@@ -328,16 +328,17 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 stock = tiny.llama()
 ours = copy.deepcopy(stock)
 hfpatch.apply(ours, checkpointing=tiny.TILED, verdict=False)
-for model in (stock, ours):
+true = tiny.exact(stock)
+for model in (stock, ours, true):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 for unit in (*ours.model.layers, ours.lm_head, ours):
     fully_shard(unit)
 assert type(ours.lm_head).__name__ == "FSDPLinear" and hasattr(ours.lm_head.weight, "placements")
-for model in (stock, ours):
+for model in (stock, ours, true):
     out = model(**tiny.labelled(), fused_lm_head=True)
     (out.log_probs.sin().sum() + out.entropy.sum()).backward()
-for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
-    assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
+for (name, p), q, t in zip(stock.named_parameters(), ours.parameters(), true.parameters()):
+    tiny.numerics.assert_close(q.grad.full_tensor(), p.grad, t.grad, name)
 print("same", getattr(ours, "_hfpatch_told", None))
 sys.stdout.flush()
 os._exit(0)

@@ -153,8 +153,12 @@ def assert_within(got: dict, plain: dict, true: dict, dtype=None) -> None:
 
 
 def assert_equal_in_double(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss) -> None:
+    """Loss and gradients are those of the float64 twin, as `assert_same_in_double` has it."""
+    assert_same_in_double(step(ours, as_double(batch), loss), step(exact(stock), as_double(batch), loss))
+
+
+def assert_same_in_double(got: dict, true: dict) -> None:
     """The same in float64, to a thousand rounding steps of the largest value: algebra, with nothing left to rounding."""
-    got, true = step(ours, as_double(batch), loss), step(exact(stock), as_double(batch), loss)
     assert got.keys() == true.keys()
     for name, value in got.items():
         dtype = torch.float32 if name == "loss" else torch.float64  # the loss as transformers gives it

@@ -80,15 +80,30 @@ def reserve(nbytes: int) -> int:
 
 
 class Search:
-    """The policies that settings allow for one batch shape, each priced once. scarce: nothing is taken for speed alone."""
+    """The policies that settings allow for one batch shape, each priced once, each budget searched once.
+
+    gpu: whose rates decide; able: what the layers can keep as they are now (adapters, autocast, parts that are not fused);
+    scarce: nothing is taken for speed alone. Raises ValueError for tensors to keep that this model's layers cannot.
+    """
 
     def __init__(
         self, settings, shape, *, batch, tokens, itemsize=2, gpu: Gpu | None = None, able: tuple = KEEPABLE, scarce=False
     ):  # fmt: skip
+        unknown = [n for n in settings.keep if n not in shape.keepable] if settings.keep != "auto" else []
+        if unknown:
+            raise ValueError(
+                f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's keep "
+                '"auto".'
+            )
         self.settings, self.shape, self.gpu, self.able = settings, shape, gpu or GPUS[NOMINAL], able
         self.scarce = scarce
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-        self.price, self.memory = cache(self.price), cache(self.memory)
+        self.price, self.memory, self.best, self.least = map(cache, (self.price, self.memory, self.best, self.least))
+
+    def budget(self, gpu_free: int | None, host_free: int | None, n_ranks: int = 1) -> Budget:
+        """What there is for one of n_ranks that share the machine's free bytes."""
+        host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
+        return Budget(gpu_free, host, PINNED_MOST if self.settings.keep == "auto" else None)
 
     def memory(self, policy: Policy) -> tuple[StepMemory, Option]:
         """The step's memory, also as an option without its seconds."""
@@ -173,6 +188,18 @@ class Search:
         return [replace(way, wide=True) for way in (base, *parked)]
 
     # -- the choice --------------------------------------------------------------------------------------------------
+    def decide(self, budget: Budget) -> Option:
+        """What the settings' aim takes of the budget. ValueError where the host cannot hold what was asked for."""
+        if self.settings.aim == "fastest":
+            tries = [self] if budget.device is not None else _cautious(self)
+            found = next((option for one in tries if (option := one.best(budget))), None)
+            if found is not None:
+                return _larger_loss(self, found, budget)
+        found = _larger_loss(self, self.least(budget), replace(budget, device=None))
+        if not budget.admits_host(found):
+            raise ValueError(_host_too_small(self, found, budget))
+        return found
+
     def best(self, budget: Budget) -> Option | None:
         """The fastest that fits, None where nothing does."""
         found = self._fitting(budget, several=False) or self._fitting(budget, several=True)
@@ -284,42 +311,20 @@ def decide(
     checkpointing: Checkpointing,
     shape: ModelShape,
     *,
-    batch: int,
-    tokens: int,
-    itemsize: int = 2,
     gpu_free: int | None = None,
     host_free: int | None = None,
     n_ranks: int = 1,
-    gpu: Gpu | None = None,
-    able: tuple = KEEPABLE,
+    **sizes,
 ) -> Option:
     """Resolves every "auto" for one batch shape.
 
     gpu_free: bytes left for the step on the device, gradients, optimizer states and what the step itself needs taken off
-    (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. gpu: whose rates
-    decide; able: what the layers can keep as they are now (adapters, autocast, parts that are not fused). Raises ValueError
-    when the host cannot hold what was asked for, naming what would, and for tensors to keep that this model's layers cannot.
+    (memory/free.py: to_come); host_free: on this machine, shared by its n_ranks; None where unknown. sizes: batch, tokens,
+    and what else a `Search` takes. Raises ValueError when the host cannot hold what was asked for, naming what would, and for
+    tensors to keep that this model's layers cannot.
     """
-    asked = () if checkpointing.keep == "auto" else checkpointing.keep
-    unknown = [n for n in asked if n not in shape.keepable]
-    if unknown:
-        raise ValueError(
-            f"hfpatch: expected layers that can keep {unknown[0]}, this model's cannot; leave Checkpointing's keep "
-            '"auto".'
-        )
-    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize, "gpu": gpu, "able": able}
-    host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
-    budget = Budget(gpu_free, host, PINNED_MOST if checkpointing.keep == "auto" else None)
     search = Search(checkpointing, shape, **sizes)
-    if checkpointing.aim == "fastest":
-        tries = [search] if gpu_free is not None else _cautious(checkpointing, shape, sizes)
-        found = next((option for one in tries if (option := one.best(budget))), None)
-        if found is not None:
-            return _larger_loss(search, found, budget)
-    found = _larger_loss(search, search.least(budget), Budget(None, host))
-    if not budget.admits_host(found):
-        raise ValueError(_host_too_small(search, found, budget))
-    return found
+    return search.decide(search.budget(gpu_free, host_free, n_ranks))
 
 
 def _larger_loss(search: Search, option: Option, budget: Budget) -> Option:
@@ -336,15 +341,17 @@ def _larger_loss(search: Search, option: Option, budget: Budget) -> Option:
     return min(fits, key=lambda o: o.seconds)
 
 
-def _cautious(settings: Checkpointing, shape: ModelShape, sizes: dict) -> list[Search]:
+def _cautious(search: Search) -> list[Search]:
     """Where nobody knows what the device has free: what a layer needs and no more, on the host while that has room."""
+    settings, sizes = search.settings, search.sizes
     auto = lambda value, other: other if isinstance(value, str) and value == "auto" else value  # noqa: E731
     settings = replace(
         settings, tile=auto(settings.tile, auto_tile(sizes["batch"] * sizes["tokens"])), plain=auto(settings.plain, 0),
         keep=auto(settings.keep, ()),
     )  # fmt: skip
     places = ("host", "gpu") if settings.offload == "auto" else (settings.offload,)
-    return [Search(replace(settings, offload=place), shape, **sizes, scarce=True) for place in places]
+    more = {**sizes, "gpu": search.gpu, "able": search.able, "scarce": True}
+    return [Search(replace(settings, offload=place), search.shape, **more) for place in places]
 
 
 def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
@@ -368,7 +375,7 @@ def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]
         return ends[:1]
     low, high = (o.device + reserve(o.device) for o in ends)
     rooms = (low + (high - low) * i // (points - 1) for i in range(1, points - 1))
-    found = [ends[0], *(search.best(Budget(room, budget.host)) for room in rooms), ends[1]]
+    found = [ends[0], *(search.best(replace(budget, device=room)) for room in rooms), ends[1]]
     kept: list[Option] = []
     for option in sorted((o for o in found if o), key=lambda o: (o.device, o.seconds)):
         if not kept or option.seconds < kept[-1].seconds:

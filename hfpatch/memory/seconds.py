@@ -190,10 +190,10 @@ FIRST_STEP_BUDGET = 60.0  # seconds that a first step may take beside a step's o
 
 
 def first_step(
-    gpu: Gpu, memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2
+    gpu: Gpu, memory: StepMemory, policy, shape: ModelShape, *, tokens: int, itemsize: int = 2
 ) -> dict[str, float]:
     """Seconds that the first step takes beside a step's own: host memory pinned, for checkpoints and frozen weights, kernels
-    compiled (kept on disk from then on), attention's backends tried."""
+    compiled (kept on disk from then on), attention's backends tried, on one row whatever the batch."""
     pinned = memory.host if isinstance(policy, Policy) and policy.offload == "host" else 0
     pinned += weight_bytes(shape, policy, itemsize)[0]
     found = {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": 0.0, "attention_choice": 0.0}

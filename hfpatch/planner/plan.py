@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 
 from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, choose, frontier
+from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
 from hfpatch.memory.hardware import GPUS
@@ -39,18 +39,31 @@ def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
     return max(0, int(gpu)), None if host is None else max(0, int(host))
 
 
+@lru_cache(maxsize=2)
+def _search(*asked, **sizes) -> Search:
+    """One for the choice and the frontier: what the one has priced the other need not."""
+    return Search(*asked, **sizes)
+
+
+def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
+    itemsize = PLACEMENTS[placement].itemsize
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
+    search = _search(settings, run.shape, gpu=run.gpu, **sizes)
+    return search, search.budget(*_free(run, stays, itemsize), run.gpus)
+
+
 def _policy(run: Run, placement: str, stays):
     """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
-    itemsize = PLACEMENTS[placement].itemsize
-    settings, (gpu_free, host_free) = _settings(run, placement), _free(run, stays, itemsize)
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize, "gpu_free": gpu_free, "gpu": run.gpu}
+    settings = _settings(run, placement)
     try:
-        return choose(settings, run.shape, host_free=host_free, n_ranks=run.gpus, **sizes), ""
+        search, budget = _searched(run, placement, stays, settings)
+        return search.decide(budget).policy, ""
     except ValueError:
         # Planned with what asks least of the host, so that the lack shown is the least.
-        return choose(_frugal(settings), run.shape, host_free=None, **sizes), "the host cannot hold the checkpoints"
+        search, budget = _searched(run, placement, stays, _frugal(settings))
+        return search.decide(replace(budget, host=None)).policy, "the host cannot hold the checkpoints"
 
 
 def _frontier(run: Run, placement: str) -> list[dict]:
@@ -59,16 +72,8 @@ def _frontier(run: Run, placement: str) -> list[dict]:
     if run.checkpointing in WHOLE:
         return []
     stays = resident(placement, run.shape, run.gpus, run.checkpointing)
-    itemsize = PLACEMENTS[placement].itemsize
-    gpu_free, host_free = _free(run, stays, itemsize)
-    host = None if host_free is None else int(host_free * HOST_SHARE) // run.gpus
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
-    search = Search(replace(_settings(run, placement), aim="fastest"), run.shape, gpu=run.gpu, **sizes)
-    points = []
-    for option in frontier(search, Budget(gpu_free, host)):
-        plan = evaluate(run, placement, option.policy)
-        points.append({"gpu_peak_bytes": plan.gpu_peak_bytes, "step_seconds": plan.step_seconds, "policy": plan.policy})
-    return points
+    plans = (evaluate(run, placement, o.policy) for o in frontier(*_searched(run, placement, stays, _settings(run, placement))))
+    return [{k: getattr(p, k) for k in ("gpu_peak_bytes", "step_seconds", "policy")} for p in plans]
 
 
 def _frugal(settings: Checkpointing) -> Checkpointing:
@@ -105,7 +110,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
-    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, **sizes, itemsize=itemsize))
+    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize))
 
 
 def _why(run: Run, policy) -> str:

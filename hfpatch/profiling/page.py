@@ -36,10 +36,11 @@ th { color: var(--faint); font-weight: 600; } tr:nth-child(even) td { background
   height: 0.8em; margin-right: 0.4em; border-radius: 2px; vertical-align: -1px; }
 table.top td, table.top th { padding-right: 0.4rem; } table.top td:first-child { white-space: nowrap; }
 pre { font-size: 0.85rem; white-space: pre-wrap; }
-.scroll, .panels { overflow-x: auto; } .panels { display: flex; flex-wrap: wrap; gap: 0.6rem 1rem; }
-.panels svg { height: auto; }
+.scroll { overflow-x: auto; } td { font-variant-numeric: tabular-nums; } p code { display: inline-block; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--panel)), 1fr)); gap: 0.6rem 1rem; }
+.panels svg { width: 100%; height: auto; max-width: calc(1.55 * var(--panel)); }
 svg text { fill: var(--text); font: 13px system-ui, sans-serif; }
-svg text.faint { fill: var(--faint); font-size: 12px; }
+svg text.name { font-weight: 600; } svg text.faint { fill: var(--faint); font-size: 12px; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--faint); }
 svg .peak { stroke: var(--text); stroke-dasharray: 4 3; } svg .phase { stroke: var(--faint); stroke-dasharray: 1 3; }
 summary { cursor: pointer; color: var(--faint); } ul.facts { color: var(--faint); padding-left: 1.2rem; }
@@ -88,7 +89,7 @@ def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
 def chart(runs: list[Run], *, shared: bool = True) -> str:
     """Memory over one step, a panel per run; shared: one memory axis for all of them.
 
-    Panels stand beside each other and wrap where the window is narrow: text never shrinks below four fifths.
+    Panels are of one size; they stand beside each other and wrap where the window is narrow, text hardly shrinks.
     """
     runs = [r for r in runs if r.curve]
     if not runs:
@@ -98,15 +99,14 @@ def chart(runs: list[Run], *, shared: bool = True) -> str:
         _panel(run, name, width, (highest if shared else run.peak_bytes) * 1.12)
         for run, name in zip(runs, report.columns(runs))
     ]
-    return '<div class="panels">' + "\n".join(panels) + "</div>"
+    return f'<div class="panels" style="--panel: {0.9 * width:.0f}px">' + "\n".join(panels) + "</div>"
 
 
 def _panel(run: Run, name: str, full: int, top: float) -> str:
     """One run's curve, `full` units wide, its memory axis up to `top` bytes."""
     x0, width = LEFT, full - LEFT - 8
-    size_of = f"flex: 1 1 {0.9 * full:.0f}px; min-width: {min(0.8 * full, 320):.0f}px; max-width: {1.4 * full:.0f}px"
     label = f"memory over one training step, {escape(name)}"
-    out = [f'<svg viewBox="0 0 {full} {TOP + HEIGHT + BOTTOM}" style="{size_of}" role="img" aria-label="{label}">']
+    out = [f'<svg viewBox="0 0 {full} {TOP + HEIGHT + BOTTOM}" role="img" aria-label="{label}">']
     for tick in ticks(top):
         y = TOP + HEIGHT * (1 - tick / top)
         out.append(f'<line class="grid" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -123,7 +123,7 @@ def _panel(run: Run, name: str, full: int, top: float) -> str:
     out.append(f'<line class="peak" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
     out.append(f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
     out.append(f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>')
-    out.append(f'<text x="{x0}" y="18" font-weight="600">{escape(name)}</text>')
+    out.append(f'<text x="{x0}" y="18" class="name">{escape(name)}</text>')
     span = f"0 to {end:.2f} s" if run.time_unit == "s" else f"one step, {run.time_unit}"
     out.append(f'<text class="faint" x="{x0 + width}" y="{TOP + HEIGHT + 38}" text-anchor="end">{escape(span)}</text>')
     return "\n".join([*out, "</svg>"])
@@ -146,11 +146,15 @@ def _inline(text: str) -> str:
 
 
 def _breakable(html: str) -> str:
-    """A long path or dotted name may go on in the next line after its separators, so that the table fits."""
-    return re.sub(r"(?<=[\w*][/._:])(?=[A-Za-z*])|(?<=:)(?=\d)", "<wbr>", html)
+    """A long path or dotted name may go on in the next line after its separators, but not before `py:12`."""
+    return re.sub(r"(?<=[\w*][/._:])(?=[A-Za-z*])(?!py:)", "<wbr>", html)
 
 
 def _table(head, rows, kind="") -> str:
+    """kind "top": of the largest blocks, where a column without any value is left out."""
+    if kind == "top":
+        told = [i for i in range(len(head)) if any(row[i] for row in rows)]
+        head, rows = [head[i] for i in told], [[row[i] for i in told] for row in rows]
     cells = "".join(f"<th>{_inline(h)}</th>" for h in head)
     cell = (lambda c: _breakable(_inline(c))) if kind == "top" else _inline
     body = "".join("<tr>" + "".join(f"<td>{cell(c)}</td>" for c in row) + "</tr>" for row in rows)

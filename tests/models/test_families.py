@@ -169,9 +169,10 @@ def test_a_rotation_gives_q_and_k_each_its_own_dtype():
     "olmo2", "gemma3_text", "cohere2",
     *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "olmo3", "phi3", "glm4", "smollm3")),
 ])  # fmt: skip
-def test_in_16_bits_as_exact_as_transformers(name):
-    """Gradients of a bfloat16 model: as far from float64's as stock's are."""
-    model = families.small_model(name).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_as_exact_as_transformers(name, dtype):
+    """Gradients of a model in 16 bits: as far from float64's as stock's are."""
+    model = families.small_model(name).to(dtype)
     ours = copy.deepcopy(model)
     hfpatch.apply(ours, checkpointing=TILE)
     exact, stock, got = (step(m, batch())[2] for m in (copy.deepcopy(model).double(), model, ours))

@@ -14,9 +14,10 @@ import torch
 
 import hfpatch
 from hfpatch.commands import main as cli
+from hfpatch.memory import choice
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import Moment, StepMemory
+from hfpatch.memory.formula import Moment, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
@@ -421,6 +422,18 @@ def test_frontier_and_least():
     *before, chosen = said
     assert len(said) > 3 and all(a > b for a, b in pairwise(before))  # no step twice, with a little more memory
     assert before[-1] >= chosen
+
+
+def test_what_a_plan_prices_is_priced_once(monkeypatch):
+    """The choice and the frontier try the same policies, and know the same of what may be pinned."""
+    priced = []
+    monkeypatch.setattr(
+        choice, "step_memory", lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes)
+    )
+    asked = Checkpointing("host", keep=("qkv", "mid", "gate_up"), plain=0)
+    found = plan("llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked)
+    assert len(priced) == len(set(priced)) > 10
+    assert any(point["policy"]["keep"] == asked.keep for point in found.frontier[-1:]) and found.fits
 
 
 def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():

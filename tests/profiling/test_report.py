@@ -83,15 +83,15 @@ def test_page_stands_alone(runs):
     assert "<h3>hfpatch: what <code>hfpatch.apply</code> did</h3><pre>hfpatch on" in text and "<LlamaMLP>" in said
 
 
-# A panel is at least nine tenths of its own units wide before the next one wraps below it, and long names break.
+# A panel is at least nine tenths of its own units wide before the next one wraps below it, all of one size; long names break.
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_panels_wrap_before_their_text_is_small(count):
     text = page.chart([a_run(impl=f"impl{i}") for i in range(count)])
     views = [tuple(map(float, v.split())) for v in re.findall(r'viewBox="([^"]+)"', text)]
-    bases = [float(b) for b in re.findall(r"flex: 1 1 (\d+)px", text)]
-    assert len(views) == len(bases) == count
-    assert all(basis >= 0.9 * view[2] for basis, view in zip(bases, views))
-    assert min(2, count) * bases[0] < 1100 and ".panels { display: flex; flex-wrap: wrap" in page.STYLE
+    (least,) = (float(b) for b in re.findall(r"--panel: (\d+)px", text))
+    assert len(views) == count and len(set(views)) == 1 and least >= 0.9 * views[0][2]
+    assert min(2, count) * least < 1100
+    assert "grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--panel)), 1fr))" in page.STYLE
     assert text.count(">0 B<") == count, "each has its own memory axis: it may stand alone in its row"
 
 
@@ -99,7 +99,14 @@ def test_the_line_of_a_block_breaks_where_its_name_does():
     line = "transformers/models/llama/modeling_llama.py:402"
     text = page._table(("bytes", "line"), [("256.0 MiB", line)], "top")
     assert text.replace("<wbr>", "").count(line) == 1
-    assert max(map(len, text.split("<td>")[2].split("</td>")[0].split("<wbr>"))) <= len("transformers/")
+    pieces = text.split("<td>")[2].split("</td>")[0].split("<wbr>")
+    assert max(map(len, pieces)) <= len("transformers/") and pieces[-1] == "llama.py:402"
+
+
+def test_blocks_of_which_no_line_is_known_have_no_column_of_lines():
+    text = page._table(("bytes", "line"), [("256.0 MiB", ""), ("1 B", "")], "top")
+    assert "line" not in text and text.count("<td>") == 2
+    assert page._table(("figure", "hf"), [("steps", "")]).count("<td>") == 2, "a run that has none is still a run"
 
 
 def test_simulated_is_marked_everywhere():
