@@ -333,7 +333,8 @@ def plan(
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
-    chosen = _weights_at(run, found.policy["weights"]) if isinstance(found.policy, dict) else run
+    tiled = isinstance(found.policy, dict)
+    chosen = _weights_at(run, found.policy["weights"]) if tiled and run.shape.adapters else run
     found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
         ways = _longest_ways(run, names)
