@@ -62,6 +62,18 @@ def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
     return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
 
 
+def shown(mask, B: int, T: int, past: int) -> Tensor | None:
+    """[B, T] of bool: which of the T tokens behind `past` ones a mask of scores, or a dict of them, lets see themselves.
+
+    Padding is hidden from itself. None where the mask is of another kind, or does not reach so far."""
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    for mask in masks:
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == T and past + T <= mask.shape[3]:
+            itself = mask[:, 0].diagonal(past, 1, 2).expand(B, T)
+            return itself if itself.dtype == torch.bool else itself == 0
+    return None
+
+
 def packs(B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
     """Whether a batch of B rows holds more documents than rows, as its positions [1 or B, T] or its offsets say."""
     if cu_seq_lens is not None:

@@ -14,7 +14,7 @@ from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import keeps_signature, package_of, replaced_forward
-from hfpatch.models.documents import packs, refuse_packed
+from hfpatch.models.documents import packs, refuse_packed, shown
 from hfpatch.models.finding import list_of_layers
 from hfpatch.models.first_call import AskedLayer
 from hfpatch.models.masks import Batch
@@ -214,10 +214,14 @@ class OurAttention:
         seen = rows_mask
         if cache is not None and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B and mask.shape[1] > T:
             seen = mask[:, -T:]  # it tells of what is in the cache too
+        own = mask is not None and not visible
+        of_scores = own and seen is None
+        if of_scores and T > 1:
+            seen = shown(mask, B, T, 0 if cache is None else int(cache.get_seq_length()))
         packed = lambda: packs(B, positions, seen, None)  # noqa: E731
         if self._hfpatch_apart is None and (positions is not None or offsets is not None):
             self._hfpatch_look()
-        if not self._hfpatch_apart and packs(B, positions, rows_mask, offsets):
+        if not self._hfpatch_apart and packs(B, positions, seen, offsets):
             refuse_packed(type(self))
         stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None
         if stock_mixers and offsets is None and kwargs.get("seq_idx") is None and packed():
@@ -230,7 +234,8 @@ class OurAttention:
                 use_cache = False
             kwargs["use_cache"] = use_cache  # models make a cache in training too, where nobody reads it
         if cache is not None or use_cache:
-            if packed():
+            # A mask of the caller's own says who sees whom in attention; mixers know nothing of it.
+            if (self._hfpatch_mixers or not of_scores) and packed():
                 raise ValueError(
                     "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
                     "pass use_cache=False, which isolates the documents."
@@ -244,7 +249,6 @@ class OurAttention:
             refuse_shared_mixers(type(self))
         asked = kwargs.get("output_attentions")
         weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
-        own = mask is not None and not visible
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
         if sequence is not None and (came := self._hfpatch_not_exchanged(own, weights)):

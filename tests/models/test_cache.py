@@ -68,6 +68,39 @@ def test_other_caches_are_left_to_transformers():
     close(ours.train()(ids, use_cache=True).logits, stock.train()(ids, use_cache=True).logits)
 
 
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.long), "granitemoehybrid"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_padded_prompt_and_a_static_cache(name, attention):
+    """transformers then makes a mask of scores, a dict of them for several kinds of layers: positions of padding are no restart."""
+    ours, stock = both(name)
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    given |= {"cache_implementation": "static", "return_dict_in_generate": True, "output_logits": True}
+    results = []
+    for model in (ours, stock):
+        model.set_attn_implementation(attention)
+        results.append(model.generate(ids, **given))
+    assert torch.equal(*(result.sequences for result in results))
+    for a, b in zip(*(result.logits for result in results)):
+        close(a, b)
+
+
+def test_packed_rows_beside_a_cache_follow_the_callers_own_mask():
+    """Of documents that a mask of the caller's own keeps apart nothing is said; without it they are refused."""
+    ours, stock = both("mistral")
+    ids = torch.randint(1, 64, (1, 12), generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    apart = (torch.arange(12)[:, None] < 5) == (torch.arange(12) < 5)
+    mask = (apart & torch.ones(12, 12, dtype=torch.bool).tril())[None, None]
+    with torch.no_grad():
+        logits = [m(ids, position_ids=positions, attention_mask=mask, use_cache=True).logits for m in (ours, stock)]
+        close(*logits)
+        with pytest.raises(ValueError, match="^hfpatch: expected one document a row where a KV cache is kept"):
+            ours(ids, position_ids=positions, use_cache=True)
+
+
 def test_evaluation_and_generation_plan_nothing(monkeypatch):
     """Nothing is kept without a gradient: a host that is too small for checkpoints is no reason to refuse."""
     monkeypatch.setenv("HFPATCH_HOST_MEMORY", "4000")
