@@ -1,8 +1,9 @@
 """Modules whose output nobody reads: in a backward that runs a layer again, some values only lead to gradients of others.
 
 The last projection's output in `post` is added to the residual and no gradient asks for the sum; a q, k or v projection's in
-`pre` is rotated, and a rotation's backward wants the angles alone. Such a Linear answers with an expanded constant and keeps its
-ordinary backward, so every gradient stays as it is, to the bit. Which ones these are is asked (models/verdict.py), not written.
+`pre` is rotated, and a rotation's backward wants the angles alone. Such a Linear answers with one row of a constant for all
+tokens and keeps its ordinary backward, so every gradient stays as it is, to the bit. Which ones these are is asked
+(models/verdict.py), not written.
 Under LoRA it is the base of such a Linear, to whose value the adapter adds its own; a rotation of such values hands one on.
 """
 
@@ -28,7 +29,8 @@ class _Valueless(torch.autograd.Function):
         # A frozen weight needs no x, which would live on beside its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
         ctx.biased, ctx.columns = bias is not None, x.shape[-1]
-        return x.new_full((), value).expand(*x.shape[:-1], columns)
+        # One row for all tokens: a rotation in complex numbers (Llama 4) wants neighbours in memory.
+        return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
     @staticmethod
     def backward(ctx, dy):
@@ -100,8 +102,8 @@ rotation_without_values = applying(DeadRotation)
 
 
 def is_dead(x: Tensor) -> bool:
-    """Whether this is a constant that stands for a value nobody reads."""
-    return not any(x.stride())
+    """Whether this is a constant that stands for a value nobody reads: one row for all tokens of all sequences."""
+    return x.stride().count(0) > 1
 
 
 def can_go_without(module: nn.Module | None) -> bool:

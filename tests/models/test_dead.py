@@ -1,14 +1,18 @@
 """Values that no gradient reads are not computed where a layer runs again, and every gradient stays as it is, to the bit."""
 
+import copy
 from dataclasses import replace
 
+import families
 import peft
 import pytest
 import tiny
 import torch
+from test_families import assert_close, batch, step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+import hfpatch
 from hfpatch.models import parts
 from hfpatch.models.layer import TiledLayer
 
@@ -78,6 +82,18 @@ def test_a_rotation_of_live_values_is_computed():
     assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), parts.ops.rope(q, k, cos, sin)))
     dead = torch.zeros(()).expand_as(q)
     assert all(torch.equal(a, b) for a, b in zip(rotate(dead, k, cos, sin), parts.ops.rope(dead, k, cos, sin)))
+
+
+def test_a_rotation_in_complex_numbers_in_float32():
+    """Llama 4's takes pairs of neighbours in memory, and in float32 it takes them from the projection itself."""
+    stock = families.small_model("llama4_text", torch.float32)
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert not any("checkpointed whole" in note for note in report.notes), report
+    _, loss, grads = step(ours, batch())
+    _, wanted_loss, wanted = step(stock, batch())
+    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+    assert_close(grads, wanted)
 
 
 def test_a_rotation_replaced_later_is_another(monkeypatch):
