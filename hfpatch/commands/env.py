@@ -4,11 +4,9 @@
 about machines that are not here.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -22,9 +20,9 @@ from hfpatch.commands.table import show_table
 from hfpatch.memory.free import cores, host_free, host_limit
 from hfpatch.memory.limits import flag, parse_length
 from hfpatch.memory.locks import left_builds
-from hfpatch.profiling.timeline import size
+from hfpatch.profiling.timeline import size, versions
 
-PACKAGES = ("hfpatch", "torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl", "peft",
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl", "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
 SUPPORTED = {
@@ -80,17 +78,9 @@ def main(args) -> int:
 
 def gather(files=()) -> dict:
     """What is installed, what the machine has, what limits it, what the configs say. Sizes in bytes."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    if versions["hfpatch"] is None:
-        versions["hfpatch"] = importlib.import_module("hfpatch").__version__
-    facts = {"versions": versions, "drivers": _driver(), "limits": _limits(), "configs": _configs(files)}
+    facts = {"versions": versions(PACKAGES), "drivers": _driver(), "limits": _limits(), "configs": _configs(files)}
     facts["left_builds"], facts["builds"] = left_builds(), _builds()
-    facts |= _torch_facts() if versions["torch"] else {"torch_cuda": None, "gpus": [], "attention": {}}
+    facts |= _torch_facts() if facts["versions"]["torch"] else {"torch_cuda": None, "gpus": [], "attention": {}}
     names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES",
              "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
     facts["environment"] = {name: os.environ[name] for name in names if name in os.environ}

@@ -10,7 +10,7 @@ from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.shape import ModelShape
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
-from hfpatch.profiling.step import Options, become, head_name, load_config, make_optimizer, versions
+from hfpatch.profiling.step import Options, become, head_name, load_config, make_optimizer, software
 from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.simulate import liger
 from hfpatch.simulate.follow import current, module_calls
@@ -49,7 +49,7 @@ def simulated_run(options: Options) -> Run:
     run.setup = {"model": options.model, "dtype": str(dtype).removeprefix("torch."), "optimizer": options.optimizer}
     run.setup["gradient_checkpointing"] = options.gradient_checkpointing
     run.setup["checkpointing"] = fields if options.impl == "hfpatch" else None
-    run.versions = versions()
+    run.versions = software()
     run.planned = planned(model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy)
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes

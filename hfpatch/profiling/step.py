@@ -5,10 +5,8 @@ Called by worker.py (one process per implementation) and by scripts/profile.py (
 
 import contextlib
 import gc
-import importlib.metadata
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import torch
 from hfpatch.compat import dump_allocations, local_part, record_allocations
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
-from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure
+from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,7 @@ def record_run(
         "warmup": options.warmup,
         "steps": options.steps,
     }
-    run.versions = versions()
+    run.versions = software()
     backward = backward or (lambda loss: loss.backward())
     marks: list = []
 
@@ -354,15 +352,7 @@ def head_name(model) -> str:
     return found.get(id(head), "lm_head")
 
 
-def versions() -> dict:
-    """Of what the figures depend on."""
-    found = {"python": sys.version.split()[0]}
-    for name in ("hfpatch", "torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found.setdefault("hfpatch", __import__("hfpatch").__version__)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+def software() -> dict:
+    """Versions of what the figures depend on."""
+    found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"))
+    return {name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version}

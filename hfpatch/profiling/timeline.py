@@ -4,8 +4,12 @@ Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer
 """
 
 import bisect
+import importlib.metadata
 import itertools
+import platform
 from dataclasses import asdict, dataclass, field
+
+from hfpatch import __version__
 
 IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
 # Drawn from the bottom up: what lives longest lies lowest.
@@ -191,6 +195,17 @@ def grouped(alive: list[Allocation]) -> list:
         for c, (b, n) in rest.items()
     ]
     return rows[:ROWS] + tail
+
+
+def versions(packages) -> dict[str, str | None]:
+    """Of Python, hfpatch and the packages, None of what is not installed."""
+    found = {"python": platform.python_version(), "hfpatch": __version__}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
