@@ -18,6 +18,7 @@ from pathlib import Path
 from hfpatch import OLDEST
 from hfpatch.commands.table import show_table
 from hfpatch.memory.free import cores, host_free, host_limit
+from hfpatch.memory.hardware import GiB
 from hfpatch.memory.limits import flag, parse_length
 from hfpatch.memory.locks import left_builds
 from hfpatch.profiling.timeline import size, versions
@@ -33,7 +34,6 @@ SUPPORTED = {
 ACCELERATE_CONFIG = "accelerate/default_config.yaml"
 SECRET = re.compile(r"(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
 TRUE = ("1", "true", "yes", "on")
-GiB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ Names of sizes are those of sizes.py.
 from dataclasses import dataclass, replace
 
 from hfpatch.memory.cuts import head_groups, loss_chunk_rows, tiles
+from hfpatch.memory.hardware import GiB
 from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.sequence import exchange_bytes
-from hfpatch.memory.shape import GiB, ModelShape
+from hfpatch.memory.shape import ModelShape
 from hfpatch.memory.sizes import (
     Sizes,
     attention_scratch,

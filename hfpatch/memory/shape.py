@@ -10,8 +10,6 @@ from hfpatch.memory.families import FAMILIES, Layout, Values, attention_windows,
 from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.policy import KEEPABLE
 
-GiB = 1 << 30
-
 
 class UnknownFamily(ValueError):
     """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that

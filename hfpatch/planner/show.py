@@ -1,10 +1,10 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
+from hfpatch.memory.hardware import GiB
 from hfpatch.memory.policy import Policy, describe
 from hfpatch.memory.seconds import FIRST_STEP_BUDGET
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 
-GiB = 1 << 30
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hfpatch.compat import dump_allocations, local_part, record_allocations
+from hfpatch.planner.models import config_of
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
 from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure, versions
@@ -61,17 +62,11 @@ class Options:
 
 
 def load_config(name: str):
-    """A preset's, a config.json's, a folder's or a hub id's configuration."""
+    """The configuration of what `hfpatch plan` takes as a model. ValueError where there is none."""
     from transformers import AutoConfig
 
-    from hfpatch.memory.presets import MODELS, PRESETS, preset_config
-
-    if name in (*PRESETS, *MODELS):
-        values = preset_config(name)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    if name.endswith(".json") and not Path(name).is_file():
-        raise ValueError(f"hfpatch: a config.json was expected at {name}, no file is there; check the path.")
-    return AutoConfig.from_pretrained(name)
+    values = dict(config_of(name)[1])
+    return AutoConfig.for_model(values.pop("model_type", ""), **values)
 
 
 def build_model(options: Options) -> torch.nn.Module:

@@ -16,11 +16,9 @@ from transformers.trainer_callback import CallbackHandler
 from hfpatch.checkpoint.device import arrived
 from hfpatch.compat import is_sharded_by_zero3, parallelism_config
 from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape
+from hfpatch.memory.formula import GiB, ModelShape
 from hfpatch.memory.hardware import gpu_named
 from hfpatch.memory.seconds import Resident
-
-GiB = 1 << 30
 
 
 class Callback(TrainerCallback):

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hfpatch.memory.hardware import GiB
 from hfpatch.training import configs
-
-GiB = 1 << 30
 
 
 @dataclass(frozen=True)

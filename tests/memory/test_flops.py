@@ -7,11 +7,11 @@ import pytest
 from hfpatch.memory.choice import decide
 from hfpatch.memory.flops import attended, step_flops
 from hfpatch.memory.formula import step_memory
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import GPUS, GiB
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise, step_time, tails
-from hfpatch.memory.shape import GiB, ModelShape
+from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import resident
 
 

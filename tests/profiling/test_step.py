@@ -64,6 +64,13 @@ def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
     assert 0.97 * run.peak_bytes <= plan["gpu_peak_bytes"] <= 1.15 * run.peak_bytes
 
 
+def test_takes_the_names_that_a_plan_takes():
+    """Of a preset by its id on the hub without asking the hub."""
+    assert step.load_config("meta-llama/Llama-3.2-1B-Instruct").hidden_size == 2048
+    with pytest.raises(ValueError, match="hfpatch: the known models are .*'nothing.json' came"):
+        step.load_config("nothing.json")
+
+
 @pytest.mark.parametrize("impl", ["hf", "hfpatch"])
 def test_simulates_families_that_sdpa_does_not_serve(tmp_path, impl):
     """gpt-oss has sinks: transformers refuses it sdpa."""
