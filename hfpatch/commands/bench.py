@@ -48,14 +48,6 @@ def _stock_add_rms_norm(x, residual, weight):
     return _stock_rms_norm(total, weight), total
 
 
-def _stock_rope(q, k, cos, sin):
-    def rotated(x):
-        x1, x2 = x.chunk(2, -1)
-        return x * cos.unsqueeze(1) + torch.cat((-x2, x1), -1) * sin.unsqueeze(1)
-
-    return rotated(q), rotated(k)
-
-
 def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
     """Yields (name, a function that makes the Case): tensors live only while their op is measured."""
     D, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -77,11 +69,13 @@ def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
         return Case("add_rms_norm", fused, _stock_add_rms_norm, inputs, (4 * moved, 4 * moved))
 
     def rope():
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
         moved = 2 * tokens * (H + K) * E * size
         cos, sin = new(1, tokens, E, grad=False), new(1, tokens, E, grad=False)
         heads = lambda q, k: (q.transpose(1, 2), k.transpose(1, 2), cos, sin)  # noqa: E731
         inputs = [new(1, tokens, H, E), new(1, tokens, K, E)]
-        fused, stock = (lambda q, k, f=f: f(*heads(q, k)) for f in (ops.rope, _stock_rope))
+        fused, stock = (lambda q, k, f=f: f(*heads(q, k)) for f in (ops.rope, apply_rotary_pos_emb))
         return Case("rope", fused, stock, inputs, (moved, moved))
 
     def swiglu():

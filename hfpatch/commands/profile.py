@@ -1,6 +1,7 @@
 """`hfpatch profile`: options, progress, and what is said at the end."""
 
 import argparse
+import contextlib
 import shlex
 import sys
 
@@ -75,39 +76,32 @@ def main(args) -> int:
         done = profile(args.model, **wanted)
         print(results(done.runs, command=command, notes=done.notes, curves=False))
         return 0
-    with Progress(len(lengths) * len(impls)) as progress:
+    with progress_bar(len(lengths) * len(impls)) as progress:
         done = profile(args.model, progress=progress, **wanted)
     show(done)
     return 0
 
 
-class Progress:
-    """A rich progress bar on a terminal; in a pipe, or without rich, nothing."""
+@contextlib.contextmanager
+def progress_bar(total: int):
+    """Yields what is told of each run's progress: on a terminal a rich bar shows it; in a pipe, or without rich, nothing does."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        Progress = None
+    if Progress is None or not sys.stderr.isatty():
+        yield lambda impl, seq_len, text: None
+        return
+    seen = set()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total)
 
-    def __init__(self, total: int):
-        self.total, self.bar, self.seen = total, None, []
+        def progress(impl, seq_len, text):
+            seen.add((impl, seq_len))
+            bar.update(task, completed=len(seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}")
 
-    def __enter__(self):
-        if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import Progress as Bar
-            except ImportError:
-                return self
-            self.bar = Bar(console=Console(stderr=True), transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("starting", total=self.total)
-        return self
-
-    def __call__(self, impl, seq_len, text):
-        if (impl, seq_len) not in self.seen:
-            self.seen.append((impl, seq_len))
-        if self.bar is not None:
-            self.bar.update(self.task, completed=len(self.seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}")
-
-    def __exit__(self, *error):
-        if self.bar is not None:
-            self.bar.stop()
+        yield progress
 
 
 def show(done) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hfpatch.memory.locks import try_lock
-from hfpatch.training import chat, sources
+from hfpatch.training import chat, folders, sources
 
 _FORMAT = 2  # part of the name: raise it when what is written changes
 _FILES = ("ids.bin", "learned.bin", "offsets.npy")
@@ -173,8 +173,7 @@ def _write(folder: Path, items, strict: bool) -> None:
     stats = {"documents": len(offsets) - 1, "bytes": bytes_, "malformed": malformed, "first": first, "sizes": sizes}
     (folder / "stats.json").write_text(json.dumps(stats))
     for file in (*_FILES, "stats.json"):  # before the folder gets its name: a machine that dies leaves no cut file
-        with open(folder / file, "rb") as stream:
-            os.fsync(stream.fileno())
+        folders.sync(folder / file)
 
 
 def _stats(folder: Path) -> dict | None:
