@@ -58,23 +58,15 @@ class Checkpointing:
                 f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {str(self.offload)!r} came; '
                 f'write a directory as a path, for example "./{self.offload}".'
             )
-        for name in ("every", "tile"):
-            value = getattr(self, name)
-            if value == "auto" and isinstance(value, str):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                unit = "layers" if name == "every" else "tokens"
-                raise ValueError(
-                    f'hfpatch: {name} must be "auto" or a positive number of {unit}, {value!r} came; leave it "auto".'
-                )
+        for name, wanted in (
+            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"), ("plain", "a number of layers"),
+        ):  # fmt: skip
+            value, least = getattr(self, name), 0 if name == "plain" else 1
+            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f'hfpatch: {name} must be "auto" or {wanted}, {value!r} came; leave it "auto".')
         if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
             raise ValueError(
                 f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} came; leave it "auto".'
-            )
-
-        if self.plain != "auto" and (not isinstance(self.plain, int) or isinstance(self.plain, bool) or self.plain < 0):
-            raise ValueError(
-                f'hfpatch: plain must be "auto" or a number of layers, {self.plain!r} came; leave it "auto".'
             )
         keep = self.keep
         if keep != "auto" and (isinstance(keep, str) or not all(name in KEEPABLE for name in keep)):
