@@ -18,10 +18,19 @@ TILED = hfpatch.Checkpointing(tile=8)  # three tiles of TOKENS
 WAYS = {"off": "off", "tiled": TILED, "segments": hfpatch.Checkpointing(tile=8, every=2)}
 
 
+def not_before_transformers(version: tuple, reason: str):
+    """A mark for what an older transformers does in another way; `reason` says which."""
+    here = transformers.__version__
+    return pytest.mark.skipif(tuple(map(int, here.split(".")[:2])) < version, reason=f"transformers {here} {reason}")
+
+
 def not_with_transformers_5_0(reason: str):
-    """A mark for what the oldest transformers does in another way; `reason` says which."""
-    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 1)
-    return pytest.mark.skipif(old, reason=f"transformers 5.0 {reason}")
+    """The same of the oldest."""
+    return not_before_transformers((5, 1), reason)
+
+
+# hfpatch says so (training/configs.py), and names accelerate's own file.
+FSDP_FILES = not_before_transformers((5, 17), "has a Trainer that reads no FSDP file of ours")
 
 
 def config(**changes) -> LlamaConfig:

@@ -92,7 +92,11 @@ class Checkpointing:
         """From what `apply` and `plan` take: "auto", "least", a place or a directory, or a Checkpointing. ValueError."""
         if isinstance(value, cls):
             return value
-        return cls(aim="least") if value == "least" else cls(offload=value)
+        try:
+            return cls(aim="least") if value == "least" else cls(offload=value)
+        except ValueError as error:  # of one of its fields; a caller knows this argument
+            said = str(error).replace('offload must be "auto",', 'checkpointing must be "auto", "least", "off",')
+            raise ValueError(said) from None
 
     @property
     def directory(self) -> str | None:

@@ -77,10 +77,12 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
     if find_preset(name) is not None:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values
-    if name.count("/") == 1 and not path.parent.exists():
+    if name.count("/") == 1 and not path.parent.exists() and not name.endswith(".json"):
         return name, hub_config(name, download)
     if name and Path(name).is_dir():
         raise ValueError(f"hfpatch: a model's folder holds a config.json, {name} has none; pass another.")
+    if name.endswith(".json") or "/" in name:
+        raise ValueError(f"hfpatch: expected a model's folder or config.json, there is none at {name}; check the path.")
     raise ValueError(
         f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one of them, a "
         "config.json, a model's folder, or a hub id like owner/name."

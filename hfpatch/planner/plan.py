@@ -287,10 +287,11 @@ def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) 
     try:
         run = make_run(model, seq_len=seq_len, **asked)
     except UnknownFamily as error:
-        _say_simulated(error.what.rstrip(","))
         from hfpatch.planner.simulated import counted
 
-        return make_run(model, seq_len=seq_len, shape=counted(model, adapters), **asked)
+        shape = counted(model, adapters)
+        _say_simulated(error.what.rstrip(","))
+        return make_run(model, seq_len=seq_len, shape=shape, **asked)
     return replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
 
 

@@ -17,7 +17,13 @@ IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "li
 def build(config: dict, dtype=torch.bfloat16, adapters=None):
     """A causal language model, or one of images and text, of a config.json's values on the meta device: shapes without memory.
     adapters: a memory.adapters.Adapters, LoRA over it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = dict(config)
@@ -26,6 +32,11 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
         raise ValueError(
             f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
             "load it and print(hfpatch.apply(model))."
+        )
+    made = CONFIG_MAPPING[kind]
+    if not any(made in m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
+        raise ValueError(
+            f"hfpatch: expected a model that writes text one token after another, {kind!r} came; pass the config.json of one."
         )
     check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))  # a list: one a layer
     try:

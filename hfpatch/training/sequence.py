@@ -29,6 +29,11 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
             raise ValueError("hfpatch: --sp_size needs FSDP2, FSDP1 came; take --engine fsdp2.")
         return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
     summed_gradients(values, size)
+    if not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
+        raise ValueError(
+            f"hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, {accelerate.__version__} came; "
+            "pip install -U accelerate."
+        )
     handler = accelerate.utils.DeepSpeedSequenceParallelConfig(
         sp_seq_length_is_variable=True, sp_attn_implementation=attention
     )

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny
 
 from hfpatch.training import configs
 
@@ -133,6 +134,7 @@ def _fsdp_keys_trainer_reads(version, wrap):
     return {key for key in config.asked if not key.startswith("xla")}
 
 
+@tiny.FSDP_FILES
 @pytest.mark.parametrize("version,table", [(1, configs.FSDP1), (2, configs.FSDP2)])
 def test_fsdp_table_is_what_trainer_reads(version, table):
     read = _fsdp_keys_trainer_reads(version, "TRANSFORMER_BASED_WRAP")
@@ -140,6 +142,7 @@ def test_fsdp_table_is_what_trainer_reads(version, table):
     assert set(table) == read
 
 
+@tiny.FSDP_FILES
 @pytest.mark.parametrize("path", FSDP, ids=lambda p: p.stem)
 def test_trainer_and_accelerate_take_each_fsdp_file(path, monkeypatch):
     """Both forms of one strategy give the same plugin."""

@@ -71,6 +71,10 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
+READS = tiny.not_with_transformers_5_0("takes the version of gguf, N/A to it, for one that is too old")
+
+
+@READS
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_f32_comes_back_exactly(tmp_path, tied):
     model = make_folder(tmp_path / "hf", tie_word_embeddings=tied)
@@ -83,6 +87,7 @@ def test_f32_comes_back_exactly(tmp_path, tied):
     assert ("output.weight" in tensors) is not tied and "rope_freqs.weight" not in tensors
 
 
+@READS
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_smaller_types_are_one_rounding_away(tmp_path, kind):
     """Each weight is the nearest value of its type, and the logits are those of a model with just those weights."""
@@ -140,6 +145,7 @@ def test_biases_are_written_with_their_rows_in_the_same_order(tmp_path):
     np.testing.assert_array_equal(written["blk.1.ffn_down.bias"], model.model.layers[1].mlp.down_proj.bias.detach())
 
 
+@tiny.not_before_transformers((5, 18), "reads no merges of a GGUF file that are written as pairs")
 @pytest.mark.parametrize("split", [True, False], ids=["llama-bpe", "gpt-2"])
 def test_tokenizer_round_trips(tmp_path, split):
     make_folder(tmp_path / "hf", split=split)

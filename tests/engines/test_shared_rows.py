@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 from test_launch import HERE, ROOT, torchrun
 
 CLOSE = 1e-12  # float64 of one process, relative to the largest value; sums over ranks come in another order
@@ -25,6 +26,7 @@ def check(reports: list[dict], n_cases: int) -> None:
         assert not {name: error for name, error in report["worst"].items() if not error <= CLOSE_FAMILY}
 
 
+@tiny.not_with_transformers_5_0("runs experts' layers whole, of which packed rows are refused")
 def test_gradients_are_those_of_one_process(tmp_path):
     """Fewer KV heads than ranks, uneven heads, batch 1 and 2, packed, padded, zigzag, LoRA, every, tiers, saved or not, no label
     on a rank."""

@@ -52,6 +52,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
                          "experts": {"model_type": "mixtral", "num_local_experts": "a"},
                          "rope": {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
+    (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
     plan = "plan --model llama-tiny"
     for line, words in {
         "": "required: command",
@@ -63,6 +64,12 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "the known models are",
+        "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
+        "plan --model none.json": "expected a model's folder or config.json, there is none at none.json",
+        "plan --model none/config.json": "there is none at none/config.json",
+        "plan --model @/t5.json": "expected a model that writes text one token after another, 't5' came",
+        "env --model @/t5.json": "expected a model that writes text one token after another, 't5' came",
+        f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
         "plan --model @": "a model's folder holds a config.json",
         "env --seq-len 8k": "pass --model as well",
         f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import tiny
 import torch
@@ -21,6 +22,18 @@ def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
     return one
 
 
+OWN = "DeepSpeedSequenceParallelConfig"
+ULYSSES = pytest.mark.skipif(not hasattr(accelerate.utils, OWN), reason="accelerate before 1.12 has no Ulysses")
+
+
+def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delattr(accelerate.utils, OWN, raising=False)
+    with pytest.raises(ValueError, match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip"):
+        parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
+
+
+@ULYSSES
 def test_each_engine_gets_its_own_form(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     under = parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
@@ -34,6 +47,7 @@ def test_each_engine_gets_its_own_form(monkeypatch):
     assert (under.cp_size, under.dp_shard_size, under.sp_size) == (2, 2, 1)
 
 
+@ULYSSES
 @pytest.mark.parametrize("engine, values, multiple", [
     ("deepspeed", {"zero_optimization": {"stage": 3}}, 6), ("fsdp", {"version": 2}, 12),
 ])  # fmt: skip
