@@ -305,6 +305,11 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     return q, k, v
 
 
+def _side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """With a head's columns next to each other in memory: kernels read them so, torch's for CPUs without a look."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
 def _packed_cpu_forward(q, k, v, documents: Documents, scale: float):
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
@@ -346,7 +351,7 @@ def attention_forward(
     elif chosen == "flex":
         out, lse, state = flex_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
-        q, k, v = _widened(q_BTHE, k_BTKE, v_BTKE, scale, pattern.hidden_BT)
+        q, k, v = _widened(*_side_by_side(q_BTHE, k_BTKE, v_BTKE), scale, pattern.hidden_BT)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(q, k, v, pattern, scale)
         elif pattern.documents is not None:
@@ -379,10 +384,10 @@ def attention_backward(
     elif chosen == "flex":
         grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        wide_q, wide_k, wide_v = _widened(q, k, v, scale, pattern.hidden_BT)
-        dout, wide_out = dout_BTHE, out
+        dout, wide_out, *given = _side_by_side(dout_BTHE, out, q, k, v)
+        wide_q, wide_k, wide_v = _widened(*given, scale, pattern.hidden_BT)
         if wide_v.shape[3] != v.shape[3]:
-            dout, wide_out = (torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3])) for x in (dout, out))
+            dout, wide_out = (torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3])) for x in (dout, wide_out))
         args = (dout, wide_q, wide_k, wide_v, wide_out)
         if chosen == "fa2":
             grads = _fa2_backward(*args, lse, state, pattern, scale)

@@ -37,9 +37,7 @@ def test_a_prompt_fills_the_cache_by_tiles(name):
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     found = []
-    last = ours.model.layers[-1]
-    mlp = last.feed_forward if name == "llama4_text" else last.mlp
-    handle = lengths(mlp, found)
+    handle = lengths(ours.model.layers[-1].self_attn.o_proj, found)
     with torch.no_grad():
         for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "labels": ids}):
             got, wanted = ours(**given), stock(**given)

@@ -47,6 +47,19 @@ def test_both_directions(B, T, H, K, E, dtype):
         check(got, p, e, name, dtype, T)
 
 
+@pytest.mark.parametrize("documents", [None, A.Documents((0, 9, 20), torch.tensor([0, 9, 20], dtype=torch.int32))])
+def test_heads_whose_columns_lie_apart(documents):
+    """As rotations of two columns leave them (gpt-oss): torch's kernel for CPUs reads on, beyond the tensor, and says nothing."""
+    tensors = inputs(1, 20, 4, 2, 16, torch.float64)
+    pattern, results = A.Pattern(documents), []
+    for q, k, v, dout in (tensors, [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]):
+        out, lse, state = A.attention_forward(q, k, v, scale=0.25, pattern=pattern, backend="cpu")
+        grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, pattern=pattern, backend="cpu")
+        results.append((out, lse, *grads))
+    for ours, side_by_side in zip(*results):
+        assert torch.equal(ours, side_by_side)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_documents(dtype):
     q, k, v, dout = inputs(2, 20, 4, 2, 16, dtype)
