@@ -305,11 +305,6 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     return q, k, v
 
 
-def _side_by_side(*tensors: Tensor) -> list[Tensor]:
-    """With a head's columns next to each other in memory: kernels read them so, torch's for CPUs without a look."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def _packed_cpu_forward(q, k, v, documents: Documents, scale: float):
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
@@ -351,13 +346,17 @@ def attention_forward(
     elif chosen == "flex":
         out, lse, state = flex_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
-        q, k, v = _widened(*_side_by_side(q_BTHE, k_BTKE, v_BTKE), scale, pattern.hidden_BT)
+        q, k, v = q_BTHE, k_BTKE, v_BTKE
+        # Kernels read a head's columns next to each other, torch's for CPUs without a look.
+        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _widened(q, k, v, scale, pattern.hidden_BT)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(q, k, v, pattern, scale)
         elif pattern.documents is not None:
             out, lse, state = _packed_cpu_forward(q, k, v, pattern.documents, scale)
         else:
-            out, lse, state = BACKENDS[chosen][0](*(x.transpose(1, 2) for x in (q, k, v)), scale)
+            out, lse, state = BACKENDS[chosen][0](q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
             out = out.transpose(1, 2)
         if out.shape[3] != v_BTKE.shape[3]:
             out = out[..., : v_BTKE.shape[3]].contiguous()
@@ -384,8 +383,10 @@ def attention_backward(
     elif chosen == "flex":
         grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        dout, wide_out, *given = _side_by_side(dout_BTHE, out, q, k, v)
-        wide_q, wide_k, wide_v = _widened(*given, scale, pattern.hidden_BT)
+        dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE, out, q, k, v
+        if not dout.stride(3) == q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            dout, wide_q, wide_k, wide_v = (x.contiguous() for x in (dout, q, k, v))
+        wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v, scale, pattern.hidden_BT)
         if wide_v.shape[3] != v.shape[3]:
             dout, wide_out = (torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3])) for x in (dout, wide_out))
         args = (dout, wide_q, wide_k, wide_v, wide_out)
@@ -394,7 +395,7 @@ def attention_backward(
         elif pattern.documents is not None:
             grads = _packed_cpu_backward(*args, lse, pattern.documents, scale)
         else:
-            grads = BACKENDS[chosen][1](*(x.transpose(1, 2) for x in args), lse, state, scale)
+            grads = BACKENDS[chosen][1](*[x.transpose(1, 2) for x in args], lse, state, scale)
             grads = [x.transpose(1, 2) for x in grads]
         grads = [g if g.shape[3] == x.shape[3] else g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
     if sinks_H is None:
