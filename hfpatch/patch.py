@@ -62,6 +62,7 @@ _MARKS = (
     "_hfpatch_asks", "_hfpatch_apart", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
     "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
     "_hfpatch_trl", "_hfpatch_beside", "_hfpatch_kinds", "_hfpatch_held",
+    "_hfpatch_first", "_hfpatch_set",
 )  # fmt: skip
 
 
@@ -95,9 +96,10 @@ def _unpin(module: nn.Module) -> None:
     accelerate leaves the first where it unwraps a model, its mixed precision the second.
     """
     forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
-    if getattr(forward, "__func__", None) is type(module).forward:
+    own = getattr(type(module), "forward", None)  # what torch.jit compiled has one on the instance alone
+    if own is not None and getattr(forward, "__func__", None) is own:
         del module.forward
-    elif getattr(inner, "__func__", None) is type(module).forward and is_mixed(module):
+    elif own is not None and getattr(inner, "__func__", None) is own and is_mixed(module):
         drop_wrapped_forward(module)
 
 
@@ -366,6 +368,7 @@ def _asked(layer: nn.Module, part: type, answers, configs) -> None:
         swap(layer, part)
         layer._hfpatch_configs, layer._hfpatch_answers = configs, answers
         layer._hfpatch_asks, layer._hfpatch_held = ask_layer, held_in(layer)
+        layer._hfpatch_first = layer._hfpatch_held, answers
 
 
 def _configs(decoder: Decoder) -> tuple:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from hfpatch.compat import (
     GONE,
+    MADE_FROM,
+    OF_ALL,
     buffers_of,
     came_since,
     forward_in,
@@ -34,7 +36,6 @@ from hfpatch.ops._wide_sums import into, sums_in_matmul
 
 STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
-_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
 
 
@@ -90,21 +91,22 @@ class AsThen:
     """What a layer computes with, as it was at a forward of it: every tensor, each once, and the ways that its modules go.
 
     places: where the tensors are. Sharding engines may hold the gathered weight as a plain attribute in place of the parameter
-    (FSDP1 does): those count too. modules: the layer's; streamed: whether its frozen weights wait on the host (streamed.py), from
-    where they come and go by `.data`; where they do not, who does that is somebody's edit.
+    (FSDP1 does): those count too. forwards: what each class ran; modules: the layer's; streamed: whether its frozen weights wait
+    on the host (streamed.py), from where they come and go by `.data`; where they do not, who does that is somebody's edit.
     """
 
-    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways")
+    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways", "forwards")
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool):
         self.layer, self.kind, self.modules = layer, layer.__class__, modules
         self.tables = [module.__dict__ for module in modules]
+        self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
         found, self.ways, self.merged = {}, ways_of(self.tables), merged_into(self.tables)
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
             plain = [
                 n for n in values
-                if n not in _OF_ALL and type(values[n]) not in _NO_TENSORS
+                if n not in OF_ALL and type(values[n]) not in _NO_TENSORS
                 and isinstance(values[n], Tensor) and not values[n].is_leaf
             ]  # fmt: skip
             for name in (*own, *buffers, *plain):
@@ -147,7 +149,7 @@ class AsInForward:
     """Context in which the layer has the tensors that forward used, without a gradient of theirs, and goes the ways it went."""
 
     def __init__(self, then: AsThen):
-        self.then, self.before = then, []
+        self.then, self.before, self.classes = then, [], []
 
     def __enter__(self):
         self.then.refuse_others()
@@ -159,6 +161,11 @@ class AsInForward:
                 # Compared with its own kind alone: a tensor that stands there now has no one answer.
                 if now is not value and (now.__class__ is not value.__class__ or now != value):
                     self._put(table, name, value)
+            # Of a class that the user has patched since, for all of the process.
+            for kind, forward in self.then.forwards.items():
+                if kind.forward is not forward:
+                    self.classes.append((kind, vars(kind).get("forward", GONE)))
+                    kind.forward = forward
             for place in self.then.places:
                 table = place.table()
                 now = table[place.name]
@@ -181,6 +188,11 @@ class AsInForward:
     def __exit__(self, *exc):
         for row in self.before:
             _set(*row)
+        for kind, forward in self.classes:
+            if forward is GONE:
+                del kind.forward
+            else:
+                kind.forward = forward
 
 
 def _set(table: dict, name: str, value) -> None:

@@ -5,13 +5,14 @@ tier and comes back one layer ahead of its use.
 """
 
 import weakref
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hfpatch.checkpoint.weights import AsInForward, AsThen, edited
-from hfpatch.compat import closing_checkpoints, modules_in, same_storage, version
+from hfpatch.compat import MADE_FROM, closing_checkpoints, modules_in, same_storage, version
 
 
 class _Held:
@@ -63,7 +64,7 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
     """
     run = _AsFirst(run, layer, mask, session.weights.on)
     if policy is None or policy.offload == "gpu":
-        return _checkpoint(run, x_BTD)
+        return _checkpoint(run, layer, x_BTD)
     transfers = session.queues[x_BTD.device, policy.offload].transfers
     before, y_before = session.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
@@ -81,7 +82,7 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = _checkpoint(run, x_BTD)
+            y = _checkpoint(run, layer, x_BTD)
     finally:
         transfers.settle()
     first = y if isinstance(y, Tensor) else y[0]
@@ -89,8 +90,10 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
     return y
 
 
-def _checkpoint(run, x: Tensor):
-    with closing_checkpoints():
+def _checkpoint(run, layer: nn.Module, x: Tensor):
+    # What torch.jit compiled makes another error of the one by which torch ends the second run early.
+    compiled = any(MADE_FROM[type(m)].forward is None for m in modules_in(layer))
+    with closing_checkpoints(), set_checkpoint_early_stop(False) if compiled else nullcontext():
         return checkpoint(run, x, use_reentrant=False)
 
 

@@ -21,6 +21,7 @@ from hfpatch.compat.engines import (
     local_part,
     not_for_ddp,
     not_for_deepspeed,
+    of_an_engine,
     parallelism_config,
     plain_construction,
     skips_by_itself,
@@ -50,6 +51,8 @@ from hfpatch.compat.models import (
 )
 from hfpatch.compat.modules import (
     GONE,
+    MADE_FROM,
+    OF_ALL,
     buffers_of,
     came_since,
     compiled_by_itself,
@@ -64,7 +67,7 @@ from hfpatch.compat.modules import (
     output_hooks,
     parameters_of,
     pytree,
-    state_apart,
+    settings_of,
     submodule,
     twin_of,
     unwatched,

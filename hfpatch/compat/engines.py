@@ -38,6 +38,14 @@ def under_zero3(module: nn.Module) -> bool:
     return any(map(is_sharded_by_zero3, module.parameters()))
 
 
+_COUNTS = ("applied_pre_backward_ref_cnt", "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn")
+
+
+def of_an_engine(name: str) -> bool:
+    """Whether an attribute of a module is DeepSpeed's, whose hooks count there, or ours."""
+    return name.startswith(("ds_", "_hfpatch_")) or name in _COUNTS
+
+
 def is_sharded_by_zero3(parameter: Tensor) -> bool:
     """Whether DeepSpeed holds shards of this parameter."""
     return "ds_id" in parameter.__dict__

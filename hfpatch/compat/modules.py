@@ -1,28 +1,54 @@
 """Private names of torch: modules and trees."""
 
 import inspect
+from collections.abc import MutableMapping
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import nn
 
-from hfpatch.compat.engines import in_fsdp2, under_zero3
-from hfpatch.compat.tensors import gone, version
+from hfpatch.compat.engines import in_fsdp2, of_an_engine
+from hfpatch.compat.tensors import gone
 
 
-def parameters_of(module: nn.Module) -> dict:
+class _Compiled(MutableMapping):
+    """Parameters or buffers of what torch.jit compiled, which keeps them in C++ and none of whose names come or go."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __iter__(self):
+        return iter(self.table.keys())
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, name):
+        return self.table[name]
+
+    def __setitem__(self, name, tensor):
+        self.table[name] = tensor
+
+    def __delitem__(self, name):
+        del self.table[name]
+
+
+def parameters_of(module: nn.Module) -> MutableMapping:
     """The module's own parameters by name, to read and to write. RuntimeError where torch keeps them otherwise."""
     try:
-        return module.__dict__["_parameters"]
+        table = module.__dict__["_parameters"]
     except KeyError:
-        raise gone("Module._parameters", "use another version") from None
+        table = getattr(module, "_parameters", None)
+    if table is None:
+        raise gone("Module._parameters", "use another version")
+    return table if table.__class__ is dict or isinstance(table, dict) else _Compiled(table)
 
 
-def buffers_of(module: nn.Module) -> dict:
+def buffers_of(module: nn.Module) -> MutableMapping:
     """The same of buffers."""
     own = module.__dict__
-    return own["_buffers"] if "_buffers" in own else {}
+    table = own["_buffers"] if "_buffers" in own else getattr(module, "_buffers", {})
+    return table if table.__class__ is dict or isinstance(table, dict) else _Compiled(table)
 
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,6 +60,9 @@ _EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _AL
 # (rates of dropout, epsilons, multipliers). Engines count in its integers, which must go on.
 _WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout")
 _SAYS = (bool, str, int, list, dict)  # no tensors: comparing those waits for the device
+
+OF_ALL = vars(nn.Module()).keys()  # attributes of every module
+_VALUES = (bool, int, float, str)
 
 
 GONE = object()  # what an attribute is that was deleted, or not there
@@ -80,6 +109,27 @@ def _but_users(own: dict, name: str) -> dict:
     """A table of hooks on one module empty, of hooks on all modules without the user's."""
     users = hooks_on_all() if own is _EVERYWHERE else [*own[name].values()]
     return type(own[name])((k, h) for k, h in own[name].items() if all(h is not user for user in users))
+
+
+class _MadeFrom(dict):
+    """Of a class that torch's FSDP or we made: the one that it was made from. Of what torch.jit compiled, whose class has no
+    forward: one that has None."""
+
+    def __missing__(self, kind: type) -> type:
+        base = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
+        base = vars(base).get("_hfpatch_base", base)
+        if not hasattr(base, "forward"):
+            base = type(base.__name__, (), {"__module__": base.__module__, "forward": None})
+        self[kind] = base
+        return base
+
+
+MADE_FROM = _MadeFrom()
+
+
+def settings_of(own: dict) -> tuple:
+    """What a module with these attributes may branch on, but for torch's and engines' own."""
+    return tuple([(n, v) for n, v in own.items() if type(v) in _VALUES and n not in OF_ALL and not of_an_engine(n)])
 
 
 def forward_in(own: dict):
@@ -230,62 +280,6 @@ def unwatched(modules: list[nn.Module]):
             parameter._backward_hooks = hooks
         for unit in units:
             unit.reshard()
-
-
-_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
-_COUNTS = (int, float, bool, str, list, dict)
-
-
-def _counts_of(module: nn.Module) -> dict:
-    """What a module of the user's own may count or collect in: numbers, and lists with what they hold now."""
-    own = {n: v for n, v in vars(module).items() if n not in _OF_ALL and type(v) in _COUNTS}
-    return {n: (v, v.copy() if type(v) in (list, dict) else v) for n, v in own.items()}
-
-
-def _told(value):
-    """A list's elements may be tensors, which have no one answer to whether they are equal."""
-    items = [*value, *value.values()] if type(value) is dict else value
-    return [id(x) for x in items] if type(value) in (list, dict) else value
-
-
-@contextmanager
-def state_apart(layer: nn.Module, known: set[str]):
-    """Within, the layer's modules that have buffers write to copies of them, as in training, and modules of the user's own count as
-    they like; yields a function, which gives the names of what was written to. known: packages whose modules are not the user's."""
-    with torch.inference_mode(False):  # whose tensors count no writes
-        own = [(name, m, m.training, dict(buffers_of(m))) for name, m in layer.named_modules() if buffers_of(m)]
-        copied = [{n: b if b is None else b.detach().clone() for n, b in buffers.items()} for *_, buffers in own]
-    libraries = {*known, "peft", type(layer).__module__.partition(".")[0]}
-    strangers = [m for m in layer.named_modules() if type(m[1]).__module__.partition(".")[0] not in libraries]
-    strangers = [] if under_zero3(layer) else strangers  # whose hooks count on modules
-    counts = [(name, m, m.training, _counts_of(m)) for name, m in strangers]
-    for (_, module, _, _), copies in zip(own, copied):
-        buffers_of(module).update(copies)
-    for _, module, _, _ in own + counts:
-        module.training = True
-
-    def written():
-        for (name, module, _, _), copies in zip(own, copied):
-            for n, b in copies.items():
-                if buffers_of(module).get(n) is not b or b is not None and version(b):
-                    yield f"{name}.{n}".lstrip(".")
-        for name, module, _, before in counts:
-            now = vars(module)
-            yield from (f"{name}.{n}" for n, (_, v) in before.items() if n not in now or _told(now[n]) != _told(v))
-
-    try:
-        yield written
-    finally:
-        for _, module, training, buffers in own:
-            buffers_of(module).update(buffers)
-            module.training = training
-        for _, module, training, before in counts:
-            for name, (value, held) in before.items():
-                if value is not held:  # whoever else has that list is to find it as it was
-                    value.clear()
-                    (value.extend if type(value) is list else value.update)(held)
-                vars(module)[name] = value
-            module.training = training
 
 
 def pytree():

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hfpatch.compat import MADE_FROM
+
 OTHER_MIXER = "it mixes tokens by something else than attention"
 BY_PLACE = "what it makes of a token depends on where that stands in its input"
 
@@ -44,7 +46,7 @@ def rope_of(attn: nn.Module):
 
 def _code(kind: type) -> tuple:
     """What a class of modules runs: its forward, and the rotation of its file, which some replace for the whole process."""
-    return kind.forward, getattr(sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None)
+    return MADE_FROM[kind].forward, getattr(sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None)
 
 
 _asked: dict[type, tuple] = {}

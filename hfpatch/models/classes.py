@@ -8,13 +8,15 @@ survives pickle and deepcopy.
 
 import copyreg
 import inspect
+import sys
 import threading
+import types
 from contextlib import contextmanager
 from functools import cache, wraps
 
 from torch import nn
 
-from hfpatch.compat import record_outputs_like
+from hfpatch.compat import MADE_FROM, record_outputs_like
 
 
 def _rebuild(part: type, base: type):
@@ -55,18 +57,6 @@ def swap(module: nn.Module, part: type) -> None:
     module.__class__ = mixed(part, type(module))
 
 
-class _MadeFrom(dict):
-    """Of a class that torch's FSDP or we made: the one that it was made from."""
-
-    def __missing__(self, kind: type) -> type:
-        base = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
-        self[kind] = base = vars(base).get("_hfpatch_base", base)
-        return base
-
-
-MADE_FROM = _MadeFrom()
-
-
 def as_made(module: nn.Module) -> bool:
     """Whether calls of it run the code for which its class was mixed, or its own class's."""
     kind = type(module)
@@ -89,7 +79,31 @@ def _unmixed(cls: type) -> type:
     return type(cls.__name__, tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__), members)
 
 
+# Whose classes that stand for a Linear are projections: of each token by itself.
+PROJECTIONS = {
+    "torch", "torchao", "transformers", "deepspeed", "hfpatch",
+    "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq", "optimum", "vptq",
+}  # fmt: skip
+LIBRARIES = PROJECTIONS | {"peft", "accelerate", "trl"} | sys.stdlib_module_names
+
 LINEAR = nn.Linear.forward  # torch's own, whatever stands there later
+
+
+def home_of(code) -> str:
+    """The package in which a class or a function was written; a function's is not what wraps() says."""
+    home = code.__globals__.get("__name__") if isinstance(code, types.FunctionType) else getattr(code, "__module__", "")
+    return (home or "").partition(".")[0]
+
+
+class _IsUsers(dict):
+    """Whether a class is from none of the libraries that are known here."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = users = home_of(kind) not in LIBRARIES
+        return users
+
+
+IS_USERS = _IsUsers()
 
 
 def whose(forward) -> str:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.compat import collecting, forward_in, modules_in, pytree, unwatched
+from hfpatch.compat import MADE_FROM, collecting, forward_in, modules_in, pytree, settings_of, unwatched
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import here, not_exchanged
-from hfpatch.models.classes import MADE_FROM
+from hfpatch.models.classes import IS_USERS
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.models.scaled import held_in
@@ -25,26 +25,35 @@ class AskedLayer:
     """Mixed over a decoder layer's class where it runs as transformers has it.
 
     `_hfpatch_answers`: its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks`
-    (models.probe.ask_layer); `_hfpatch_held`: what was in it when it was (scaled.held_in), `_hfpatch_kinds`: a number that stands
-    for all code in it; `_hfpatch_configs`: those that what is in it reads.
+    (models.probe.ask_layer); `_hfpatch_held`: what is in it (scaled.held_in), `_hfpatch_first`: that and its answers at apply();
+    `_hfpatch_kinds`, `_hfpatch_set`: numbers that stand for all code in it, and for the settings of the user's modules;
+    `_hfpatch_configs`: those that what is in it reads.
     """
 
-    _hfpatch_kinds = _hfpatch_held = None
+    _hfpatch_kinds = _hfpatch_held = _hfpatch_set = None
 
     def _look(self, modules: list[nn.Module]) -> None:
         """Has this layer asked anew where it got other modules or forwards since it was asked."""
-        now = []
+        now, settings = [], []
         for module in modules:  # at every call of a layer: without one of Python's where there is nothing to see
-            kind = module.__class__
-            now += (kind, MADE_FROM[kind].forward)
+            kind = MADE_FROM[module.__class__]
+            now += (module.__class__, kind.forward)
             if "forward" in module.__dict__:
                 now += (module, id(forward_in(module.__dict__)))
-        kinds = hash(tuple(now))
+            if IS_USERS[kind]:
+                settings += settings_of(module.__dict__)
+        kinds, settings = hash(tuple(now)), hash(tuple(settings)) if settings else None
         if kinds != self._hfpatch_kinds:
-            held, answers = held_in(self), self._hfpatch_answers
-            if answers is not None and not answers.reason and held != (self._hfpatch_held or held):
-                self._hfpatch_answers = None
-            self._hfpatch_kinds, self._hfpatch_held = kinds, held
+            held = held_in(self)
+            if held != (self._hfpatch_held or held):
+                at_apply, answers = self._hfpatch_first
+                if held != at_apply and answers is not None:
+                    # Why a verdict had it run whole stays true; of what mixes its tokens now nothing is known.
+                    answers = replace(answers, looked=False) if answers.reason else None
+                self._hfpatch_answers = answers
+            self._hfpatch_kinds, self._hfpatch_held, self._hfpatch_set = kinds, held, settings
+        elif settings != self._hfpatch_set and self._hfpatch_answers and not self._hfpatch_answers.reason:
+            self._hfpatch_answers, self._hfpatch_set = None, settings  # a switch, or a share that grows from nothing
 
     def stock_forward(self, *args, **kwargs):
         """The layer as transformers has it."""

@@ -7,12 +7,14 @@ says why. Projections are called as modules, never read by `.weight`: LoRA, quan
 import inspect
 import types
 from functools import cache
+from inspect import isroutine
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.compat import (
+    OF_ALL,
     asks_for_input_gradients,
     buffers_of,
     forward_hooks,
@@ -80,13 +82,12 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
     return (FusedRMSNorm, {"_hfpatch_norm": found}) if found else "it computes something else than the fused norm"
 
 
-_OF_ALL = vars(nn.Module()).keys()  # attributes of every module
-
-
 def _plain_items(module: nn.Module) -> tuple:
-    """Settings that a forward may branch on; marks of engines and of transformers begin with an underscore."""
+    """Settings that a forward may branch on, and functions that it may call; marks of engines and of transformers begin with an
+    underscore."""
     own = module.__dict__
-    return tuple(sorted([(n, own[n]) for n in own.keys() - _OF_ALL if n[0] != "_" and isinstance(own[n], (bool, str))]))
+    names = sorted(n for n in own.keys() - OF_ALL if n[0] != "_" and not hasattr(nn.Module, n))
+    return tuple([(n, own[n]) for n in names if isinstance(own[n], (bool, str, float)) or isroutine(own[n])])
 
 
 @cache
@@ -135,8 +136,8 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
 
 
 class FusedMLP:
-    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_activations`: in what modules;
-    `_hfpatch_gates`: whose values need not be computed where gate and up are known."""
+    """gate and up through one kernel. `_hfpatch_activation`: what the probe found; `_hfpatch_activations`: in what, the MLP
+    and modules in it; `_hfpatch_gates`: whose values need not be computed where gate and up are known."""
 
     _hfpatch_gates = ("gate_proj", "up_proj")
     _hfpatch_activations = None
@@ -166,8 +167,8 @@ def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
 
 
 def activation_as_found(mlp: nn.Module) -> bool:
-    """Whether the fused forms, which do not call the activation's module, may stand for it: it is what apply() found, nobody
-    watches it, and its MLP's class has the forward that it had."""
+    """Whether the fused forms, which do not call the activation, may stand for it: it is what apply() found, nobody watches it,
+    and its MLP goes the ways, and its class has the forward, that it had."""
     found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
     if hooks_on_all() or mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
         return False
@@ -177,13 +178,13 @@ def activation_as_found(mlp: nn.Module) -> bool:
     if found is None:
         return True
     # Attribute by attribute: torch 2.11's dynamo cannot list those of a module.
-    for m, (kind, settings) in zip(now, found):
-        if type(m) is not kind:
+    for m, (kind, settings) in zip([mlp, *now], found):
+        if m.__class__ is not kind and kind is not None:
             return False
         for name, value in settings:
             if m.__dict__.get(name) != value:
                 return False
-    return len(now) == len(found)
+    return len(now) == len(found) - 1
 
 
 _MLPS = ((FusedMLP, {"gate_proj", "up_proj", "down_proj"}), (FusedJointMLP, {"gate_up_proj", "down_proj"}))
@@ -218,7 +219,8 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         try:
             with torch.no_grad():
                 if _close(ours(x), twin(x), 64):
-                    inside = tuple([(type(m), _plain_items(m)) for m in _activations(mlp, part._hfpatch_gates)])
+                    inside = [(type(m), _plain_items(m)) for m in _activations(mlp, part._hfpatch_gates)]
+                    inside = ((None, _plain_items(mlp)), *inside)
                     return part, {"_hfpatch_activation": name, "_hfpatch_activations": inside}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import autocast_dtype, pytree, state_apart
+from hfpatch.compat import autocast_dtype, pytree
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers, looks_like_a_block
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask
@@ -16,7 +16,7 @@ from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
-from hfpatch.models.scaled import PROJECTIONS
+from hfpatch.models.state import CannotBeSetApart, state_apart
 
 TOKENS = 12
 FEW = 4
@@ -93,13 +93,16 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> An
     """The Answers of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on as if it was not
     asked."""
     rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
-    with rng, _NoDropout(), state_apart(layer, PROJECTIONS) as written:
-        try:
-            answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
-        except Exception as error:  # a family's own code
-            answers = Answers(reason=_said(error))
-        # Tiles would write it more often, each with what it has of the row.
-        return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
+    try:
+        with rng, _NoDropout(), state_apart(layer) as written:
+            try:
+                answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+            except Exception as error:  # a family's own code
+                answers = Answers(reason=_said(error))
+            # Tiles would write it more often, each with what it has of the row.
+            return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
+    except CannotBeSetApart as error:
+        return Answers(reason=str(error))
 
 
 def _said(error: Exception) -> str:

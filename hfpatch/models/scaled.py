@@ -11,6 +11,7 @@ from torch import nn
 from hfpatch.checkpoint.quantised import is_quantised
 from hfpatch.compat import (
     GONE,
+    MADE_FROM,
     buffers_of,
     forward_in,
     modules_of,
@@ -21,7 +22,7 @@ from hfpatch.compat import (
     run_scans_plainly,
     unwatched,
 )
-from hfpatch.models.classes import LINEAR, MADE_FROM, package_of
+from hfpatch.models.classes import IS_USERS, LIBRARIES, LINEAR, PROJECTIONS, home_of, package_of
 from hfpatch.models.finding import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
@@ -131,42 +132,39 @@ def kind_of(layer: nn.Module) -> tuple:
     )
 
 
-# Whose classes that stand for a Linear are projections: of each token by itself.
-PROJECTIONS = {
-    "torch", "torchao", "transformers", "deepspeed", "hfpatch",
-    "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq", "optimum", "vptq",
-}  # fmt: skip
-
-
 def _inside(layer: nn.Module, known=None):
     """(name, class, forward) of the modules in a layer, those within one of the classes of `known` (any) after it. What stands for
-    a Linear (quantised), and adapters, which models.adapters looks at, are none; a Linear with buffers or modules of its own is
-    one, it may write to them, and one with a forward of its own. forward: on the instance, GONE where there is none."""
-    todo = [*modules_of(layer).items()]
+    a Linear (quantised), and adapters, which models.adapters looks at, are none where they run their library's code; a Linear with
+    buffers or modules of its own is one, it may write to them. forward: on the instance, GONE where there is none."""
+    todo = [(*child, False) for child in modules_of(layer).items()]
     while todo:
-        name, module = todo.pop()
+        name, module, adapter = todo.pop()
         if module is None:
             continue
         kind, package, forward = MADE_FROM[type(module)], package_of(module), forward_in(vars(module))
-        known_home = hasattr(module, "in_features") and package in PROJECTIONS
-        weight = parameters_of(module).get("weight")
-        packed = isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point()
-        linear = (
-            kind.forward is LINEAR or known_home and kind.forward is not nn.Linear.forward or packed
-        ) and forward is GONE
-        if package == "peft":
-            if forward is not GONE:
+        code, under = kind.forward, modules_of(module)
+        theirs = forward is GONE and code is not None and home_of(code) in (package, *LIBRARIES)
+        if package == "peft" or adapter:
+            if not theirs or IS_USERS[kind]:
                 yield name, kind, forward
-            under = modules_of(module)
-            todo += [(name, under[inner]) for inner in ("base_layer", "original_module") if inner in under]
-        elif forward is GONE and (
-            is_quantised(module) or linear and not (isinstance(module, nn.Linear) and _more_in(module))
-        ):
-            continue
-        else:
+            for inner, m in under.items():
+                base = inner in ("base_layer", "original_module")
+                todo.append((name if base else f"{name}.{inner}", m, not base))
+        elif not (theirs and (is_quantised(module) or _projects(module, code))):
             yield name, kind, forward
             if known is None or kind in known:
-                todo += [(f"{name}.{inner}", m) for inner, m in modules_of(module).items()]
+                todo += [(f"{name}.{inner}", m, False) for inner, m in under.items()]
+
+
+def _projects(module: nn.Module, code) -> bool:
+    """Whether a module stands for a Linear and no more, by what it runs."""
+    if isinstance(module, nn.Linear) and _more_in(module):
+        return False
+    weight = parameters_of(module).get("weight")
+    if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+        return True
+    known_home = hasattr(module, "in_features") and package_of(module) in PROJECTIONS
+    return code is LINEAR or known_home and code is not nn.Linear.forward
 
 
 def _more_in(module: nn.Module) -> bool:

@@ -72,7 +72,10 @@ def _frontier(run: Run, placement: str) -> list[dict]:
     if run.checkpointing in WHOLE:
         return []
     stays = resident(placement, run.shape, run.gpus, run.checkpointing)
-    plans = (evaluate(run, placement, o.policy) for o in frontier(*_searched(run, placement, stays, _settings(run, placement))))
+    plans = (
+        evaluate(run, placement, o.policy)
+        for o in frontier(*_searched(run, placement, stays, _settings(run, placement)))
+    )
     return [{k: getattr(p, k) for k in ("gpu_peak_bytes", "step_seconds", "policy")} for p in plans]
 
 
@@ -110,7 +113,9 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
-    return replace(found, first_step=first_step(run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize))
+    return replace(
+        found, first_step=first_step(run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize)
+    )
 
 
 def _why(run: Run, policy) -> str:

@@ -1,0 +1,320 @@
+"""Modules, forwards and functions of the user's own inside a layer: what they keep, and what comes, changes and goes."""
+
+import itertools
+import random
+import types
+from collections import deque
+
+import peft
+import pytest
+import tiny
+import torch
+from peft.tuners.lora import layer as lora
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import hfpatch
+
+CALLS = []
+
+
+class Keeper(nn.Linear):
+    """A user's own, which keeps something from call to call; `note` is what each does with the tokens it is given."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
+        self.weight = like.weight
+        self.begin()
+
+    def begin(self):
+        pass
+
+    def forward(self, x):
+        self.note(x)
+        return F.linear(x, self.weight)
+
+
+class InDeque(Keeper):
+    def begin(self):
+        self.given = deque(maxlen=9)
+
+    def note(self, x):
+        self.given.append(x.shape[1])
+
+    def kept(self):
+        return [*self.given]
+
+
+class InDictOfLists(InDeque):
+    def begin(self):
+        self.table = {"given": []}
+
+    given = property(lambda self: self.table["given"])
+
+
+class Tally:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class InObject(Keeper):
+    def begin(self):
+        self.tally = Tally()
+
+    def note(self, x):
+        self.tally.calls += 1
+
+    def kept(self):
+        return self.tally.calls
+
+
+class FromFirstForward(Keeper):
+    def note(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+
+    def kept(self):
+        return self.calls
+
+
+class MeanFromNone(Keeper):
+    def begin(self):
+        self.mean = None
+
+    def note(self, x):
+        mean = x.detach().mean((0, 1))
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+
+    def kept(self):
+        return self.mean
+
+
+class InTensorOfList(Keeper):
+    def begin(self):
+        self.sums = [torch.zeros((), dtype=torch.float64)]
+
+    def note(self, x):
+        self.sums[0] += x.detach().sum()
+
+    def kept(self):
+        return self.sums[0]
+
+
+class InFile(InDeque):
+    given = CALLS
+
+    def begin(self):
+        CALLS.clear()
+
+    def note(self, x):
+        CALLS.append(x.shape[1])
+
+
+class InClosure(Keeper):
+    def begin(self):
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def note(self, x):
+        self.count()
+
+    def kept(self):
+        return self.count()
+
+
+class InIterator(Keeper):
+    def begin(self):
+        self.calls = itertools.count()
+
+    def note(self, x):
+        next(self.calls)
+
+    def kept(self):
+        return next(self.calls)
+
+
+class InDraws(Keeper):
+    def begin(self):
+        self.draws, self.numbers = random.Random(0), torch.Generator().manual_seed(0)
+
+    def note(self, x):
+        self.draws.random(), torch.rand(1, generator=self.numbers)
+
+    def kept(self):
+        return self.draws.random(), torch.rand(1, generator=self.numbers).item()
+
+
+KEEPERS = [
+    InDeque,
+    InDictOfLists,
+    InObject,
+    FromFirstForward,
+    MeanFromNone,
+    InTensorOfList,
+    InFile,
+    InClosure,
+    InIterator,
+    InDraws,
+]
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind):
+    """Asking would leave its few tokens there, or NaN, and tiles would count."""
+    found = []
+    for patched in (False, True):
+        model = tiny.llama(dtype=torch.float64)
+        attention = model.model.layers[0].self_attn
+        attention.v_proj = kind(attention.v_proj)
+        if patched:
+            hfpatch.apply(model, checkpointing=tiny.TILED)
+        else:
+            tiny.checkpoint(model)
+        tiny.step(model, tiny.labelled())
+        found.append(attention.v_proj.kept())
+    if isinstance(found[0], torch.Tensor):
+        assert torch.allclose(*found, rtol=1e-6, atol=1e-6)
+    else:
+        assert found[0] == found[1]
+
+
+class Warming(Keeper):
+    """Gives more at every call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return F.linear(x, self.weight) * self.calls
+
+
+def test_asking_does_not_change_what_a_counting_module_gives():
+    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
+    for model in (stock, ours):
+        model.model.layers[0].self_attn.v_proj = Warming(model.model.layers[0].self_attn.v_proj)
+    hfpatch.apply(ours, checkpointing=tiny.TILED, rms_norm=False)
+    losses = [tiny.step(model, tiny.labelled())["loss"] for model in (stock, ours)]
+    assert torch.allclose(*losses, rtol=1e-6)
+
+
+def less_their_mean(forward):
+    return lambda *args: (y := forward(*args)) - y.mean(1, keepdim=True)
+
+
+class Gated(nn.Module):
+    """Hands a share of each token on to the next: a weight that begins as zero, or a number."""
+
+    def __init__(self, inner, share):
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + self.share * F.pad(y, (0, 0, 1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_mixes_tokens_by_a_share_that_begins_as_zero_is_seen(trained):
+    stock = tiny.llama(dtype=torch.float64)
+    mlp = stock.model.layers[0].mlp
+    mlp.down_proj = Gated(mlp.down_proj, nn.Parameter(torch.zeros((), dtype=torch.float64)) if trained else 0.0)
+    ours = tiny.patched(stock)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    for model in (stock, ours):
+        if trained:
+            model.model.layers[0].mlp.down_proj.share.data.add_(0.5)
+        else:
+            model.model.layers[0].mlp.down_proj.share = 0.5
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+
+
+@pytest.mark.parametrize("where", ["class", "inside"])
+def test_what_comes_into_adapters_after_apply_sees_whole_rows(where, monkeypatch):
+    stock = peft.get_peft_model(tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"]))
+    ours = tiny.patched(stock)
+    tiny.step(ours, tiny.labelled())
+    if where == "class":
+        monkeypatch.setattr(lora.Linear, "forward", less_their_mean(lora.Linear.forward))
+    else:
+        for model in (stock, ours):
+            inner = model.get_submodule("base_model.model.model.layers.0.self_attn.v_proj.lora_A")
+            inner["default"] = Gated(inner["default"], 0.5)
+            inner["default"].weight = inner["default"].inner.weight
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+
+
+def test_a_layer_is_tiled_again_once_a_forward_that_mixes_is_gone():
+    stock = tiny.llama(dtype=torch.float64)
+    ours = tiny.patched(stock)
+    layer = ours.model.layers[0]
+    at_apply = layer._hfpatch_answers
+    layer.mlp.forward = types.MethodType(less_their_mean(type(layer.mlp).forward), layer.mlp)
+    tiny.step(ours, tiny.labelled())
+    assert layer._hfpatch_answers.reason
+    del layer.mlp.forward
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert layer._hfpatch_answers == at_apply and not at_apply.reason
+
+
+class Squashed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+
+
+class LessMean(Squashed):
+    def forward(self, x):
+        y = self.inner(x)
+        return y - y.mean(1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", [Squashed, LessMean])
+def test_what_torch_jit_compiled(kind):
+    """It keeps its parameters in C++, has no forward in its class, and takes no hooks."""
+    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    for model, make in ((stock, lambda x: x), (ours, torch.jit.script)):
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj = make(kind(mlp.down_proj))
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert bool(ours.model.layers[0]._hfpatch_answers.reason) == (kind is LessMean)
+    hfpatch.undo(ours)
+
+
+@pytest.mark.parametrize("way", [tiny.TILED, hfpatch.Checkpointing(tile=8, every=2)], ids=["tiled", "segments"])
+def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
+    """The layer runs again as it ran."""
+    stock = tiny.llama(dtype=torch.float64)
+    ours, wanted = tiny.patched(stock, checkpointing=way), tiny.step(tiny.exact(stock), tiny.labelled())
+    loss, forward = ours(**tiny.labelled()).loss, LlamaMLP.forward
+    other = less_their_mean(forward)
+    monkeypatch.setattr(LlamaMLP, "forward", other)
+    loss.backward()
+    assert LlamaMLP.forward is other
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_a_function_for_an_activation_that_is_exchanged():
+    stock = tiny.llama(dtype=torch.float64)
+    for layer in stock.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = F.silu
+    ours = tiny.patched(stock)
+    assert hfpatch.apply(ours, checkpointing=tiny.TILED).count("mlp") == 2
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    for model in (stock, ours):
+        model.model.layers[0].mlp.act_fn = torch.relu
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
