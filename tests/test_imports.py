@@ -74,12 +74,12 @@ def _loaded(full: str) -> str:
 MODULES = dict(sources())
 
 
-def targets(name: str) -> set[str]:
-    """The modules of ours that a module imports, anywhere in its text, itself left out."""
+def targets(name: str, above: bool = False) -> set[str]:
+    """The modules of ours that a module imports, anywhere in its text or at module level alone, itself left out."""
     found = set()
-    for full, _ in MODULES[name]:
+    for full, top in MODULES[name]:
         parts = full.split(".")
-        if parts[0] != "hfpatch" or parts[1:] == ["__version__"] or parts[1:] == ["OLDEST"]:
+        if above and not top or parts[0] != "hfpatch" or parts[1:] == ["__version__"] or parts[1:] == ["OLDEST"]:
             continue  # the package's own __init__ holds these two
         ends = [".".join(parts[1:n]) for n in range(len(parts), 1, -1)]
         found.add(next((end for end in ends if end in MODULES), ends[-1] if ends else ""))
@@ -148,6 +148,16 @@ def test_import_hfpatch_loads_nothing():
     code = "import sys, hfpatch; print([m for m in ('torch', 'transformers', 'triton', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if within(n, ("commands",))])
+def test_a_commands_flags_are_known_without_the_layers(name):
+    """Their modules load transformers and what it finds: seconds, and other libraries' warnings before a line of help."""
+    loaded, new = set(), {name}
+    while new:
+        loaded |= new
+        new = {t for one in new if one in MODULES for t in targets(one, above=True)} - loaded
+    assert not [n for n in loaded if within(n, ("models", "checkpoint", "patch"))]
 
 
 def test_old_places_work_for_one_release():

@@ -41,6 +41,8 @@ def _command(argv) -> int:
         # Only the command asked for is imported: `plan` stays quick where torch takes seconds to load.
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse would name the program's help, which lists no command's flags
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     check_ranges(vars(args))
     return importlib.import_module(COMMANDS[args.command][0]).main(args)

@@ -12,7 +12,6 @@ from hfpatch.memory.limits import flag, parse_length, parse_word
 from hfpatch.memory.policy import Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
-from hfpatch.simulate.simulator import simulate
 
 _TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or false"}
 
@@ -34,6 +33,8 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
+    from hfpatch.simulate.simulator import simulate  # it loads all of hfpatch and transformers: not for --help
+
     config = preset_config(args.preset)
     if args.layers:
         config["num_hidden_layers"] = args.layers

@@ -35,7 +35,7 @@ def module_table(runs):
                 name = generic(row["module"]) or "(the model's own forward)"
                 mine[name] = mine.get(name, 0) + row["bytes"]
         held.append(mine)
-    names = sorted({n for mine in held for n in mine}, key=lambda n: -max(mine.get(n, 0) for mine in held))
+    names = sorted(dict.fromkeys(n for mine in held for n in mine), key=lambda n: -max(mine.get(n, 0) for mine in held))
     return [(f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held]) for n in names[:12]]
 
 
@@ -85,7 +85,7 @@ def figure_table(runs):
 
 def family_table(runs):
     """Rows (kernel family, [text per run]) of the recorded step; empty for simulated runs, which run no kernel."""
-    names = sorted({n for r in runs for n in r.families}, key=lambda n: -max(r.families.get(n, 0) for r in runs))
+    names = sorted(dict.fromkeys(n for r in runs for n in r.families), key=lambda n: -max(r.families.get(n, 0) for r in runs))
     return [(n, [_seconds(r.families[n]) if n in r.families else "" for r in runs]) for n in names]
 
 

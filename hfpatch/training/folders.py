@@ -117,10 +117,11 @@ def _begins_as_zip(file: Path) -> bool:
 
 
 def _whole_safetensors(file: Path) -> bool:
+    open(file, "rb").close()  # one that may not be read is not cut; of any that does not open safetensors says that there is none
     try:
         with safe_open(file, "pt"):  # reads the header, and holds the file's length against it
             return True
-    except (SafetensorError, OSError):
+    except SafetensorError:
         return False
 
 

@@ -72,6 +72,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
         "plan --model @": "a model's folder holds a config.json",
         "env --seq-len 8k": "pass --model as well",
+        f"{plan} --no-such 1": "unrecognized arguments: --no-such 1; see hfpatch plan --help",
         f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",
         f"{plan} --gpus -1": "1 or more for --gpus",
         f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
@@ -103,6 +104,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "env @/bad.yaml": "is not YAML",
         "env @/list.json": "list came",
         "env @/file/x": "a config file was expected",
+        "simulate --preset llama-tiny -x": "unrecognized arguments: -x; see hfpatch simulate --help",
         "simulate --preset llama-tiny --seq-len 64 --layers 0": "1 or more for --layers",
         "simulate --preset llama-tiny --seq-len 64 --policy tile=x": "--policy tile= takes a number",
     }.items():

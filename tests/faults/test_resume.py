@@ -85,6 +85,11 @@ def test_what_is_not_whole_is_never_chosen(folder):
     shutil.copytree(kept, newest)
     (newest / folders.RUN_FILE).unlink()
     assert begin() == (str(newest), []), "and a whole one of another script is taken"
+    # What the system does not let us read is not cut.
+    (newest / SAVED[0]).unlink()
+    (newest / SAVED[0]).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError):
+        begin()
 
 
 def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):  # noqa: F811
