@@ -85,7 +85,9 @@ def figure_table(runs):
 
 def family_table(runs):
     """Rows (kernel family, [text per run]) of the recorded step; empty for simulated runs, which run no kernel."""
-    names = sorted(dict.fromkeys(n for r in runs for n in r.families), key=lambda n: -max(r.families.get(n, 0) for r in runs))
+    names = sorted(
+        dict.fromkeys(n for r in runs for n in r.families), key=lambda n: -max(r.families.get(n, 0) for r in runs)
+    )
     return [(n, [_seconds(r.families[n]) if n in r.families else "" for r in runs]) for n in names]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hfpatch.profiling import page
 from hfpatch.profiling import run as writer
-from hfpatch.profiling.report import markdown
+from hfpatch.profiling.report import family_table, markdown, module_table
 from hfpatch.profiling.timeline import Run
 from tests.profiling.test_timeline import MIB, a_run
 
@@ -45,6 +45,12 @@ def test_markdown_has_every_part(runs):
         "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x <LlamaMLP>\n```",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_what_takes_the_same_stands_in_one_order_in_every_report():
+    names, lasting = [f"part{chr(97 + i)}" for i in range(12)], {"category": "activations", "phase": "forward", "bytes": 4}
+    run = Run(impl="hf", seq_len=128, rows=[{"module": n, **lasting} for n in names], families=dict.fromkeys(names, 1.0))
+    assert [name.strip("`") for name, _ in module_table([run])] == [name for name, _ in family_table([run])] == names
 
 
 class Checker(HTMLParser):
