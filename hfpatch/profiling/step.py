@@ -19,6 +19,7 @@ from hfpatch.planner.models import config_of
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
 from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure, versions
+from hfpatch.simulate.rivals import config_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,8 @@ class Options:
 
 def load_config(name: str):
     """The configuration of what `hfpatch plan` takes as a model. ValueError where there is none."""
-    from transformers import AutoConfig
-
     values = dict(config_of(name)[1])
-    return AutoConfig.for_model(values.pop("model_type", ""), **values)
+    return config_class(values.pop("model_type", None))(**values)
 
 
 def build_model(options: Options) -> torch.nn.Module:

@@ -14,6 +14,18 @@ IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "li
                    "hfpatch-off")  # fmt: skip
 
 
+def config_class(kind):
+    """transformers' config class of a model type. ValueError where it has none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
+            "load it and print(hfpatch.apply(model))."
+        )
+    return CONFIG_MAPPING[kind]
+
+
 def build(config: dict, dtype=torch.bfloat16, adapters=None):
     """A causal language model, or one of images and text, of a config.json's values on the meta device: shapes without memory.
     adapters: a memory.adapters.Adapters, LoRA over it."""
@@ -24,16 +36,10 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
     )
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = dict(config)
     kind = values.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
-            "load it and print(hfpatch.apply(model))."
-        )
-    made = CONFIG_MAPPING[kind]
+    made = config_class(kind)
     if not any(made in m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
         raise ValueError(
             f"hfpatch: expected a model that writes text one token after another, {kind!r} came; pass the config.json of one."

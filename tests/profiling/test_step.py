@@ -67,15 +67,28 @@ def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
 def test_takes_the_names_that_a_plan_takes():
     """Of a preset by its id on the hub without asking the hub."""
     assert step.load_config("meta-llama/Llama-3.2-1B-Instruct").hidden_size == 2048
-    with pytest.raises(ValueError, match="hfpatch: the known models are .*'nothing.json' came"):
+    with pytest.raises(ValueError, match="^hfpatch: expected a model.s folder or config.json, there is none at nothing.json; "):
         step.load_config("nothing.json")
+
+
+@pytest.mark.parametrize("values, came", [({"model_type": "theirs"}, "'theirs'"), ({}, "None")])
+def test_a_model_type_that_transformers_does_not_know_has_one_sentence(tmp_path, values, came):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"^hfpatch: expected a model type of transformers, {came} came; "):
+        step.load_config(str(tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize("impl", ["hf", "hfpatch"])
 def test_simulates_families_that_sdpa_does_not_serve(tmp_path, impl):
     """gpt-oss has sinks: transformers refuses it sdpa."""
     config = tmp_path / "config.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "vocab_size": 512}
     config.write_text(json.dumps({"model_type": "gpt_oss", "num_key_value_heads": 2, **sizes, **experts}))
     run = simulated_run(options(tmp_path, model=str(config), impl=impl, optimizer="none"))
