@@ -72,6 +72,7 @@ from hfpatch.compat.modules import (
     twin_of,
     unwatched,
     user_hooks,
+    watched,
     watched_by_user,
     ways_of,
 )

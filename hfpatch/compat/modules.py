@@ -238,6 +238,13 @@ def hooks_on_all() -> list:
     return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))] if found else found
 
 
+def watched(modules: list[nn.Module]) -> bool:
+    """Whether anything hooks one of these modules, or all modules of the process: a user, an engine, torch."""
+    if any(_EVERYWHERE.get(n) for n in _ON_ALL):
+        return True
+    return any(m.__dict__.get(n) for m in modules for n in _ALL_HOOKS)
+
+
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules that has such a hook."""
     if hooks_on_all():

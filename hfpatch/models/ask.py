@@ -16,6 +16,7 @@ from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import Answering, Call, Noting, NotStopped, Stopped, asking, our_attention
 from hfpatch.models.block import Block
 from hfpatch.models.dead import add_up, as_found, can_go_without, idle, without_values
+from hfpatch.models.direct import Direct, can_be_direct
 from hfpatch.models.keeping import keeping
 from hfpatch.models.mixers import Mixer, standing_in
 from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
@@ -76,8 +77,11 @@ class Ask:
         # An argument's gradient may read any value, and goes to the tile's stand-in for it.
         wanted = self.arguments.wanted()
         dead = dead and not wanted
+        block = self._block(x_BtD) if self.answers.block and not wanted else None
+        if isinstance(block, Direct):
+            return block.pre(x_BtD, a, b, dead, self.adding)
+        run = partial(block.pre if block else self._pre, x_BtD, a, b)
         nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
-        run = partial(self._block().pre if self.answers.block and not wanted else self._pre, x_BtD, a, b)
         if not nobody_reads:
             return run()
         with without_values(nobody_reads):
@@ -145,6 +149,10 @@ class Ask:
         Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
         `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
+        block = self._block(x_BtD) if self.answers.block else None
+        kept = [keeping(noted or {}, known or {})] if noted or known else []
+        if isinstance(block, Direct):
+            return [_within(kept, partial(block.post, x_BtD, *outs_BtHE, dead, self.adding))]
         found = {key: [] for key in self.records}
         names = self.answers.dead_post if dead and not self.arguments.wanted() else self.answers.unread
         if known:
@@ -152,9 +160,8 @@ class Ask:
             names = (*names, *(module for name in known for module in sources[name]))
         nobody_reads = self._idle(names, x_BtD.device.type, dead)
         around = [without_values(nobody_reads)] if nobody_reads else []
-        around += [collecting(found)] if self.collected else []
-        around += [keeping(noted or {}, known or {})] if noted or known else []
-        run = partial(self._block().post, x_BtD, *outs_BtHE) if self.answers.block else None
+        around += [collecting(found), *kept] if self.collected else kept
+        run = partial(block.post, x_BtD, *outs_BtHE) if block else None
         y = _within(around, run or partial(self._post, x_BtD, outs_BtHE, a, b))
         self.beside = y[1:] if isinstance(y, tuple) else None
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
@@ -180,9 +187,12 @@ class Ask:
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
 
-    def _block(self) -> Block:
+    def _block(self, x: Tensor) -> Block:
         if self.block is None:
-            self.block = Block(self.layer, self.arguments.kwargs)
+            kwargs = self.arguments.kwargs
+            alone = self.written is None and not self.arguments.wanted()
+            direct = alone and can_be_direct(self.layer, kwargs, x.device.type)
+            self.block = (Direct if direct else Block)(self.layer, kwargs)
             self.asked = [self.block.asked]
         return self.block
 

@@ -19,6 +19,17 @@ from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, other_
 from hfpatch.ops.rope import rotated_back
 
 
+def gradients_of_linear(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], add=None) -> tuple:
+    """(dx, dweight, dbias) of F.linear as autograd has them, None where not needed; add: as of _Valueless."""
+    dy_NO, dx, dw = dy.reshape(-1, dy.shape[-1]), None, None
+    if needs[0]:
+        dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+    if needs[1]:
+        x_NI = x.reshape(-1, x.shape[-1])
+        dw = dy_NO.t().mm(x_NI) if add is None else add(dy_NO, x_NI)
+    return dx, dw, dy_NO.sum(0) if needs[2] else None
+
+
 class _Valueless(torch.autograd.Function):
     """F.linear's backward under a forward without a matmul. weight: a tensor, or a function that makes a frozen one; add: where
     the weight's gradient goes, None for autograd."""
@@ -28,22 +39,15 @@ class _Valueless(torch.autograd.Function):
         ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x, which would live on beside its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
-        ctx.biased, ctx.columns = bias is not None, x.shape[-1]
         # One row for all tokens: a rotation in complex numbers (Llama 4) wants neighbours in memory.
         return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dy_NO, dx = dy.reshape(-1, dy.shape[-1]), None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.make(dy.dtype) if weight is None else weight
-            dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], ctx.columns)
-        dw = None
-        if ctx.needs_input_grad[1]:
-            x_NI = x.reshape(-1, ctx.columns)
-            dw = dy_NO.t().mm(x_NI) if ctx.add is None else ctx.add(dy_NO, x_NI)
-        return dx, dw, dy_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None, None
+        if weight is None and ctx.needs_input_grad[0]:
+            weight = ctx.make(dy.dtype)
+        return *gradients_of_linear(dy, x, weight, ctx.needs_input_grad[:3], ctx.add), None, None, None
 
 
 _without_value = applying(_Valueless)
@@ -55,12 +59,12 @@ class _AddingUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, add):
         ctx.save_for_backward(x, weight)
-        ctx.add, ctx.make, ctx.biased, ctx.columns = add, None, bias is not None, x.shape[-1]
+        ctx.add = add
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        return *_Valueless.backward(ctx, dy)[:3], None
+        return *gradients_of_linear(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.add), None
 
 
 _adding_up = applying(_AddingUp)

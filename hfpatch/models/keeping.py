@@ -46,9 +46,14 @@ class _InPlaceOf(torch.autograd.Function):
 _in_place_of = applying(_InPlaceOf)
 
 
+def known_value(name: str) -> tuple[Tensor, ...] | None:
+    """What is known under that name, None where nothing is."""
+    return _here.known.get(name)
+
+
 def known_sum(name: str, *parts: Tensor) -> Tensor | None:
     """The sum of the parts where it is known, else None."""
-    value = _here.known.get(name)
+    value = known_value(name)
     return None if value is None else _in_place_of(value[0], *parts)
 
 
@@ -65,5 +70,5 @@ def note(name: str, *values: Tensor) -> None:
 def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
     """The values, or what is known in their place."""
     note(name, *values)
-    known = _here.known.get(name)
+    known = known_value(name)
     return values if known is None else tuple(_in_place_of(k, v) for k, v in zip(known, values, strict=True))

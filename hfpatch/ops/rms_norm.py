@@ -147,7 +147,7 @@ def _rms_norm_bwd_fake(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     return dx, weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
 
 
-_BWD = define(
+RMS_NORM_BACK = define(
     "rms_norm_bwd(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float offset, "
     "bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
     _rms_norm_bwd,
@@ -167,7 +167,7 @@ def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 5
     need_dx, need_dw, *_ = ctx.needs_input_grad
-    dx, dw = _BWD(dy, None, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
+    dx, dw = RMS_NORM_BACK(dy, None, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
@@ -185,7 +185,7 @@ def _add_backward(ctx, dy, _, dsum):
     need_dx = need_x or need_residual
     dx, dw = dsum, None
     if dy is not None:
-        dx, dw = _BWD(dy, dsum, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
+        dx, dw = RMS_NORM_BACK(dy, dsum, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
     need_dx, need_dw = need_dx and dx is not None, need_dw and dw is not None
     return (
         dx.to(ctx.dtypes[0]) if need_x and need_dx else None,
@@ -195,14 +195,14 @@ def _add_backward(ctx, dy, _, dsum):
     )
 
 
-_FWD = define(
+RMS_NORM = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor rstd)",
     _rms_norm,
     _rms_norm_fake,
     backward=_backward,
     setup_context=_setup_context,
 )
-_ADD = define(
+ADD_RMS_NORM = define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) "
     "-> (Tensor y, Tensor rstd, Tensor total)",
     _add_rms_norm,
@@ -238,7 +238,7 @@ def rms_norm(
     of transformers that rounds there. One derivative.
     """
     _check(x, weight, cast)
-    return _FWD(x, weight, eps, offset, cast)[0]
+    return RMS_NORM(x, weight, eps, offset, cast)[0]
 
 
 def add_rms_norm(
@@ -260,5 +260,5 @@ def add_rms_norm(
             f"hfpatch: add_rms_norm expects x and residual of one shape, came {list(x.shape)} and "
             f"{list(residual.shape)}; expand the smaller one."
         )
-    y, _, total = _ADD(x, residual, weight, eps, offset, cast)
+    y, _, total = ADD_RMS_NORM(x, residual, weight, eps, offset, cast)
     return y, total

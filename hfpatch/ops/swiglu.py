@@ -94,7 +94,7 @@ def _swiglu_bwd_fake(dy, gate, up, activation, need_dgate, need_dup):
     return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(up.shape if need_dup else 0)
 
 
-_BWD = define(
+SWIGLU_BACK = define(
     "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation, bool need_dgate, bool need_dup) "
     "-> (Tensor dgate, Tensor dup)",
     _swiglu_bwd,
@@ -110,11 +110,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy):
     need_dgate, need_dup, *_ = ctx.needs_input_grad
-    dgate, dup = _BWD(dy, *ctx.saved_tensors, ctx.activation, need_dgate, need_dup)
+    dgate, dup = SWIGLU_BACK(dy, *ctx.saved_tensors, ctx.activation, need_dgate, need_dup)
     return dgate if need_dgate else None, dup if need_dup else None, None
 
 
-_FWD = define(
+SWIGLU = define(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
     _swiglu,
     _swiglu_fake,
@@ -139,4 +139,4 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
             f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and {list(up.shape)}; "
             "both come from projections of one width."
         )
-    return _FWD(gate, up, ACTIVATIONS[activation])
+    return SWIGLU(gate, up, ACTIVATIONS[activation])

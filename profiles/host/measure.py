@@ -1,76 +1,97 @@
-"""Host time of the tiled layer: one row a tree of this repository, the trees taking turns, the least of many steps of each.
+"""Host time of a layer: trees of this repository, each with a layer in 1 tile and in 16, and what users have beside them, in turns.
 
     python profiles/host/measure.py before=/path/to/old/tree after=. > profiles/host/results.csv
 
-A step of a Llama whose tensors are so small that only the host counts, and `apply` on a tiny model. Beside the microseconds of
-one thread stand calls of functions, in Python and from it, which are the same on every machine.
+A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each runs in a process of its own
+that answers round by round, so that what else the machine does meets all of them; the ratios are those of one round. What a layer
+costs is a step of five layers less one of one layer. Beside the microseconds stand calls of functions, in Python and from it.
 """
 
 import csv
 import os
+import statistics
 import subprocess
 import sys
 
-LAYERS, TILES, ROUNDS = 4, 16, 3
-STEP = f"""
+LAYERS, TILES, ROUNDS, STEPS = 4, 16, 15, 15
+WORKER = f"""
 import inspect, sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-import hfpatch
 torch.set_num_threads(1)
-def model(layers):
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512)).train()
-def seconds(run, times):
-    least = float("inf")
-    for _ in range(times):
-        began = time.thread_time()
-        run()
-        least = min(least, time.thread_time() - began)
-    return least
-def calls(run):
+kind, tiles = sys.argv[1], int(sys.argv[2])
+ids = torch.zeros(1, 2 * {TILES}, dtype=torch.long)
+def made(layers):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)).train()
+    if kind == "ours":
+        import hfpatch
+        trust = {{"verdict": False}} if "verdict" in inspect.signature(hfpatch.apply).parameters else {{}}
+        plain = {{"plain": 0}} if "plain" in inspect.signature(hfpatch.Checkpointing).parameters else {{}}
+        kept = hfpatch.Checkpointing(tile=2 * {TILES} // tiles, offload="gpu", every=1, save_attention=True, **plain)
+        hfpatch.apply(model, checkpointing=kept, **trust)
+    elif kind == "checkpointing":
+        model.gradient_checkpointing_enable({{"use_reentrant": False}})
+    return model
+def step(model):
+    began = time.thread_time()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    half = time.thread_time()
+    loss.backward()
+    return half - began, time.thread_time() - half
+def low(times):
+    return sorted(times)[len(times) // 4] * 1e6
+def calls(model):
     count = [0]
     def counted(frame, event, _):
         count[0] += event in ("call", "c_call")
     sys.setprofile(counted)
-    run()
+    step(model)
     sys.setprofile(None)
     return count[0]
-trust = {{"verdict": False}} if "verdict" in inspect.signature(hfpatch.apply).parameters else {{}}
-ids = torch.zeros(1, 2 * {TILES}, dtype=torch.long)
-def step(layers, tiles):
-    ours = model(layers)
-    kept = hfpatch.Checkpointing(tile=2 * {TILES} // tiles, offload="gpu", every=1, save_attention=True)
-    hfpatch.apply(ours, checkpointing=kept, **trust)
-    run = lambda: ours(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    run()
-    return seconds(run, 12) * 1e6, calls(run)
-rest, one, many = step(1, 1), step(1 + {LAYERS}, 1), step(1 + {LAYERS}, {TILES})
-rest_of_many = step(1, {TILES})
-tiny = model(2)
-for i in (0, 1):
-    print((one[i] - rest[i]) / {LAYERS}, (many[i] - rest_of_many[i]) / {LAYERS} / {TILES})
-print(seconds(lambda: (hfpatch.undo(tiny), hfpatch.apply(tiny, **trust)), 9))
+few, many = made(1), made(1 + {LAYERS})
+for model in (few, many) * 3:
+    step(model)
+print((calls(many) - calls(few)) / {LAYERS} / tiles, flush=True)
+for _ in sys.stdin:
+    times = [[low(way) for way in zip(*[step(model) for _ in range({STEPS})])] for model in (few, many)]
+    print(*[(m - f) / {LAYERS} / tiles for f, m in zip(*times)], flush=True)
 """
-FIELDS = ["tree", "us_a_layer_of_1_tile", f"us_a_tile_of_{TILES}", "calls_a_layer_of_1_tile", f"calls_a_tile_of_{TILES}",
-          "s_apply_without_verdict"]  # fmt: skip
+PEERS = {"stock": "stock", "stock with checkpointing": "checkpointing"}
+
+
+class Process:
+    def __init__(self, tree: str, kind: str, tiles: int):
+        env = os.environ | {"PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WORKER, kind, str(tiles)],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self.calls = self.read()[0]
+
+    def read(self) -> list[float]:
+        return [float(x) for x in self.process.stdout.readline().split()]
+
+    def round(self) -> list[float]:
+        """Microseconds forward and backward, of a layer in one tile or of a tile."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.read()
 
 
 def main(trees: dict[str, str]) -> None:
-    found = {name: [] for name in trees}
+    last = list(trees.values())[-1]
+    rows = {(name, n): Process(tree, "ours", n) for name, tree in trees.items() for n in (1, TILES)}
+    rows |= {(name, 1): Process(last, kind, 1) for name, kind in PEERS.items()}
+    found = {key: [] for key in rows}
     for _ in range(ROUNDS):
-        for name, tree in trees.items():
-            env = os.environ | {"PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
-            out = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", STEP], env=env, cwd=tree, capture_output=True, text=True
-            )
-            if out.returncode:
-                raise SystemExit(out.stderr)
-            found[name].append([float(x) for x in out.stdout.split()[-5:]])
-    table = csv.writer(sys.stdout)
-    table.writerow(FIELDS)
-    for name, rows in found.items():
-        *counts, apply = (min(column) for column in zip(*rows))
-        table.writerow([name, *(f"{n:.0f}" for n in counts), f"{apply:.3f}"])
+        for key, process in rows.items():
+            found[key].append(process.round())
+    first, table = next(iter(trees)), csv.writer(sys.stdout)
+    table.writerow(["who", "tiles", "us_forward", "us_backward", "ratio", "ratio_low", "ratio_high", "calls"])
+    for (name, n), times in found.items():
+        low, ratio, high = statistics.quantiles([sum(t) / sum(b) for t, b in zip(times, found[first, n])], n=4)
+        us = [f"{statistics.median(way):.0f}" for way in zip(*times)]
+        table.writerow([name, n, *us, *(f"{r:.2f}" for r in (ratio, low, high)), f"{rows[name, n].calls:.0f}"])
 
 
 if __name__ == "__main__":
