@@ -237,19 +237,27 @@ class WeightGradients(AsInForward):
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
-        if grad is None:  # it has gone to `_add`
-            return
+        if grad is not None:  # else it has gone to `_add` or `_add_product`
+            self._add_gradient(index, grad)
+
+    def _add_gradient(self, index: int, grad: Tensor) -> None:
         if self.sums[index] is not None:
             self.sums[index].add_(grad)
         else:
             self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
 
-    def adding(self, stand_in: Tensor):
-        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot."""
+    def adding(self, stand_in: Tensor, anyhow: bool = False):
+        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot: anyhow,
+        the product is made and added then."""
         index = self.index.get(id(stand_in))
-        if index is None or not self.several or not sums_in_matmul(stand_in, stand_in.dtype):
+        if index is None or not self.several:
             return None
-        return partial(self._add, index)
+        if sums_in_matmul(stand_in, stand_in.dtype):
+            return partial(self._add, index)
+        return partial(self._add_product, index) if anyhow else None
+
+    def _add_product(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
+        self._add_gradient(index, dy_NO.t().mm(x_NI))
 
     def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
         first = self.sums[index] is None

@@ -240,9 +240,9 @@ def hooks_on_all() -> list:
 
 def watched(modules: list[nn.Module]) -> bool:
     """Whether anything hooks one of these modules, or all modules of the process: a user, an engine, torch."""
-    if any(_EVERYWHERE.get(n) for n in _ON_ALL):
-        return True
-    return any(m.__dict__.get(n) for m in modules for n in _ALL_HOOKS)
+    # Asked at every layer: without a call where there are none.
+    found = [n for n in _ON_ALL if n in _EVERYWHERE and _EVERYWHERE[n]]
+    return bool(found or [n for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]])
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfpatch.compat import applying, autocast_dtype, parameters_of, watched
+from hfpatch.compat import applying, autocast_dtype, is_fake, parameters_of, watched
 from hfpatch.models.block import Block
 from hfpatch.models.classes import LINEAR
-from hfpatch.models.dead import can_go_without, gradients_of_linear
+from hfpatch.models.dead import gradients_of_linear
 from hfpatch.models.keeping import known_value, note
 from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
@@ -107,8 +107,9 @@ def _tensors(tables: list[dict]) -> list[Tensor | None]:
 
 
 def _back(ctx, dy: Tensor, x: Tensor, weight: Tensor, *needs: bool) -> tuple:
-    """Of a Linear: (dx, dweight, dbias), those that are needed; a weight's that adds up elsewhere is not here."""
-    return gradients_of_linear(dy, x, weight, needs, ctx.adding(weight) if ctx.adding and needs[1] else None)
+    """Of a Linear: (dx, dweight, dbias), those that are needed; a weight's that adds up elsewhere is not here, and does not wait
+    for the others."""
+    return gradients_of_linear(dy, x, weight, needs, ctx.adding(weight, True) if ctx.adding and needs[1] else None)
 
 
 class _Before(torch.autograd.Function):
@@ -187,9 +188,16 @@ def can_be_direct(layer: nn.Module, kwargs: dict, device: str) -> bool:
         and "forward" not in vars(mlp)
         and activation_as_found(mlp)
         and all(map(_as_made, norms))
-        and all(type(m).forward is LINEAR and can_go_without(m) and "weight" in parameters_of(m) for m in linears)
         and not watched([mlp, *norms, *linears])
+        and nn.Linear.forward is LINEAR
+        and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__ or not _plain(m)]
     )
+
+
+def _plain(linear: nn.Linear) -> bool:
+    """Whether its weight is a parameter of its own, of no other library's kind (a sharded one, a quantised one)."""
+    own = parameters_of(linear)
+    return "weight" in own and (own["weight"].__class__ in (nn.Parameter, Tensor) or is_fake(own["weight"]))
 
 
 def _as_made(norm: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-LAYERS, TILES, ROUNDS, STEPS = 4, 16, 15, 15
+LAYERS, TILES, ROUNDS, STEPS = 4, 16, 11, 8
 WORKER = f"""
 import inspect, sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,7 +64,7 @@ class Process:
         env = os.environ | {"PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", WORKER, kind, str(tiles)],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=env, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self.calls = self.read()[0]
 
