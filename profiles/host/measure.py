@@ -1,6 +1,6 @@
 """Host time of a layer: trees of this repository, each with a layer in 1 tile and in 16, and what users have beside them, in turns.
 
-    python profiles/host/measure.py before=/path/to/old/tree after=. > profiles/host/results.csv
+    python profiles/host/measure.py before=/path/to/old/tree after=. > results.csv
 
 A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each runs in a process of its own
 that answers round by round, so that what else the machine does meets all of them; the ratios are those of one round. What a layer
