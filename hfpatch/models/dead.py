@@ -19,8 +19,11 @@ from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, other_
 from hfpatch.ops.rope import rotated_back
 
 
-def gradients_of_linear(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], add=None) -> tuple:
-    """(dx, dweight, dbias) of F.linear as autograd has them, None where not needed; add: as of _Valueless."""
+def gradients_of_linear(
+    dy: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool], add=None
+) -> tuple:
+    """(dx, dweight, dbias) of F.linear as autograd has them, None where not needed; x: where the weight's is;
+    add: as of _Valueless."""
     dy_NO, dx, dw = dy.reshape(-1, dy.shape[-1]), None, None
     if needs[0]:
         dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])

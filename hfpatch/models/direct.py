@@ -26,11 +26,11 @@ class _Norm:
 
     def __init__(self, module: FusedRMSNorm):
         eps, self.offset, self.cast = module._hfpatch_norm
-        self.eps, self.own = getattr(module, eps), parameters_of(module)
+        self.eps, self.module, self.own = getattr(module, eps), module, parameters_of(module)
 
     @property
     def weight(self) -> Tensor | None:
-        return self.own.get("weight")
+        return _of(self.module, self.own, "weight")
 
     def __call__(self, x: Tensor, weight: Tensor | None):
         return RMS_NORM(x, weight, self.eps, self.offset, self.cast)
@@ -52,8 +52,8 @@ class Direct(Block):
         self.activation = ACTIVATIONS[mlp._hfpatch_activation]
         self.first, self.second = _Norm(self.norm), _Norm(self.norm_behind)
         self.of_heads = [_Norm(m) for m in norms]
-        self.before = [parameters_of(m) for m in self.projections]
-        self.behind = [parameters_of(m) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        self.before = [(m, parameters_of(m)) for m in self.projections]
+        self.behind = [(m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
 
     def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False, adding=None) -> list[Tensor]:
         weights = self.first.weight, *_tensors(self.before), *[norm.weight for norm in self.of_heads]
@@ -102,11 +102,16 @@ class Direct(Block):
         return total + F.linear(SWIGLU(*gate_up, self.activation), wd, bd), (total, normed, rstd, *gate_up)
 
 
-def _tensors(tables: list[dict]) -> list[Tensor | None]:
-    return [t for table in tables for t in (table["weight"], table["bias"])]
+def _tensors(linears: list[tuple[nn.Module, dict]]) -> list[Tensor | None]:
+    return [_of(*linear, name) for linear in linears for name in ("weight", "bias")]
 
 
-def _back(ctx, dy: Tensor, x: Tensor, weight: Tensor, *needs: bool) -> tuple:
+def _of(module: nn.Module, own: dict, name: str) -> Tensor | None:
+    """A tensor of the module, which may have become another kind of attribute since forward (pruning)."""
+    return own[name] if name in own else getattr(module, name, None)
+
+
+def _back(ctx, dy: Tensor, x: Tensor | None, weight: Tensor, *needs: bool) -> tuple:
     """Of a Linear: (dx, dweight, dbias), those that are needed; a weight's that adds up elsewhere is not here, and does not wait
     for the others."""
     return gradients_of_linear(dy, x, weight, needs, ctx.adding(weight, True) if ctx.adding and needs[1] else None)
@@ -115,7 +120,9 @@ def _back(ctx, dy: Tensor, x: Tensor, weight: Tensor, *needs: bool) -> tuple:
 class _Before(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, adding, a, b, dead, x, *weights):
-        parts, ctx.kept = block.run_before(a, b, dead, x, *weights)
+        parts, (h, *kept) = block.run_before(a, b, dead, x, *weights)
+        # A frozen projection reads no input again, which would live on beside its own gradient.
+        ctx.kept = h if any(ctx.needs_input_grad[7:13:2]) else None, *kept
         ctx.block, ctx.adding, ctx.bounds, ctx.x, ctx.weights = block, adding, (a, b), x, weights
         return tuple(parts)
 
@@ -138,6 +145,7 @@ class _Before(torch.autograd.Function):
         dh = part if dh is None else dh.add_(part)
         part, *of_q = _back(ctx, dq.flatten(2), h, wq, need_h, *needs[:2])
         dh = part if dh is None else dh.add_(part)
+        h = dq = dk = part = None
         dx, dw = block.first.back(dh, None, x, norm, rstd, need_x, need_w)
         return *[None] * 5, dx, dw, *of_q, *of_k, *of_v, *dnorms
 
@@ -145,7 +153,8 @@ class _Before(torch.autograd.Function):
 class _Behind(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, adding, dead, x, out, *weights):
-        y, ctx.kept = block.run_behind(dead, x, out, *weights)
+        y, (total, normed, *kept) = block.run_behind(dead, x, out, *weights)
+        ctx.kept = total, normed if ctx.needs_input_grad[8] or ctx.needs_input_grad[10] else None, *kept
         ctx.block, ctx.adding, ctx.out, ctx.weights = block, adding, out, weights
         return y
 
@@ -186,12 +195,21 @@ def can_be_direct(layer: nn.Module, kwargs: dict, device: str) -> bool:
         cos.ndim == 3
         and cos.shape[-1] == attn.head_dim
         and "forward" not in vars(mlp)
+        and type(mlp).forward is FusedMLP.forward
         and activation_as_found(mlp)
         and all(map(_as_made, norms))
         and not watched([mlp, *norms, *linears])
         and nn.Linear.forward is LINEAR
         and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__ or not _plain(m)]
+        and _fits(mlp, norms, attn.head_dim)
     )
+
+
+def _fits(mlp: FusedMLP, norms: list, head_dim: int) -> bool:
+    """Whether the widths are those that the fused ops take: what they say of others, they say when modules call them."""
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    of_norms = [(parameters_of(m).get("weight"), n) for m, n in zip(norms, (gate.shape[1],) * 2 + (head_dim,) * 2)]
+    return gate.shape == up.shape and all(w is None or w.shape == (n,) for w, n in of_norms)
 
 
 def _plain(linear: nn.Linear) -> bool:
@@ -204,6 +222,7 @@ def _as_made(norm: nn.Module) -> bool:
     return (
         isinstance(norm, FusedRMSNorm)
         and "forward" not in vars(norm)
+        and type(norm).forward is FusedRMSNorm.forward
         and norm._hfpatch_base.forward is type(norm)._hfpatch_code
         and ("weight" in parameters_of(norm) or getattr(norm, "weight", None) is None)
     )

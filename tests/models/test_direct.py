@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
-from hfpatch.models import ask
+from hfpatch.models import ask, direct
 from hfpatch.models.direct import Direct
 
 
@@ -61,3 +61,61 @@ def test_who_looks_on_sees_every_call(name, used):
         layer.get_submodule(name).register_forward_hook(tiny.OfAnEngine(lambda *_: seen.append(1)))
     tiny.step(ours, tiny.labelled())
     assert found and len(used) == found and seen
+
+
+@pytest.mark.parametrize("name", ["mlp", "input_layernorm"])
+def test_a_forward_on_a_fused_class_is_called(name, used):
+    ours, seen = tiny.patched(tiny.llama()), []
+    kind = type(ours.model.layers[0].get_submodule(name))
+    forward = kind.forward
+    kind.forward = lambda *args: seen.append(1) or forward(*args)
+    try:
+        tiny.step(ours, tiny.labelled())
+    finally:
+        del kind.forward
+    assert seen and not used
+
+
+def test_a_bias_that_is_no_parameter_is_added():
+    plain, bias = tiny.llama(), 0.2 * torch.randn(112)
+    ours = tiny.patched(plain)
+    for layer in (*plain.model.layers, *ours.model.layers):
+        del layer.mlp.gate_proj.bias
+        layer.mlp.gate_proj.bias = bias
+    tiny.assert_as_good(ours, plain, tiny.labelled())
+
+
+def test_weights_pruned_before_their_backward_are_those_of_forward(used):
+    ours = tiny.patched(tiny.llama())
+    wanted = tiny.step(ours, tiny.labelled())
+    ours.zero_grad()
+    loss = ours(**tiny.labelled()).loss
+    for layer in ours.model.layers:
+        for name in ("input_layernorm", "mlp.up_proj"):
+            torch.nn.utils.prune.l1_unstructured(layer.get_submodule(name), "weight", 0.5)
+    loss.backward()
+    got = {n.replace("_orig", ""): p.grad for n, p in ours.named_parameters()}
+    assert used and all(torch.equal(got[n], value) for n, value in wanted.items() if n != "loss")
+
+
+def test_a_norm_of_another_width_is_refused():
+    ours = tiny.patched(tiny.llama())
+    ours.model.layers[1].input_layernorm.weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"expects weight \[D\] or None"):
+        ours(**tiny.labelled())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkeypatch):
+    """A frozen projection's input would live on beside its own gradient."""
+    seen = []
+    for kind in (direct._Before, direct._Behind):
+        back = kind.backward
+        spy = lambda ctx, *dy, back=back: seen.append([*ctx.kept]) or back(ctx, *dy)  # noqa: E731
+        monkeypatch.setattr(kind, "backward", staticmethod(spy))
+    ours = tiny.patched(tiny.llama())
+    for name, p in ours.named_parameters():
+        p.requires_grad_(trained or "layers" not in name)
+    tiny.step(ours, tiny.labelled())
+    inputs = [kept[0] if len(kept) == 3 else kept[1] for kept in seen]
+    assert inputs and all((x is not None) == trained for x in inputs)
