@@ -3,13 +3,17 @@
 Nothing here asks as what a module of the user's own keeps it: all that its code reaches is noted.
 """
 
+import dis
 import functools
+import io
 import itertools
+import random
 import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,11 +29,14 @@ from hfpatch.compat import (
 )
 from hfpatch.models.classes import IS_USERS, LIBRARIES, home_of
 
-# What one module reaches may be the whole program: no more objects are looked at, nearest first, and no larger tensors copied.
+# What one module reaches may be the whole program: no more objects are looked at, nearest first, and no larger
+# tensors and arrays copied.
 MOST_OBJECTS, MOST_NUMBERS = 2_000, 2**24
-_ATOMS = int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType
+_ATOMS = int, float, complex, bool, str, bytes, type(None), type, types.ModuleType
 _WIDE = torch.float64, torch.float32, torch.bfloat16, torch.float16
 _STATES = ("get_state", "set_state"), ("getstate", "setstate")  # of what draws random numbers
+# Those of the process, by their modules.
+_DRAWN = (random, random.random), (np, np.random.rand), (np.random, np.random.rand)
 
 
 class CannotBeSetApart(Exception):
@@ -58,7 +65,8 @@ class _Noted:
         self.todo += [(name, x) for x in objects if not isinstance(x, _ATOMS)]
 
     def walk(self) -> None:
-        while self.todo and len(self.seen) < MOST_OBJECTS:
+        most = len(self.seen) + MOST_OBJECTS  # beside the layer's own modules
+        while self.todo and len(self.seen) < most:
             name, x = self.todo.popleft()
             if id(x) not in self.seen:
                 self.seen[id(x)] = x  # held: an id is another's once its object is gone
@@ -121,21 +129,23 @@ class _Noted:
             self.names(name, x, lambda: {n: getattr(x, n) for n in ("cell_contents",) if _filled(x)})
         elif isinstance(x, types.FunctionType):
             self._function(name, x)
-        elif isinstance(x, (types.MethodType, functools.partial, staticmethod)):
+        elif isinstance(x, (types.MethodType, types.BuiltinMethodType, functools.partial, staticmethod)):
             parts = ("__self__", "__func__", "func", "args", "keywords")
             self.reach(name, *[getattr(x, part) for part in parts if hasattr(x, part)])
+        elif isinstance(x, io.IOBase):  # a log, or what print() goes to
+            if not x.closed and x.seekable():
+                at = x.tell()
+                self._note(name, lambda: [x.closed or x.tell()], lambda _: x.closed or x.writable() or x.seek(at))
         elif isinstance(x, Iterator) and not IS_USERS[kind]:
             raise CannotBeSetApart(f"what {name} gives next cannot be put back ({kind.__name__})")
         elif hasattr(kind, "__array__") and hasattr(kind, "tobytes"):
-            copy = x.copy()
-            self._note(name, lambda: [x.tobytes()], lambda _: x.__setitem__(..., copy))
+            if x.size <= MOST_NUMBERS:  # larger ones are data, and may be files
+                copy = x.copy()
+                self._note(name, lambda: [x.tobytes()], lambda _: x.__setitem__(..., copy))
         elif states := next((pair for pair in _STATES if all(hasattr(kind, n) for n in pair)), None):
-            read, state = getattr(x, states[0]), getattr(x, states[0])()
-            self._note(
-                name,
-                lambda: [str([*s] if isinstance(s := read(), Tensor) else s)],
-                lambda _: getattr(x, states[1])(state),
-            )
+            self._drawn(name, getattr(x, states[0]), getattr(x, states[1]))
+        elif bits := getattr(x, "bit_generator", None) if kind is np.random.Generator else None:
+            self._drawn(name, lambda: bits.state, functools.partial(setattr, bits, "state"))
         elif IS_USERS[kind]:
             slots = [n for c in kind.__mro__ for n, v in vars(c).items() if isinstance(v, types.MemberDescriptorType)]
             self.names(name, x, lambda: {n: getattr(x, n) for n in slots if hasattr(x, n)})
@@ -146,6 +156,10 @@ class _Noted:
             and not isinstance(x, nn.Module)
         ):
             self.attributes(name, x)
+
+    def _drawn(self, name: str, read, put) -> None:
+        state = read()
+        self._note(name, lambda: [str([*s] if isinstance(s := read(), Tensor) else s)], lambda _: put(state))
 
     def _tensor(self, name: str, x: Tensor) -> None:
         plain = type(x) in (Tensor, nn.Parameter) and not x.requires_grad and x.numel() <= MOST_NUMBERS
@@ -163,6 +177,8 @@ class _Noted:
         self.reach(name, *function.__closure__ or (), function.__defaults__, function.__kwdefaults__)
         if home_of(function) not in LIBRARIES:
             own, named = function.__globals__, _named(function.__code__)
+            found = {id(own[n]) for n in named if n in own}
+            self.reach("random numbers", *[draw.__self__ for module, draw in _DRAWN if id(module) in found])
             self.names(
                 name,
                 own,
@@ -199,10 +215,12 @@ def _filled(cell) -> bool:
         return False
 
 
+@functools.cache
 def _named(code) -> set[str]:
-    """All names in a function's code, and in that within it."""
+    """The names of its file that a function's code has, and that within it; those of attributes are none (`.data`, `.model`)."""
     inner = [_named(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {*code.co_names}.union(*inner)
+    own = {i.argval for i in dis.get_instructions(code) if "_GLOBAL" in i.opname or "_NAME" in i.opname}
+    return own.union(*inner)
 
 
 def _is_zero(p: Tensor | None) -> bool:

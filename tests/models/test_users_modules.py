@@ -2,9 +2,11 @@
 
 import itertools
 import random
+import sys
 import types
 from collections import deque
 
+import numpy as np
 import peft
 import pytest
 import tiny
@@ -144,12 +146,56 @@ class InIterator(Keeper):
 class InDraws(Keeper):
     def begin(self):
         self.draws, self.numbers = random.Random(0), torch.Generator().manual_seed(0)
+        self.array = np.random.default_rng(0)
 
     def note(self, x):
-        self.draws.random(), torch.rand(1, generator=self.numbers)
+        self.draws.random(), torch.rand(1, generator=self.numbers), self.array.random()
 
     def kept(self):
-        return self.draws.random(), torch.rand(1, generator=self.numbers).item()
+        return self.draws.random(), torch.rand(1, generator=self.numbers).item(), self.array.random()
+
+
+class InArrayDraws(Keeper):
+    def begin(self):
+        self.array = np.random.default_rng(0)
+
+    def note(self, x):
+        self.array.random()
+
+    def kept(self):
+        return self.array.random()
+
+
+class InDrawsOfAll(Keeper):
+    def begin(self):
+        random.seed(0), np.random.seed(0)
+
+    def note(self, x):
+        random.random(), np.random.rand()
+
+    def kept(self):
+        return random.random(), np.random.rand()
+
+
+class InMethodOfList(InDeque):
+    """And among more modules than objects are looked at."""
+
+    def begin(self):
+        super().begin()
+        self.add = self.given.append
+        self.others = nn.ModuleList([nn.Identity() for _ in range(2_000)])
+
+    def note(self, x):
+        self.add(x.shape[1])
+
+
+class BehindAMethod(Keeper):
+    def begin(self):
+        given = []
+        self.add, self.kept = given.append, given.copy
+
+    def note(self, x):
+        self.add(x.shape[1])
 
 
 KEEPERS = [
@@ -163,6 +209,10 @@ KEEPERS = [
     InClosure,
     InIterator,
     InDraws,
+    InArrayDraws,
+    InDrawsOfAll,
+    InMethodOfList,
+    BehindAMethod,
 ]
 
 
@@ -184,6 +234,29 @@ def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind):
         assert torch.allclose(*found, rtol=1e-6, atol=1e-6)
     else:
         assert found[0] == found[1]
+
+
+data = iter([])  # names that are attributes in a module's code are no use of what the file has by them
+TABLE = np.lib.stride_tricks.as_strided(np.zeros(1), (2**40,), (0,))
+
+
+class Reads(Keeper):
+    def begin(self):
+        self.log = sys.stderr
+
+    def note(self, x):
+        return x.data, TABLE
+
+
+def test_a_layer_whose_module_holds_a_file_and_large_data_is_tiled():
+    """To copy the data would take 8 TiB."""
+    stock = tiny.llama(dtype=torch.float64)
+    ours = tiny.llama(dtype=torch.float64)
+    for model in (stock, ours):
+        model.model.layers[0].self_attn.v_proj = Reads(model.model.layers[0].self_attn.v_proj)
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert not ours.model.layers[0]._hfpatch_answers.reason
 
 
 class Warming(Keeper):
