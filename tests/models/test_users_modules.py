@@ -238,14 +238,12 @@ def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind):
 
 data = iter([])  # names that are attributes in a module's code are no use of what the file has by them
 TABLE = np.lib.stride_tricks.as_strided(np.zeros(1), (2**40,), (0,))
+LOG = sys.stderr
 
 
 class Reads(Keeper):
-    def begin(self):
-        self.log = sys.stderr
-
     def note(self, x):
-        return x.data, TABLE
+        return x.data, TABLE, LOG
 
 
 def test_a_layer_whose_module_holds_a_file_and_large_data_is_tiled():
