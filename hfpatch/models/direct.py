@@ -30,7 +30,7 @@ class _Norm:
 
     @property
     def weight(self) -> Tensor | None:
-        return _of(self.module, self.own, "weight")
+        return _tensors([(self.module, self.own)], ("weight",))[0]
 
     def __call__(self, x: Tensor, weight: Tensor | None):
         return RMS_NORM(x, weight, self.eps, self.offset, self.cast)
@@ -102,13 +102,9 @@ class Direct(Block):
         return total + F.linear(SWIGLU(*gate_up, self.activation), wd, bd), (total, normed, rstd, *gate_up)
 
 
-def _tensors(linears: list[tuple[nn.Module, dict]]) -> list[Tensor | None]:
-    return [_of(*linear, name) for linear in linears for name in ("weight", "bias")]
-
-
-def _of(module: nn.Module, own: dict, name: str) -> Tensor | None:
-    """A tensor of the module, which may have become another kind of attribute since forward (pruning)."""
-    return own[name] if name in own else getattr(module, name, None)
+def _tensors(modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("weight", "bias")) -> list[Tensor | None]:
+    """By these names, of modules and their parameters; one may have become another kind of attribute since forward (pruning)."""
+    return [own[n] if n in own else getattr(module, n, None) for module, own in modules for n in names]
 
 
 def _back(ctx, dy: Tensor, x: Tensor | None, weight: Tensor, *needs: bool) -> tuple:
