@@ -258,7 +258,9 @@ def test_modules_sharded_inside_a_layer(one_process, verdict, capsys):
     fully_shard(ours, mesh=mesh)
     wanted = tiny.step(tiny.exact(stock), tiny.labelled())
     for _ in range(2):
-        got = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in tiny.step(ours, tiny.labelled()).items()}
+        got = {
+            n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in tiny.step(ours, tiny.labelled()).items()
+        }
         tiny.assert_same_in_double(got, wanted)
     said = capsys.readouterr().err
     assert "run whole, their inputs offloaded: hooks on mlp." in said and "asked, it raised" not in said

@@ -117,7 +117,8 @@ def _begins_as_zip(file: Path) -> bool:
 
 
 def _whole_safetensors(file: Path) -> bool:
-    open(file, "rb").close()  # one that may not be read is not cut; of any that does not open safetensors says that there is none
+    # One that may not be read is not cut; of any that does not open safetensors says that there is none.
+    open(file, "rb").close()
     try:
         with safe_open(file, "pt"):  # reads the header, and holds the file's length against it
             return True

@@ -428,7 +428,9 @@ def test_what_a_plan_prices_is_priced_once(monkeypatch):
     """The choice and the frontier try the same policies, and know the same of what may be pinned."""
     priced = []
     monkeypatch.setattr(
-        choice, "step_memory", lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes)
+        choice,
+        "step_memory",
+        lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes),
     )
     asked = Checkpointing("host", keep=("qkv", "mid", "gate_up"), plain=0)
     found = plan("llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked)

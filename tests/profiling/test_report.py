@@ -48,8 +48,13 @@ def test_markdown_has_every_part(runs):
 
 
 def test_what_takes_the_same_stands_in_one_order_in_every_report():
-    names, lasting = [f"part{chr(97 + i)}" for i in range(12)], {"category": "activations", "phase": "forward", "bytes": 4}
-    run = Run(impl="hf", seq_len=128, rows=[{"module": n, **lasting} for n in names], families=dict.fromkeys(names, 1.0))
+    names, lasting = (
+        [f"part{chr(97 + i)}" for i in range(12)],
+        {"category": "activations", "phase": "forward", "bytes": 4},
+    )
+    run = Run(
+        impl="hf", seq_len=128, rows=[{"module": n, **lasting} for n in names], families=dict.fromkeys(names, 1.0)
+    )
     assert [name.strip("`") for name, _ in module_table([run])] == [name for name, _ in family_table([run])] == names
 
 

@@ -67,7 +67,9 @@ def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
 def test_takes_the_names_that_a_plan_takes():
     """Of a preset by its id on the hub without asking the hub."""
     assert step.load_config("meta-llama/Llama-3.2-1B-Instruct").hidden_size == 2048
-    with pytest.raises(ValueError, match="^hfpatch: expected a model.s folder or config.json, there is none at nothing.json; "):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected a model.s folder or config.json, there is none at nothing.json; "
+    ):
         step.load_config("nothing.json")
 
 

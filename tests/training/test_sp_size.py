@@ -29,7 +29,9 @@ ULYSSES = pytest.mark.skipif(not hasattr(accelerate.utils, OWN), reason="acceler
 def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delattr(accelerate.utils, OWN, raising=False)
-    with pytest.raises(ValueError, match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip"
+    ):
         parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
 
 
