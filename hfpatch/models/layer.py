@@ -113,7 +113,7 @@ class TiledLayer(AskedLayer):
         hooked, units = watched_by_user(inside), fsdp2_units(inside)
         if hooked is None and not units:
             return None
-        hooked = hooked or units[0]
+        hooked = units[0] if hooked is None else hooked  # a module that holds others may be empty, and false
         if hooks_on_all():
             return "hooks on every module of the process"
         return f"hooks on {next(n for n, m in self.named_modules() if m is hooked)}"

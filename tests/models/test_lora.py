@@ -182,3 +182,15 @@ def test_a_hook_of_ones_own_gets_the_gradient_of_what_is_embedded():
     found = gradients(model)
     assert all(torch.equal(found[n], plain[n]) for n in plain)
     assert seen[0].grad is not None
+
+
+def test_a_hook_on_a_module_that_holds_nothing_is_no_error():
+    """Empty containers of PEFT's are false; a script that hooks every module hooks these too."""
+    model = adapted(tiny.llama()).double()
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    wanted = gradients(model)
+    empty = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_embedding_A")
+    empty.register_forward_hook(lambda *_: None)
+    found = gradients(model)  # in whole rows, whose sums round elsewhere
+    assert not empty and found.keys() == wanted.keys()
+    torch.testing.assert_close(found, wanted)
