@@ -13,6 +13,7 @@ from hfpatch.memory.choice import reserve
 from hfpatch.memory.free import gpu_free, to_come
 from hfpatch.memory.hardware import Gpu, gpu_named
 
+ROOMS = weakref.WeakSet()
 SHRINK = 0.85  # of what a step took that ran out of memory
 
 
@@ -42,6 +43,13 @@ class Gauge:
         return gpu_named(torch.cuda.get_device_name(self.device))
 
 
+def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
+    """The rooms whose model it trains; all of them where it holds nobody's parameters, as an engine's flat ones."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    rooms = list(ROOMS)
+    return [room for room in rooms if not held.isdisjoint(room.parameters() or ())] or rooms
+
+
 class Room:
     """Of one device. parameters: a function giving the model's, or None of one that is gone; first_step: called once, as the
     first optimizer step has ended."""
@@ -60,7 +68,9 @@ class Room:
         for register, what in (
             (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.end)
         ):  # fmt: skip
-            weakref.finalize(self, register(lambda *_, what=what: what(me()) if me() else None).remove)
+            tell = lambda stepping, *_, what=what: what(me()) if me() in told(stepping) else None  # noqa: E731
+            weakref.finalize(self, register(tell).remove)
+        ROOMS.add(self)
 
     def bytes(self, gathered: int = 0) -> int:
         """For the step that begins. gathered: what an engine takes for weights that it shards."""

@@ -271,6 +271,23 @@ def test_states_are_to_come_until_an_optimizer_has_stepped(told, capfd):
     assert len(waited) == 1 and "first step" not in capfd.readouterr().err
 
 
+def test_an_optimizer_of_another_model_tells_nothing(told, capfd):
+    """Of a critic beside its actor, say: its states are not the actor's, and no first step of the actor has ended."""
+    actor, critic = tiny_llama(), tiny_llama()
+    told["free"] = 2 * GiB
+    for model in (actor, critic):
+        hfpatch.apply(model)
+        step(model)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    optimizer.step()
+    assert room_of(critic).stepped and not room_of(actor).stepped
+    assert capfd.readouterr().err.count("end of the first step") == 1
+    # An engine's may hold parameters of its own alone, of which nobody knows whose they are.
+    flat = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.0)
+    flat.step()
+    assert room_of(actor).stepped
+
+
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
     """Its buckets take gradients as they come: a rank with more memory must not run another order of them."""
     model = tiny_llama()

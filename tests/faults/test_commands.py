@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tiny import not_with_transformers_5_0
 from torch.utils.data import DataLoader, IterableDataset
 
 from hfpatch.commands.failures import explain, guarded
@@ -137,7 +138,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"offload": tmp_path / "file" / "below"}, "file came, which is no folder"),
         ({"offload": "somewhere"}, "offload must be"),
         ({"accelerator_config": '{"a": 1}'}, "transformers does not take these flags, TypeError: AcceleratorConfig"),
-        ({"config_overrides": "num_attention_heads=3"}, "is not a multiple of the number of attention heads"),
+        ({"config_overrides": "num_attention_heads=3"}, "multiple of"),  # says transformers, hfpatch of an older one's
         ({"config_overrides": "hidden_act=swoosh"}, "hidden_act of transformers was expected, 'swoosh' came"),
         ({"preset": None, "config_overrides": None, "model": model}, "no model loads from"),
     ):
@@ -231,7 +232,8 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("file, values, words", [
-    ("config.json", {"attention_bias": "x"}, "no model loads from .*attention_bias"),
+    pytest.param("config.json", {"attention_bias": "x"}, "no model loads from .*attention_bias",
+                 marks=not_with_transformers_5_0("takes any value for it")),
     ("config.json", {"dtype": "x"}, "no model loads from .*: AttributeError .*'x'"),
     ("config.json", {"dtype": 0}, "a dtype such as bfloat16 was expected, 0 came"),
     ("config.json", {"num_attention_heads": 0}, "no model loads from"),

@@ -14,6 +14,7 @@ from tiny import OfAnEngine, gradients, stock_loss
 import hfpatch
 from hfpatch.checkpoint import disk
 from tests.checkpoint.deep import pair, tiny_llama, tokens
+from tests.faults.checker import qualname
 
 CODE = str(Path(hfpatch.__file__).parent / "checkpoint")
 # tile, save_attention, every: several tiles or one, attention saved or run again, segments
@@ -78,7 +79,7 @@ class Interrupt:
         if event == "line":
             self.count += 1
             if self.count == self.nth:
-                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                self.where = f"{qualname(frame.f_code)}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
 

@@ -225,7 +225,7 @@ def test_a_lock_on_a_disk_that_turned_read_only(tmp_path, monkeypatch):
     """Its file stays; what ended the run is not hidden by that, and the same process may go on there."""
     lock = folders.Lock(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        patch.setattr(Path, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
         lock.close()
     assert lock.path.exists()
     folders.Lock(tmp_path / "run").close()
