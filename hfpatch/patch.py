@@ -56,14 +56,6 @@ _TOO_LATE = {
     "OptimizedModule": "torch.compile()",
 }
 _DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range of each input
-_MARKS = (
-    "_hfpatch_session", "_hfpatch_configs", "_hfpatch_answers", "_hfpatch_norm", "_hfpatch_activation", "_hfpatch_activations",
-    "_hfpatch_report",
-    "_hfpatch_asks", "_hfpatch_apart", "_hfpatch_mixers", "_hfpatch_ours", "_hfpatch_index", "_hfpatch_prefill",
-    "_hfpatch_head_name", "_hfpatch_norm_path", "_hfpatch_eval_logits", "_hfpatch_train_logits", "_hfpatch_told", "_hfpatch_holder",
-    "_hfpatch_trl", "_hfpatch_beside", "_hfpatch_kinds", "_hfpatch_held",
-    "_hfpatch_first", "_hfpatch_set",
-)  # fmt: skip
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -214,7 +206,12 @@ def apply(
     else:
         report.skipped.append(("loss", "not asked for"))
     if any(option in FUSED for option, _, _ in report.swaps):
-        report.notes.append(_path_note())
+        runs = (
+            "Triton kernels on a GPU, as plain PyTorch on a CPU"
+            if HAS_TRITON
+            else "plain PyTorch: Triton is not installed"
+        )
+        report.notes.append(f"fused ops run as {runs}.")
     _checkpoint(decoder, settings, found, report)
     model._hfpatch_report = report
     return report
@@ -337,7 +334,10 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
             f"{found.answers.count(None)} of {len(layers)} layers hold modules that the small instance of the verdict has not: "
             "each is asked at its first call."
         )
-    report.notes.append(_checkpointing_note(settings, len(layers)))
+    where = "chosen at the first step" if settings.offload == "auto" else settings.offload
+    report.notes.append(
+        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing is replaced."
+    )
     if settings.weights == "host":
         report.notes.append(
             "frozen weights of the layers stay in host memory and come to the device a layer ahead of their use."
@@ -384,12 +384,6 @@ def _shape(config) -> ModelShape | None:
         return None
 
 
-def _path_note() -> str:
-    if not HAS_TRITON:
-        return "fused ops run as plain PyTorch: Triton is not installed."
-    return "fused ops run as Triton kernels on a GPU, as plain PyTorch on a CPU."
-
-
 def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
     """What the closed form expects of one long sequence on a GPU with the host memory it asks for."""
     tokens = min(config.max_position_embeddings, 131072)
@@ -399,11 +393,6 @@ def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: i
         f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} GiB beyond parameters and "
         f"gradients, {memory.host / 2**30:.2f} GiB of host memory (see `hfpatch plan`)."
     )
-
-
-def _checkpointing_note(settings: Checkpointing, n_layers: int) -> str:
-    where = "chosen at the first step" if settings.offload == "auto" else str(settings.offload)
-    return f"checkpoints of {n_layers} layers: {where}; transformers' own gradient checkpointing is replaced."
 
 
 def undo(model: nn.Module) -> None:
@@ -426,8 +415,8 @@ def undo(model: nn.Module) -> None:
         if session is not None:
             sessions.add(session)
             gather_as_one(module, False)
-        for mark in _MARKS:
-            vars(module).pop(mark, None)
+        for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
+            del vars(module)[mark]
     for session in sessions:
         session.close()
 

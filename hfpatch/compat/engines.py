@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from traceback import walk_stack
 
 from torch import Tensor, nn
 
@@ -172,11 +173,9 @@ def context_parallel_group():
 
 def evaluated_by_trainer() -> bool | None:
     """Whether transformers' own evaluation step, of which the forward is that asks, counts tokens in its loss; None outside one."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code.co_name == "prediction_step" and frame.f_globals.get("__name__") == "transformers.trainer":
             return frame.f_locals.get("num_items_in_batch") is not None
-        frame = frame.f_back
     return None
 
 
@@ -198,13 +197,12 @@ def skips_by_itself(kind: type) -> None:
 def step_under_ulysses():
     """(batches of the optimizer step under way, the Trainer) where transformers' own loss for Ulysses called the forward that
     asks; ((), None) where it did and they are not found, None elsewhere."""
-    frame, called = sys._getframe(1) if "deepspeed" in sys.modules else None, False
-    while frame is not None:
+    called = False
+    for frame, _ in walk_stack(sys._getframe(1)) if "deepspeed" in sys.modules else ():
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith("transformers."):
             called = True
         elif called and module == "transformers.trainer" and "batch_samples" in code.co_varnames:
             trainer = frame.f_locals.get("self")
             return (frame.f_locals.get("batch_samples", ()), trainer) if hasattr(trainer, "args") else ((), None)
-        frame = frame.f_back
     return ((), None) if called else None

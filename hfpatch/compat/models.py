@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from contextlib import contextmanager
+from traceback import walk_stack
 
 from torch import nn
 
@@ -165,9 +166,8 @@ def asks_for_input_gradients(hook) -> bool:
 
 def caller_reads_logits() -> bool:
     """Whether the forward under way was called by PEFT's CPT, which computes its loss from outputs.logits itself."""
-    frame = sys._getframe(1) if "peft" in sys.modules else None
-    while frame is not None:
-        if frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model":
-            return True
-        frame = frame.f_back
-    return False
+    callers = walk_stack(sys._getframe(1)) if "peft" in sys.modules else ()
+    return any(
+        frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model"
+        for frame, _ in callers
+    )

@@ -180,11 +180,11 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def twin_of(module: nn.Module, parameters: dict, modules: dict) -> nn.Module:
-    """A module of the same class and settings with other parameters and children."""
+def twin_of(module: nn.Module, modules: dict) -> nn.Module:
+    """A module of the same class and settings without parameters, with other children."""
     twin = module.__class__.__new__(module.__class__)
     vars(twin).update(vars(module))
-    vars(twin).update(_parameters=dict(parameters), _modules=dict(modules))
+    vars(twin).update(_parameters={}, _modules=dict(modules))
     return twin
 
 

@@ -150,6 +150,19 @@ class Answering:
 
 
 @contextmanager
+def having(**values):
+    """Within, `here` has these values for this thread."""
+    before = {name: getattr(here, name) for name in values}
+    for name, value in values.items():
+        setattr(here, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(here, name, value)
+
+
+@contextmanager
 def asking(role):
     """Layers that run here meet `role` at their attention."""
     before, here.role = here.role, role
@@ -212,32 +225,28 @@ def named(config) -> str | None:
 def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None, local_size=None,
          use_vmap=False, device=None, **kwargs):  # fmt: skip
     """A Mask. Keywords are those that transformers passes to its own mask functions."""
+    given = {"q_length": q_length, "local_size": local_size, "device": device}
+    given = {name: x for name, x in given.items() if x is not None} | kwargs
+    given |= {
+        "batch_size": batch_size,
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+    }
+    given |= {"mask_function": mask_function, "use_vmap": use_vmap}
     batch, theirs = here.batch, _of_another_thread(kwargs.get("config"))
     if theirs in ALL_MASK_ATTENTION_FUNCTIONS:
-        given = {"q_length": q_length, "local_size": local_size, "device": device}
-        given = {name: x for name, x in given.items() if x is not None} | kwargs
-        return ALL_MASK_ATTENTION_FUNCTIONS[theirs](
-            batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, kv_offset=kv_offset,
-            attention_mask=attention_mask, use_vmap=use_vmap, **given,
-        )  # fmt: skip
+        return ALL_MASK_ATTENTION_FUNCTIONS[theirs](**given)
     if batch is None:  # a model of somebody else's: what it says is all there is
         batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
     if use_vmap:
-        mask_function = batch.within_documents(mask_function)
-    theirs = dict(
-        batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, kv_offset=kv_offset,
-        attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **kwargs,
-    )  # fmt: skip
-    if q_length is not None:
-        theirs["q_length"] = q_length
-    if device is not None:
-        theirs["device"] = device
+        given["mask_function"] = batch.within_documents(mask_function)
     kind = None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, batch.T, local_size, batch.device)
     if kind is None:
-        theirs["allow_is_causal_skip"] = False
-        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**theirs))
+        given["allow_is_causal_skip"] = False
+        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given))
     return Mask(batch, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
 
 

@@ -7,7 +7,6 @@ B batch, t tokens of this rank, X experts.
 """
 
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from hfpatch.checkpoint.exchange import Sequence
 from hfpatch.compat import balances_through
-from hfpatch.models.asking import here
+from hfpatch.models.asking import having, here
 
 _NOT_OURS = (
     "hfpatch: expected a loss that is hfpatch's where ranks share rows, the model's own came, which balances experts over each "
@@ -78,14 +77,9 @@ class Counted:
         return self.times or 1 / self.sequence.size
 
 
-@contextmanager
 def counted(times: float):
     """Within, a causal model's loss holds the balancing loss so often (Counted)."""
-    before, here.balance = here.balance, Counted(times)
-    try:
-        yield
-    finally:
-        here.balance = before
+    return having(balance=Counted(times))
 
 
 def _of_shared_rows() -> bool:

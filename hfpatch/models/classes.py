@@ -89,10 +89,17 @@ LIBRARIES = PROJECTIONS | {"peft", "accelerate", "trl"} | sys.stdlib_module_name
 LINEAR = nn.Linear.forward  # torch's own, whatever stands there later
 
 
+def whose(code) -> str:
+    """The module in which a class, a function or a forward on an instance (a trainer's, a kernel's of use_kernels) was written; a
+    function's is not what wraps() says."""
+    inner = getattr(code, "__func__", code)
+    plain = isinstance(inner, types.FunctionType)
+    return (inner.__globals__.get("__name__") if plain else getattr(code, "__module__", None)) or ""
+
+
 def home_of(code) -> str:
-    """The package in which a class or a function was written; a function's is not what wraps() says."""
-    home = code.__globals__.get("__name__") if isinstance(code, types.FunctionType) else getattr(code, "__module__", "")
-    return (home or "").partition(".")[0]
+    """The package of that module."""
+    return whose(code).partition(".")[0]
 
 
 class _IsUsers(dict):
@@ -104,12 +111,6 @@ class _IsUsers(dict):
 
 
 IS_USERS = _IsUsers()
-
-
-def whose(forward) -> str:
-    """The module in which a forward on an instance (a trainer's, a kernel's of use_kernels) was written."""
-    inner = getattr(forward, "__func__", forward)
-    return getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
 
 
 def replaced_forward(module: nn.Module) -> str | None:
@@ -126,13 +127,7 @@ def other_forward(module: nn.Module) -> bool:
 
 def package_of(module: nn.Module) -> str:
     """The package that its class is from, under those that torch's FSDP makes."""
-    return _package(type(module))
-
-
-@cache
-def _package(kind: type) -> str:
-    names = (c.__module__ for c in kind.__mro__)
-    return next(name for name in names if not name.startswith("torch.distributed")).partition(".")[0]
+    return home_of(MADE_FROM[type(module)])
 
 
 # --- forwards for a moment ----------------------------------------------------------------------------------------------

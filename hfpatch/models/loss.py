@@ -31,7 +31,7 @@ from hfpatch.compat import (
     watched_by_user,
 )
 from hfpatch.memory.policy import LOSS_WORKSPACE
-from hfpatch.models.asking import here
+from hfpatch.models.asking import having, here
 from hfpatch.models.balance import counted, once
 from hfpatch.models.classes import as_made, is_mixed, keeps_signature, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
@@ -63,15 +63,10 @@ def not_its_own_loss(model: nn.Module) -> str | None:
     return None
 
 
-@contextmanager
 def _positions_told(kwargs):
     """Within, the stack knows the positions that its causal model was given, which some drop (Mamba, Bloom)."""
-    before, given = here.positions, kwargs.get("position_ids")
-    here.positions = before if given is None else given
-    try:
-        yield
-    finally:
-        here.positions = before
+    given = kwargs.get("position_ids")
+    return having(positions=here.positions if given is None else given)
 
 
 class TellsPositions:
@@ -146,12 +141,8 @@ class FusedCausalLM:
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        before, here.causal = here.causal, True
-        try:
-            with _positions_told(kwargs):
-                out = super().forward(**kwargs)
-        finally:
-            here.causal = before
+        with having(causal=True), _positions_told(kwargs):
+            out = super().forward(**kwargs)
         if getattr(out, "aux_loss", None) is not None:
             out["aux_loss"] = once(out.aux_loss)
         return out
@@ -229,15 +220,14 @@ class FusedCausalLM:
     @contextmanager
     def _stand_in(self, target: tuple):
         """Within, this thread's forward meets a stand-in for the head, and asks for the loss of `target`."""
-        holder, name, before = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name, here.target
+        holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
         with _lock:
             head = holder.setdefault(name, Head(self._hfpatch_head()))  # found before the module of that name
             head._users += 1
-        here.target = target
         try:
-            yield
+            with having(target=target):
+                yield
         finally:
-            here.target = before
             with _lock:
                 head._users -= 1
                 if not head._users:
@@ -247,21 +237,16 @@ class FusedCausalLM:
         """Whether a hook of the user's is given what a token is made of behind its embedding."""
         return watched_by_user([m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]) is not None
 
-    @contextmanager
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
         """Within, layers know what labels there are, and whose output nobody reads: tokens that are followed by no label, where
         no hook is given all."""
-        before = here.idle_BT, here.labels
-        here.labels = target
+        idle_BT = here.idle_BT
         asked = kwargs.get("attention_mask") is None or _asks_for_hidden_states(self, kwargs)
         if not asked and (torch.compiler.is_compiling() or not self._hfpatch_tokens_watched()):
             unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
             # Who asks for documents waits for it on the host, which is not to wait for the step before.
-            (here.idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)
-        try:
-            yield
-        finally:
-            here.idle_BT, here.labels = before
+            (idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)
+        return having(labels=target, idle_BT=idle_BT)
 
     def _hfpatch_log_probs(self, kwargs):
         """What TRL's fused head would return, by ours where it can."""

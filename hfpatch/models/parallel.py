@@ -1,7 +1,5 @@
 """What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole sequence."""
 
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from hfpatch.compat import (
     ulysses,
     ulysses_group,
 )
-from hfpatch.models.asking import here, named, not_exchanged
+from hfpatch.models.asking import having, here, named, not_exchanged
 from hfpatch.models.masks import Batch
 
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
@@ -113,14 +111,9 @@ def sequence_of(group, zigzag: bool = False) -> Sequence:
     return _sequences[group, zigzag]
 
 
-@contextmanager
 def sharded(sequence: Sequence | None | bool):
-    """Forwards that run here share their rows with the ranks of `sequence`; with nobody where it is False."""
-    before, here.sequence = here.sequence, sequence
-    try:
-        yield
-    finally:
-        here.sequence = before
+    """Within, forwards share their rows with the ranks of `sequence`; with nobody where it is False."""
+    return having(sequence=sequence)
 
 
 def why_not_exchanged(config, training: bool) -> str | None:

@@ -52,11 +52,6 @@ class FusedRMSNorm:
         return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
 
 
-def _copy_with(module: nn.Module, parameters=None, modules=None) -> nn.Module:
-    """A module of the same class and settings with other parameters or children, for a probe."""
-    return twin_of(module, parameters or {}, modules or {})
-
-
 def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     """Equal but for `steps` rounding steps of each value (and of the values' size, where they nearly cancel)."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -210,8 +205,8 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
 
     inner = {"gate_proj": (16, 24), "up_proj": (16, 24), "gate_up_proj": (16, 48), "down_proj": (24, 16)}
     others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
-    twin = _copy_with(mlp, modules={n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
-    ours = _copy_with(mlp, modules=modules_of(twin))
+    twin = twin_of(mlp, {n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
+    ours = twin_of(mlp, modules_of(twin))
     ours.__class__ = type("Probe", (part, nn.Module), {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward})
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):

@@ -11,7 +11,7 @@ from hfpatch.compat import attention_of, compiled_by_itself, forward_mode, modul
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
-from hfpatch.models.asking import CAUSAL_NAME, Doubted, here, named, not_exchanged, our_attention
+from hfpatch.models.asking import CAUSAL_NAME, Doubted, having, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import keeps_signature, package_of, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed, shown
@@ -168,11 +168,8 @@ class OurAttention:
         return any(isinstance(x, Tensor) and x.requires_grad for x in (embeds, *self.parameters()))
 
     def _hfpatch_declined(self, kwargs):
-        before, here.declined = here.declined, True
-        try:
+        with having(declined=True):
             return self._hfpatch_stock(kwargs)
-        finally:
-            here.declined = before
 
     def _hfpatch_batch(self, kwargs) -> Batch | None:
         """What the layers are to know of this batch; None where they run as transformers has them."""

@@ -82,9 +82,11 @@ class _Noted:
         self.rows.append((name, contents, before, put))
         self.reach(name, *before)
 
-    def names(self, name: str, holder, table, wanted=lambda n, v: True, put=None, drop=None) -> None:
-        """What a holder has by the names that are `wanted`; table() gives all of them."""
-        put, drop = put or functools.partial(setattr, holder), drop or functools.partial(delattr, holder)
+    def names(self, name: str, holder, table, wanted=lambda n, v: True) -> None:
+        """What a holder, a dict or an object with attributes, has by the names that are `wanted`; table() gives all of them."""
+        put, drop = functools.partial(setattr, holder), functools.partial(delattr, holder)
+        if isinstance(holder, dict):
+            put, drop = holder.__setitem__, holder.__delitem__
         now = lambda: {n: v for n, v in table().items() if wanted(n, v)}  # noqa: E731
         before = now()
 
@@ -105,7 +107,7 @@ class _Noted:
 
     def attributes(self, name: str, x, wanted=lambda n, v: True) -> None:
         own = vars(x)  # past what nn.Module makes of names
-        self.names(name, x, lambda: own, wanted, own.__setitem__, own.__delitem__)
+        self.names(name, own, lambda: own, wanted)
 
     def _look(self, name: str, x) -> None:
         kind = type(x)
@@ -179,14 +181,7 @@ class _Noted:
             own, named = function.__globals__, _named(function.__code__)
             found = {id(own[n]) for n in named if n in own}
             self.reach("random numbers", *[draw.__self__ for module, draw in _DRAWN if id(module) in found])
-            self.names(
-                name,
-                own,
-                lambda: {n: own[n] for n in named if n in own},
-                lambda n, v: True,
-                own.__setitem__,
-                own.__delitem__,
-            )
+            self.names(name, own, lambda: {n: own[n] for n in named if n in own})
 
     def kinds(self, name: str, kind: type) -> None:
         """What the user's among these classes hold for all their instances."""

@@ -59,7 +59,7 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     n = len(decoder.layers)
     if not hasattr(decoder.stack, "config"):
         return Verdict((), False, "its layers are in a module without a config", apart=True)
-    shared = SHARED_KEYS if _shares_keys(decoder.stack.config) else None
+    shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
     code = code_asked(decoder.layers)
     kinds = [kind_of(layer) for layer in decoder.layers]
     if not verdict:
@@ -75,10 +75,6 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     # Of what somebody put into a layer the small instance says nothing: such a layer is asked itself.
     answers = tuple(a if a.reason or not strange(m, found.places) else None for a, m in zip(answers, decoder.layers))
     return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
-
-
-def _shares_keys(config) -> bool:
-    return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 @dataclass
@@ -120,16 +116,16 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
         expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
         found = _settled(answers, expected, late)
-        found.places = frozenset(place for layer in _layers_of(stack) for place in places_in(layer))
+        found.places = frozenset(place for layer in list_of_layers(stack) for place in places_in(layer))
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or _keeps_apart(stack, found)
         return found
 
 
-def _ask_all(stack: nn.Module, late=lambda: False) -> dict[tuple, Answers] | None:
+def _ask_all(stack: nn.Module, late) -> dict[tuple, Answers] | None:
     """What each kind of layer of a small stack answers; None where that takes too long."""
-    layers, answers = _layers_of(stack), {}
+    layers, answers = list_of_layers(stack), {}
     for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
         if late():
             return None
@@ -172,10 +168,6 @@ def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found
         if difference is None:
             return found
     return _Found(whole, ours=False, alone=f"run again, {difference}")
-
-
-def _layers_of(stack: nn.Module) -> list[nn.Module]:
-    return list(list_of_layers(stack))
 
 
 def _in_double(stack: nn.Module) -> nn.Module:
@@ -289,7 +281,7 @@ def _patched(stack: nn.Module, found: _Found) -> nn.Module:
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
     swap(ours, OurAttention)
-    layers = _layers_of(ours)
+    layers = list_of_layers(ours)
     session = Session(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
     ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
     for index, layer in enumerate(layers):

@@ -53,21 +53,27 @@ def attention_ref(
 # All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's state, unused without dropout).
 
 
+def _for_each_head(q, k, v):
+    """k and v for kernels that know no grouped heads: one for each of q's."""
+    repeat = q.shape[1] // k.shape[1]
+    return (k, v) if repeat == 1 else [x.repeat_interleave(repeat, 1) for x in (k, v)]
+
+
+def _of_groups(K: int, *grads):
+    """Gradients of the K heads that were repeated so: sums over those of the copies."""
+    return [x if x.shape[1] == K else x.unflatten(1, (K, -1)).sum(2) for x in grads]
+
+
 def _cpu_forward(q, k, v, scale):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return out, lse, ()
 
 
 def _cpu_backward(dout, q, k, v, out, lse, state, scale):
-    # The CPU kernel's backward does not know grouped heads: expand by a view, sum the gradients of the copies.
-    K, H = k.shape[1], q.shape[1]
-    wide = (x.repeat_interleave(H // K, 1) if H != K else x for x in (k, v))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, *wide, out, lse, 0.0, True, scale=scale
+        dout, q, *_for_each_head(q, k, v), out, lse, 0.0, True, scale=scale
     )
-    if H != K:
-        dk, dv = (x.unflatten(1, (K, H // K)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, *_of_groups(k.shape[1], dk, dv)
 
 
 def _flash_forward(q, k, v, scale, aten=aten):
@@ -99,21 +105,17 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
 
 
 def _efficient_forward(q, k, v, scale):
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+    k, v = _for_each_head(q, k, v)
     out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
     return out, lse, (seed, offset)
 
 
 def _efficient_backward(dout, q, k, v, out, lse, state, scale):
-    K, repeat = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+    K, (k, v) = k.shape[1], _for_each_head(q, k, v)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
     )
-    if repeat > 1:
-        dk, dv = (x.unflatten(1, (K, repeat)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq, *_of_groups(K, dk, dv)
 
 
 BACKENDS = {

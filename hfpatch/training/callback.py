@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from traceback import walk_stack
 
 import torch
 from transformers import TrainerCallback
@@ -173,12 +174,8 @@ def _sharing(args) -> int:
 
 def _caller(kind: type):
     """The nearest object of that class whose method called, or None."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), kind):
-            return found
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
 # accelerate's loaders say by a property that their class is the loader's inside.
