@@ -45,7 +45,6 @@ from hfpatch.ops._library import HAS_TRITON
 from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
-OPTIONS = (*FUSED, "checkpointing")
 # How the names of modules end that a part may stand for, and what finds it.
 _PARTS = {"rms_norm": ("Norm", parts.norm_part), "mlp": ("MLP", parts.mlp_part), "rope": ("Attention", parts.rope_part)}
 _TOO_LATE = {
@@ -421,4 +420,4 @@ def undo(model: nn.Module) -> None:
         session.close()
 
 
-__all__ = ["OPTIONS", "Report", "apply", "undo"]
+__all__ = ["Report", "apply", "undo"]

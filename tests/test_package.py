@@ -241,11 +241,11 @@ def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
 
 
 def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
-    code = "from hfpatch.training.configs import find, load; print(find('zero3')); print(load('fsdp2').stage)"
+    code = "from hfpatch.training.configs import find, load; print(find('zero3')); print(load('fsdp2').engine)"
     done = run_from(wheel, tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
-    where, stage = done.stdout.split()
-    assert where.startswith(str(wheel.parent)) and where.endswith("hfpatch/ds_configs/zero3.json") and stage == "3"
+    where, engine = done.stdout.split()
+    assert where.startswith(str(wheel.parent)) and where.endswith("hfpatch/ds_configs/zero3.json") and engine == "fsdp"
 
 
 def test_train_runs_without_a_checkout(wheel, tmp_path):

@@ -137,15 +137,11 @@ def ulysses_group():
 
 def context_parallel():
     """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
-    for name in ("_context_parallel._attention", "_attention"):
-        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
-        if hasattr(module, "_replaced_functions"):
-            sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
-            if sdpa not in module._replaced_functions:
-                return None
-            mesh = _variable(sdpa, "device_mesh")
-            return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
-    return None
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    replaced = getattr(module, "_replaced_functions", ())
+    sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
+    mesh = _variable(sdpa, "device_mesh") if sdpa in replaced else None
+    return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
 
 
 def _accelerator_state():

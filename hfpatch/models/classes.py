@@ -192,19 +192,22 @@ def forwards_for_now(pairs, name: str = "forward"):
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------
 
 
-def keeps_signature(cls: type, part: type) -> None:
-    """Gives cls a forward that hands on to `_hfpatch_forward(args, kwargs)` under the signature of the class below `part`.
+class KeepsSignature:
+    """What is mixed over a model's class: that gets a forward which hands on to `_hfpatch_forward(args, kwargs)` under its own
+    signature, by which Trainer decides which columns of a dataset to keep."""
 
-    Trainer reads it to decide which columns of a dataset to keep.
-    """
-    base = next(c for c in cls.__mro__[1:] if "forward" in vars(c) and c is not part)
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        base = next((c for c in cls.__mro__[1:] if "forward" in vars(c)), None)
+        if base is None:  # a part by itself
+            return
 
-    @wraps(base.forward)
-    def forward(self, *args, **kwargs):
-        # A trainer may keep this bound method beyond undo().
-        ours = hasattr(type(self), "_hfpatch_forward")
-        return self._hfpatch_forward(args, kwargs) if ours else base.forward(self, *args, **kwargs)
+        @wraps(base.forward)
+        def forward(self, *args, **kwargs):
+            # A trainer may keep this bound method beyond undo().
+            ours = hasattr(type(self), "_hfpatch_forward")
+            return self._hfpatch_forward(args, kwargs) if ours else base.forward(self, *args, **kwargs)
 
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)
-    cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)
+        cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]

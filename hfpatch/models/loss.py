@@ -33,7 +33,7 @@ from hfpatch.compat import (
 from hfpatch.memory.policy import LOSS_WORKSPACE
 from hfpatch.models.asking import having, here
 from hfpatch.models.balance import counted, once
-from hfpatch.models.classes import as_made, is_mixed, keeps_signature, whose
+from hfpatch.models.classes import KeepsSignature, as_made, is_mixed, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
 from hfpatch.models.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.models.logits import Head, Logits
@@ -69,12 +69,8 @@ def _positions_told(kwargs):
     return having(positions=here.positions if given is None else given)
 
 
-class TellsPositions:
+class TellsPositions(KeepsSignature):
     """Mixed over the class of a causal language model whose loss stays its own, where documents would see each other otherwise."""
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        keeps_signature(cls, TellsPositions)
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -84,7 +80,7 @@ class TellsPositions:
             return super().forward(**kwargs)
 
 
-class FusedCausalLM:
+class FusedCausalLM(KeepsSignature):
     """Mixed over a causal language model's class. `_hfpatch_head_name`; `_hfpatch_eval_logits`, `_hfpatch_train_logits`:
     "auto", True or False; `_hfpatch_norm_path`: the norm before the head, or None; `_hfpatch_trl`: the TrlHead that a trainer
     asked for, or None; `_hfpatch_beside`: apply with this model's options; `_hfpatch_holder`: path of the model inside that has the
@@ -94,10 +90,6 @@ class FusedCausalLM:
     _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
     _hfpatch_holder = ""
     _hfpatch_eval_logits = _hfpatch_train_logits = "auto"
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        keeps_signature(cls, FusedCausalLM)
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -153,12 +145,11 @@ class FusedCausalLM:
             return super().forward(**kwargs)
         labels, scores = kwargs.get("labels"), self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
         if labels is not None and not torch.compiler.is_compiling():
-            if self.training:
-                with counted(self._count_as_one_process(kwargs)):
-                    return self._with_labels(labels, scores, kwargs)
-            elif not torch.is_grad_enabled() and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
+            alone = not self.training and not torch.is_grad_enabled()
+            if alone and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
-            elif here.balance is None:  # nobody asked for it above, who knows what becomes of the loss
+            # Whoever asked for it above in evaluation knows what becomes of the loss.
+            if self.training or here.balance is None:
                 with counted(self._count_as_one_process(kwargs)):
                     return self._with_labels(labels, scores, kwargs)
         elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():

@@ -158,17 +158,13 @@ def _inside(layer: nn.Module, known=None):
 
 def _projects(module: nn.Module, code) -> bool:
     """Whether a module stands for a Linear and no more, by what it runs."""
-    if isinstance(module, nn.Linear) and _more_in(module):
+    if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
         return False
     weight = parameters_of(module).get("weight")
     if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point():
         return True
     known_home = hasattr(module, "in_features") and package_of(module) in PROJECTIONS
     return code is LINEAR or known_home and code is not nn.Linear.forward
-
-
-def _more_in(module: nn.Module) -> bool:
-    return bool(buffers_of(module) or modules_of(module))
 
 
 def held_in(layer: nn.Module) -> frozenset[str]:

@@ -13,7 +13,7 @@ from hfpatch.models.angles import narrow
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
 from hfpatch.models.asking import CAUSAL_NAME, Doubted, having, here, named, not_exchanged, our_attention
 from hfpatch.models.balance import shares_balance
-from hfpatch.models.classes import keeps_signature, package_of, replaced_forward
+from hfpatch.models.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed, shown
 from hfpatch.models.finding import list_of_layers
 from hfpatch.models.first_call import AskedLayer
@@ -40,7 +40,7 @@ _ADVICE = (
 _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
-class OurAttention:
+class OurAttention(KeepsSignature):
     """Mixed over the class of the module that holds the decoder layers.
 
     `_hfpatch_asks`: what says the last three of these, where nobody looked yet (models.verdict.isolation), else None;
@@ -51,10 +51,6 @@ class OurAttention:
 
     _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (), None, False, True, False
     _hfpatch_apart, _hfpatch_asks = True, None
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        keeps_signature(cls, OurAttention)
 
     def __setstate__(self, state):
         super().__setstate__(state)

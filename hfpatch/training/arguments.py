@@ -157,7 +157,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         from_file = config_file.flags(name, actions, _mappings())
-        parser.error = partial(_refuse, f"{name}: ")
+        parser.error = partial(_refuse, where=f"{name}: ")
         namespace, explicit = parser.parse_args([word for words in from_file.values() for word in words]), {*from_file}
     parser.error = _refuse
     namespace, rest = parser.parse_known_args(argv, namespace)
@@ -289,8 +289,7 @@ def apply_options(model: ModelArguments) -> bool | dict:
     return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model), "rope": rope}
 
 
-def _refuse(where, message=None):
-    where, message = ("", where) if message is None else (where, message)
+def _refuse(message, where=""):
     raise ValueError(f"hfpatch: {where}{message}; see train.py --help.")
 
 

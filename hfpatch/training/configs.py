@@ -129,11 +129,6 @@ class EngineConfig:
     values: dict
 
     @property
-    def stage(self) -> int:
-        """The ZeRO stage; 3 for FSDP full sharding, which splits the same three things."""
-        return self.values["zero_optimization"]["stage"] if self.engine == "deepspeed" else 3
-
-    @property
     def offload(self) -> str:
         """Where optimizer states live: "none", "cpu" or "nvme"."""
         if self.engine == "fsdp":

@@ -103,7 +103,6 @@ class Prepared:
     summary: str
     bytes_per_token: float
     attention_share: float
-    tokens: int
 
 
 def prepare(
@@ -145,7 +144,7 @@ def prepare(
     )
     per_token = tokens.text_bytes / max(1, int(tokens.offsets[-1]))
     share = packing.attention_share(rows, seq_length) if packed else 1.0
-    return Prepared(dataset, summary, per_token, share, total)
+    return Prepared(dataset, summary, per_token, share)
 
 
 def split(documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,12 +19,12 @@ GONE = -1  # nobody's pid
 class StopCleanly(TrainerCallback):
     """SIGTERM, SIGINT, a lost launcher and the time limit end training; all but the last save a checkpoint first.
 
-    time_limit: minutes of training, 0 for none. After training, `signal` is the number of the signal that stopped it (a
+    time_limit: seconds of training, 0 for none. After training, `signal` is the number of the signal that stopped it (a
     lost launcher counts as SIGTERM), 0 for none; `code` the exit code, 128 + signal or 0.
     """
 
-    def __init__(self, time_limit: float = 0.0):
-        self.time_limit, self.signal = time_limit * 60, 0
+    def __init__(self):
+        self.time_limit, self.signal = 0.0, 0
         self._heard, self._before, self._began = 0, {}, 0.0
         self._launcher = launcher()
         self._begun = threading.Event()

@@ -26,7 +26,7 @@ class Tokens:
     """Tokenized documents, one after another.
 
     ids: [N] int32. learned: [N] uint8, 1 where the token's prediction counts. offsets: [documents + 1] int64.
-    text_bytes: UTF-8 bytes of plain text (0 for chat and prompts). malformed: rows left out; first: their sentences.
+    text_bytes: UTF-8 bytes of plain text (0 for chat and prompts). malformed: rows left out.
     """
 
     ids: np.ndarray
@@ -34,7 +34,6 @@ class Tokens:
     offsets: np.ndarray
     text_bytes: int
     malformed: int
-    first: tuple[str, ...]
     fingerprint: str
 
     def __len__(self):
@@ -105,7 +104,7 @@ def tokenize(
     ids = np.memmap(folder / "ids.bin", dtype=np.int32, mode="r")
     learned = np.memmap(folder / "learned.bin", dtype=np.uint8, mode="r")
     offsets = np.load(folder / "offsets.npy")
-    return Tokens(ids, learned, offsets, stats["bytes"], stats["malformed"], tuple(stats["first"]), name)
+    return Tokens(ids, learned, offsets, stats["bytes"], stats["malformed"], name)
 
 
 def encoded(rows, tokenizer, *, kind: str = "auto", text_field: str = "text", vocab_size: int | None = None):

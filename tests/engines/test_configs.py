@@ -273,7 +273,7 @@ def test_a_config_that_contradicts_the_flags(tmp_path):
 
 def test_nvme_path_is_put_in_and_must_exist(tmp_path):
     config = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path))
-    assert config.offload == "nvme" and config.stage == 3
+    assert config.offload == "nvme" and config.values["zero_optimization"]["stage"] == 3
     zero = configs.training_arguments(config)["deepspeed"]["zero_optimization"]
     assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
     gone = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path / "gone"))
