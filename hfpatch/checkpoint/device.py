@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and threads: the one way in which the session reaches a device.
 
-`Device` is one whose copies are synchronous, the CPU; `CudaDevice` the real one. Tests hand in their own with `standing_in`
-and so see every synchronisation (tests/faults/checker.py).
+`Device` is one whose copies are synchronous, the CPU; `CudaDevice` the real one. Tests hand in their own and so see
+every synchronisation (tests/faults/checker.py).
 """
 
 import mmap
@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -177,26 +177,13 @@ def _unpin(device: Device, block: Tensor, pid: int) -> None:
         device.unpin(block)
 
 
-_devices: dict[torch.device, Device] = {}
+DEVICES: dict[torch.device, Device] = {}
 
 
 def device_for(device: torch.device) -> Device:
-    if device not in _devices:
-        _devices[device] = (CudaDevice if device.type == "cuda" else Device)(device)
-    return _devices[device]
-
-
-@contextmanager
-def standing_in(device: torch.device, other: Device):
-    """Within, `other` stands for the device wherever something is begun."""
-    before = _devices.get(device)
-    _devices[device] = other
-    try:
-        yield other
-    finally:
-        del _devices[device]
-        if before is not None:
-            _devices[device] = before
+    if device not in DEVICES:
+        DEVICES[device] = (CudaDevice if device.type == "cuda" else Device)(device)
+    return DEVICES[device]
 
 
 class ToHost:

@@ -25,11 +25,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfpatch.checkpoint.device import Device
+from hfpatch.checkpoint.device import DEVICES, Device
 
 COMPUTE, HOST = "compute", "host"
 THREADS = 8
 MANY = 64  # pieces of a strided tensor that are told apart
+
+
+@contextmanager
+def standing_in(device: torch.device, other: Device):
+    """Within, `other` stands for the device wherever something is begun."""
+    before = DEVICES.get(device)
+    DEVICES[device] = other
+    try:
+        yield other
+    finally:
+        del DEVICES[device]
+        if before is not None:
+            DEVICES[device] = before
 
 
 def join(a: dict, b: dict) -> None:

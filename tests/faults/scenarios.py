@@ -9,10 +9,11 @@ import torch
 
 import hfpatch
 from hfpatch.checkpoint import disk, heads
-from hfpatch.checkpoint.device import ToHost, arrived, beside, standing_in
+from hfpatch.checkpoint.device import ToHost, arrived, beside
 from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import KEEPABLE
 from tests.checkpoint.deep import tiny_llama, tokens
+from tests.faults.checker import standing_in
 
 
 class Stop(Exception):

@@ -14,12 +14,12 @@ from tiny import gradients
 import hfpatch
 from hfpatch.checkpoint import device as device_module
 from hfpatch.checkpoint import disk
-from hfpatch.checkpoint.device import CudaDevice, Device, ToHost, arrived, host_empty, standing_in
+from hfpatch.checkpoint.device import CudaDevice, Device, ToHost, arrived, host_empty
 from hfpatch.checkpoint.offload import HostPool, Transfers
 from hfpatch.models.asking import here
 from hfpatch.models.documents import find_rows
 from tests.checkpoint.deep import tokens
-from tests.faults.checker import CheckedDevice
+from tests.faults.checker import CheckedDevice, standing_in
 from tests.faults.test_exceptions import assert_same, patched, step
 
 CPU = torch.device("cpu")
@@ -232,7 +232,7 @@ def test_leaving_makes_no_noise(tmp_path):
     program = f"""
 import sys, os, shutil, torch
 sys.path.insert(0, "tests")
-from hfpatch.checkpoint.device import standing_in
+from tests.faults.checker import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
 from tests.checkpoint.deep import tokens
