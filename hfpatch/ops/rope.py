@@ -50,16 +50,12 @@ def _dtypes(q, k, cos, dtype):
     return (dtype, dtype) if dtype else tuple(torch.promote_types(x.dtype, cos.dtype) for x in (q, k))
 
 
-def _kernel_serves(q, k, cos, sin):
-    return use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0
-
-
 # Results keep the strides of their inputs: a [B, T, H, E] projection seen as [B, H, T, E] comes back laid out so.
 
 
 def _rope(q, k, cos, sin, transpose, dtype):
     outs = _rope_fake(q, k, cos, sin, transpose, dtype)
-    if _kernel_serves(q, k, cos, sin):
+    if use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0:
         from hfpatch.kernels import rope as kernels
 
         kernels.rope((q, k), outs, cos, sin, transpose)

@@ -169,12 +169,7 @@ class Events:
 
     def forward_of(self, node):
         """The operator of the forward that made the autograd node around this event, or None outside a backward."""
-        around = []
-        parent = node.parent
-        while parent is not None:
-            if parent.typed[0].name == "TorchOp" and _is_backward(parent):
-                around.append(parent)
-            parent = parent.parent
+        around = [n for n in _above(node) if n.typed[0].name == "TorchOp" and _is_backward(n)]
         if not around:
             return None
         # A backward inside a backward (a tiled layer's own) runs and counts on its own thread.
@@ -210,6 +205,12 @@ class Events:
         return self.module_at(forward) if forward is not None else None
 
 
+def _above(node):
+    """The events around this one, the innermost first."""
+    while (node := node.parent) is not None:
+        yield node
+
+
 def _is_backward(node) -> bool:
     return (
         node.name.startswith("autograd::engine::evaluate_function") or node.typed[1].scope.name == "BACKWARD_FUNCTION"
@@ -222,23 +223,22 @@ def _same_node(a, b) -> bool:
 
 def operator(node) -> str:
     """The innermost operator around an event: 'aten::mm', 'hfpatch::swiglu', or '' for plain Python."""
-    parent, backward = node.parent, ""
-    while parent is not None:
+    backward = ""
+    for parent in _above(node):
         if parent.typed[0].name == "TorchOp":
             if not _is_backward(parent) and not parent.name.startswith("hfpatch."):
                 return parent.name if parent.name not in ("aten::empty", "aten::empty_strided") else _maker(parent)
             backward = backward or parent.name.removeprefix("autograd::engine::evaluate_function: ")
-        parent = parent.parent
     return backward
 
 
 def _maker(node) -> str:
     """aten::empty is asked for by the operator around it."""
-    parent = node.parent
-    while parent is not None and parent.typed[0].name == "TorchOp":
+    for parent in _above(node):
+        if parent.typed[0].name != "TorchOp":
+            break
         if parent.name.startswith(("aten::", "hfpatch::")) and not parent.name.startswith("aten::empty"):
             return parent.name
-        parent = parent.parent
     return node.name
 
 
@@ -247,8 +247,7 @@ def line(events: Events, node) -> str:
 
     In a backward, where the only frame around is the training loop's, the line of the forward.
     """
-    parent = node.parent
-    while parent is not None:
+    for parent in _above(node):
         if parent.typed[0].name in ("PyCall", "PyCCall"):
             frame = parent.typed[1].caller
             if not frame.file_name.startswith(SKIPPED) and "hfpatch/profiling" not in frame.file_name:
@@ -256,7 +255,6 @@ def line(events: Events, node) -> str:
         elif parent.typed[0].name == "TorchOp" and _is_backward(parent):
             forward = events.forward_of(node)
             return line(events, forward) if forward is not None else ""
-        parent = parent.parent
     return ""
 
 
