@@ -16,7 +16,7 @@ from hfpatch.models.shared_rows import IGNORE, evaluation_loss, labelled_alike, 
 from hfpatch.training import folders, schedule
 from hfpatch.training.arguments import refusals
 from hfpatch.training.positions import PositionTrainer
-from hfpatch.training.sequence import sequence_under
+from hfpatch.training.sequence import sequence_under, share_rows
 
 
 class Trainer(PositionTrainer):
@@ -94,6 +94,10 @@ class Trainer(PositionTrainer):
         times = self.args.world_size * self.current_gradient_accumulation_steps
         loss = outputs.loss * times
         return (loss, outputs) if return_outputs else loss
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        share_rows(self.accelerator)
 
     def _sequence(self):
         return sequence_under(self.accelerator)
