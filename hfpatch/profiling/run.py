@@ -144,6 +144,12 @@ def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) ->
     return json.dumps(values, indent=None if curves else 1)
 
 
+def read(folder: Path) -> list[Run]:
+    """The Runs of a folder written before."""
+    rows = json.loads((Path(folder) / "results.json").read_text())["runs"]
+    return [Run.from_dict({k: v for k, v in row.items() if k != "peak_split"}) for row in rows]
+
+
 def _commit() -> str:
     """The commit this package runs from, or '' outside a checkout."""
     done = subprocess.run(
