@@ -97,9 +97,9 @@ def find_rows(
     """Documents and hidden keys of a batch (the module's rule).
 
     attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1] offsets over the flattened tokens
-    (FlashAttention's keyword), which wins over positions; chunk: attention ends every so many
-    tokens after a row's left padding (Llama 4); idle_BT: tokens whose output nobody reads, so that hidden ones among them at a
-    row's end cost nothing; padding: False where masked tokens are no rows of their own and only a restart starts a document;
+    (FlashAttention's keyword), which wins over positions; chunk: attention ends every so many tokens of a document, which left
+    padding is not (Llama 4); idle_BT: tokens whose output nobody reads, so that hidden ones among them at a row's end cost
+    nothing; padding: False where masked tokens are no rows of their own and only a restart starts a document;
     cached: transformers would make a cache of this batch.
     ValueError where offsets do not cover the tokens.
     """
@@ -128,7 +128,7 @@ def find_rows(
             visible_BT = None if attention_mask is None else attention_mask.bool()
             counted = visible_BT is not None or cached or not padding
             starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
-        hidden, left_BT = torch.zeros((), dtype=torch.bool, device=where), None
+        hidden = torch.zeros((), dtype=torch.bool, device=where)
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
             # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
@@ -136,8 +136,12 @@ def find_rows(
             starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
             hidden = holes_BT.any()
         if chunk is not None:
-            offset_B1 = 0 if left_BT is None else left_BT.sum(1, keepdim=True)
-            starts_BT |= (torch.arange(T, device=where) - offset_B1) % chunk == 0
+            at = torch.arange(T, device=where)
+            index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
+            if position_ids is not None and not packed and not counted:
+                # Where transformers found documents, it counts as their positions do, which may begin anywhere.
+                index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
+            starts_BT |= index_BT % chunk == 0
         return torch.cat([starts_BT.view(-1), hidden[None]])
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()

@@ -58,7 +58,8 @@ def scaled_config(config, n_layers: int, at=None):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             with suppress(AttributeError):  # a property that follows from others
                 setattr(small, name, size)
-    if all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim")):
+    latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
+    if latent:
         small.head_dim = SIZES["qk_rope_head_dim"]  # what is rotated is all that this name says there
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
@@ -87,8 +88,14 @@ def scaled_config(config, n_layers: int, at=None):
         for name in ("short_factor", "long_factor"):
             if name in rope:  # one a rotated pair
                 rope[name] = rope[name][: SIZES["head_dim"] // 2]
-        if "mrope_section" in rope or "_vl" in small.model_type:
-            rope["mrope_section"] = [2, 3, 3]
+        if latent and "partial_rotary_factor" in rope:
+            rope["partial_rotary_factor"] = 1.0
+        if not any(isinstance(inner, dict) for inner in rope.values()):
+            # Pairs by height, width and time, the first two alike (ERNIE); what has no images reads none of it.
+            width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+            share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
+            pairs = int(width * share) // 2
+            rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
     name_attention(small, "eager")
     run_experts_plainly(small)
     return small

@@ -202,8 +202,7 @@ class _Expected:
         plain = {"input_ids": ids, "weight": self.weight}
         holes = plain | {"attention_mask": visible}
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
-        # Chunks are counted along the row: documents one by one would have others.
-        if packed and not getattr(stack.config, "attention_chunk_size", None):
+        if packed:
             self.batches["packed"] = (apart, joined)
         self.wanted = {name: self._gradients(stack, alone) for name, (alone, _) in self.batches.items()}
 

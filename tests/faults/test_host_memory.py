@@ -171,6 +171,21 @@ def test_chunks_alone_ask_no_device():
     assert find_rows(2, 8, torch.device("meta"), chunk=4).documents.bounds == (0, 4, 8, 12, 16)
 
 
+@pytest.mark.parametrize(
+    "positions, mask, bounds",
+    [
+        ([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], None, (0, 4, 6, 10, 12)),
+        ([5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5], None, (0, 3, 6, 10, 12)),  # as transformers counts, by position
+        ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], None, (0, 4, 8, 12)),
+        ([5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5], [1] * 12, (0, 4, 6, 10, 12)),
+        ([0, 0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 0] + [1] * 10, (0, 2, 6, 8, 12)),
+    ],
+)
+def test_chunks_are_counted_inside_documents(positions, mask, bounds):
+    given = None if mask is None else torch.tensor([mask])
+    assert find_rows(1, 12, CPU, given, torch.tensor([positions]), chunk=4).documents.bounds == bounds
+
+
 def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
     """Pinning, and a thread that waits for an event, would make a context on the current GPU: half a GiB of another rank's."""
     current, entered, second = [], [], torch.device("cuda", 1)

@@ -99,9 +99,12 @@ def test_wide_heads(head_dim):
         assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gpt_oss", "llama4_text", pytest.param("gemma3_text", marks=pytest.mark.long)]
+)
 def test_packed_documents_are_isolated(name):
-    """gpt-oss tells transformers nothing of positions, so there documents see each other; here one rule holds for all."""
+    """gpt-oss tells transformers nothing of positions, so there documents see each other; here one rule holds for all. Llama 4's
+    chunks are counted inside a document."""
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE)

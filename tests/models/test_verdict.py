@@ -14,7 +14,14 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaModel, Qwen2Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2Config,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import hfpatch
@@ -407,3 +414,17 @@ def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     assert reasons <= {None, "what mixes its tokens takes one from the other"} and (None in reasons) == (
         kind == "zamba2"
     )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "glm4v",
+        *(pytest.param(k, marks=pytest.mark.long) for k in ("glm_ocr", "ernie4_5_vl_moe", "mistral4", "qwen2_vl")),
+    ],
+)
+def test_what_is_rotated_fits_a_small_instance(kind):
+    """Sections of positions in time, height and width, which many configs leave to the code, add up to what a small head turns."""
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind]())
+    assert {answer.reason for answer in asked(model).answers} == {None}
