@@ -273,7 +273,7 @@ class LayerCall(Kept):
 
         streamed = self.session.weights.again(self.layer, None if before is None else before.first_again.layer)
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
-        weights = WeightGradients(self.then, several=several)
+        weights = WeightGradients(self.then, several=several, by_hand=self.ask.direct is not None)
         self.ask.adds_up(weights.adding if several else None)
         try:
             with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
@@ -289,36 +289,60 @@ class LayerCall(Kept):
             queue.drop_ring()
         return dx, [*darguments, *weights.handed_over()]
 
-    def _pre_backward(self, parts, grads, dsinks) -> None:
-        """Walks the graph of `pre` from q, k, v; with the first tile also from the sinks, which are there once."""
-        sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
-        _walk([*parts, *sinks], [*grads, *(dsinks or [])])
+    def _post_back(self, x, outs, index: int, dys: list, need_x: bool, known: dict, weights) -> tuple:
+        """(dx of a tile or None, the gradients of its attention outputs), from those of what `post` gives."""
+        if self.ask.direct is not None:
+            with torch.no_grad():
+                (out,) = self.attention.join(outs)
+                dx, dout = self.ask.direct.post_back(x, out, dys[0], known, weights)
+            return dx if need_x else None, [dout]
+        x = x.detach().requires_grad_(need_x)
+        tiles, leaves = self._post(x, outs, index, grad=True, known=known)
+        known.clear()
+        _walk(tiles, dys)
+        # Nothing comes back through a product without a derivative (torchao's of int8 activations).
+        return x.grad, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def _pre_again(self, x, index: int, need_x: bool, weights, dead: bool) -> tuple:
+        """(q, k, v of a tile, a function that gives dx of it or None from their gradients). dead: nobody reads q, k, v."""
+        direct = self.ask.direct
+        if direct is not None:
+            kept: list = []
+            with torch.no_grad():
+                parts = direct.pre(x, *self.bounds[index], kept, dead)
+            return parts, lambda grads, dsinks: direct.pre_back(x, *self.bounds[index], kept, grads, need_x, weights)
+        x = x.detach().requires_grad_(need_x)
+        parts = self._pre(x, index, dead)
+
+        def back(grads, dsinks):
+            """dsinks: with the first tile, of the sinks, which are there once."""
+            sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
+            _walk([*parts, *sinks], [*grads, *(dsinks or [])])
+            return x.grad
+
+        return parts, back
 
     def _backward_one(self, dy, private, need_x, weights, retain):
         """All four phases on one tile: x is fetched once and, where q, k, v are not kept, one graph of `pre` serves B and D."""
         lse_ticket, qkv_ticket = self.ticket(self.lses), self.ticket(self.qkv)
         for _, x, outs, known in self.tiles(self.passes()[0]):
-            x = x.detach().requires_grad_(need_x)
-            parts = None if qkv_ticket else self._pre(x, 0)
+            parts, back = ([], None) if qkv_ticket else self._pre_again(x, 0, need_x, weights, dead=False)
             # The graph must not see its outputs overwritten by the gradients.
             values = list(qkv_ticket.wait()) if qkv_ticket else [p.detach().contiguous() for p in parts]
             lses = lse_ticket.wait() if lse_ticket else None
+            del parts
             if not outs:
                 with torch.no_grad():
                     outs, lses = self._attend(values, again=True)
-            tiles, leaves = self._post(x, outs, 0, grad=True, known=known)
-            known.clear()
-            _walk(tiles, [dy, *self.dextras])
-            del tiles
+            dx, douts = self._post_back(x, outs, 0, [dy, *self.dextras], need_x, known, weights)
             with torch.no_grad():
-                douts = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
                 fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
                 dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
-            del douts, leaves, outs, values
-            parts = parts or self._pre(x, 0, dead=True)
-            self._pre_backward(parts, fresh, dsinks)
-            dx = x.grad
-        return dx
+            del douts, outs, values
+            back = back or self._pre_again(x, 0, need_x, weights, dead=True)[1]
+            part = back(fresh, dsinks)
+        with torch.no_grad():
+            return part if dx is None else dx if part is None else dx.add_(part)
 
     def _backward_tiles(self, dy, private, need_x, weights, retain):
         lse_ticket, qkv_ticket = self.ticket(self.lses), self.ticket(self.qkv)
@@ -337,21 +361,17 @@ class LayerCall(Kept):
         douts = None
         for index, x_t, out_t, known in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
-            x_t = (known["mid"][0] if x_t is None else x_t).detach().requires_grad_(need_x)
-            out_t = out_t if outs is None else [o[:, a:b] for o in outs]
-            tiles, leaves = self._post(x_t, out_t, index, grad=True, known=known)
-            known.clear()
-            _walk(tiles, [None if d is None else d[:, a:b] for d in (dy, *self.dextras)])
-            del tiles
+            x_t, out_t = known["mid"][0] if x_t is None else x_t, out_t if outs is None else [o[:, a:b] for o in outs]
+            dys = [None if d is None else d[:, a:b] for d in (dy, *self.dextras)]
+            dx_t, douts_t = self._post_back(x_t, out_t, index, dys, need_x, known, weights)
             with torch.no_grad():
                 if need_x:
-                    dx[:, a:b] = x_t.grad
+                    dx[:, a:b] = dx_t
                 if douts is None:
-                    douts = self._whole_douts(leaves)
-                for dout, leaf in zip(douts, leaves):
-                    # Nothing comes back through a product without a derivative (torchao's of int8 activations).
-                    dout[:, a:b] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            x_t = out_t = leaves = leaf = dout = None
+                    douts = self._whole_douts(douts_t)
+                for dout, dout_t in zip(douts, douts_t):
+                    dout[:, a:b] = dout_t
+            x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
         parked = None
         if self.policy.park and need_x and self.mixes:
             parked, dx = self._park(dx), None
@@ -383,14 +403,12 @@ class LayerCall(Kept):
             if parked is not None:
                 with torch.no_grad():
                     dx[:, a:b] = tile_of_dx(index)
-            x_t = x_t.detach().requires_grad_(need_x)
-            graph = self._pre(x_t, index, dead=True)
-            self._pre_backward(graph, [g[:, a:b] for g in parts], dsinks if index == 0 else None)
-            del graph
-            if need_x and x_t.grad is not None:
+            back = self._pre_again(x_t, index, need_x, weights, dead=True)[1]
+            dx_t = back([g[:, a:b] for g in parts], dsinks if index == 0 else None)
+            if dx_t is not None:
                 with torch.no_grad():
-                    dx[:, a:b] += x_t.grad
-            del x_t
+                    dx[:, a:b] += dx_t
+            del x_t, back, dx_t
         return dx
 
     def _again(self, names) -> list[Tensor]:

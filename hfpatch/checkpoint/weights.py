@@ -36,6 +36,7 @@ from hfpatch.ops._wide_sums import into, sums_in_matmul
 
 STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
+_WIDE = {torch.float32, torch.float64}  # what sums of them are in
 _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
 
 
@@ -207,20 +208,25 @@ class WeightGradients(AsInForward):
 
     several: more than one tile will contribute, so gradients narrower than float32 add up in float32 (those of matrices in their
     matmuls, where the device can: `adding`) and `round()` brings them back; with one tile they stay in the leaves until then.
+    by_hand: there is no nested graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
     """
 
-    def __init__(self, then: AsThen, several: bool):
+    def __init__(self, then: AsThen, several: bool, by_hand: bool = False):
         super().__init__(then)
-        self.several, self.leaves, self.originals = several, [], []
+        self.several, self.by_hand, self.leaves, self.originals = several, by_hand, [], []
         self.sums: list[Tensor | None] = [None for place in then.places if place.trained]
-        self.index: dict[int, int] = {}  # of stand-ins, by their ids
+        self.index: dict[int, int] = {}  # of what stands in their place, by their ids
 
     def _of(self, place: Place, tensor: Tensor) -> Tensor:
         if not place.trained:
             return super()._of(place, tensor)
         index = len(self.originals)
         self.originals.append(tensor)
-        return self._stand_in(index, tensor)
+        if not self.by_hand:
+            return self._stand_in(index, tensor)
+        tensor = super()._of(place, tensor)
+        self.index[id(tensor)] = index
+        return tensor
 
     def _stand_in(self, index: int, original: Tensor) -> Tensor:
         stand_in = original.detach()
@@ -237,27 +243,22 @@ class WeightGradients(AsInForward):
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
-        if grad is not None:  # else it has gone to `_add` or `_add_product`
+        if grad is not None:  # else it has gone to `_add`
             self._add_gradient(index, grad)
 
     def _add_gradient(self, index: int, grad: Tensor) -> None:
         if self.sums[index] is not None:
             self.sums[index].add_(grad)
-        else:
+        elif self.several and grad.dtype not in _WIDE:
             self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        else:
+            self.sums[index] = grad
 
-    def adding(self, stand_in: Tensor, anyhow: bool = False):
-        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot: anyhow,
-        the product is made and added then."""
+    def adding(self, stand_in: Tensor):
+        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot."""
         index = self.index.get(id(stand_in))
-        if index is None or not self.several:
-            return None
-        if sums_in_matmul(stand_in, stand_in.dtype):
-            return partial(self._add, index)
-        return partial(self._add_product, index) if anyhow else None
-
-    def _add_product(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
-        self._add_gradient(index, dy_NO.t().mm(x_NI))
+        in_matmul = index is not None and self.several and sums_in_matmul(stand_in, stand_in.dtype)
+        return partial(self._add, index) if in_matmul else None
 
     def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
         first = self.sums[index] is None
@@ -265,10 +266,22 @@ class WeightGradients(AsInForward):
             self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
         into(self.sums[index], dy_NO.t(), x_NI, first)
 
+    def add(self, tensor: Tensor, grad: Tensor) -> None:
+        """By hand: the gradient of a tensor that the layer has now."""
+        self._add_gradient(self.index[id(tensor)], grad)
+
+    def add_product(self, weight: Tensor, dy_NO: Tensor, x_NI: Tensor) -> None:
+        """By hand: dy_NO^T x_NI, of a matrix."""
+        index = self.index[id(weight)]
+        if self.several and sums_in_matmul(weight, weight.dtype):
+            self._add(index, dy_NO, x_NI)
+        else:
+            self._add_gradient(index, dy_NO.t().mm(x_NI))
+
     def round(self) -> None:
         """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by one."""
         if not self.several:
-            self.sums = [leaf.grad for leaf in self.leaves]
+            self.sums = [leaf.grad for leaf in self.leaves] if self.leaves else self.sums
             return
         for index, original in enumerate(self.originals):
             if self.sums[index] is not None:

@@ -79,7 +79,7 @@ class Ask:
         dead = dead and not wanted
         block = self._block(x_BtD) if self.answers.block and not wanted else None
         if isinstance(block, Direct):
-            return block.pre(x_BtD, a, b, dead, self.adding)
+            return block.pre(x_BtD, a, b)
         run = partial(block.pre if block else self._pre, x_BtD, a, b)
         nobody_reads = self._idle(self.answers.dead_pre if dead else (), x_BtD.device.type, dead)
         if not nobody_reads:
@@ -150,9 +150,9 @@ class Ask:
         `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
         """
         block = self._block(x_BtD) if self.answers.block else None
-        kept = [keeping(noted or {}, known or {})] if noted or known else []
         if isinstance(block, Direct):
-            return [_within(kept, partial(block.post, x_BtD, *outs_BtHE, dead, self.adding))]
+            return [block.post(x_BtD, *outs_BtHE, noted)]
+        kept = [keeping(noted or {}, known or {})] if noted or known else []
         found = {key: [] for key in self.records}
         names = self.answers.dead_post if dead and not self.arguments.wanted() else self.answers.unread
         if known:
@@ -186,6 +186,11 @@ class Ask:
         """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had."""
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
+
+    @property
+    def direct(self) -> Direct | None:
+        """The block whose derivatives are written out, where this call's forward went by one: its backward asks that."""
+        return self.block if isinstance(self.block, Direct) else None
 
     def _block(self, x: Tensor) -> Block:
         if self.block is None:

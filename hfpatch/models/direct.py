@@ -1,20 +1,17 @@
-"""The commonest block where nothing looks inside it: no module is called, and a tile has two nodes in autograd's graph.
+"""The commonest block where nothing looks inside it: no module is called, and backward has no graph.
 
 The sums, products and kernels that models/block.py comes to through modules and autograd, in the same order: the same bits, for
 less than half of the host's time. Values that no gradient reads are not computed, as models/dead.py has it.
 
-B batch, t tokens of a tile, D hidden, H query heads, K key-value heads, E head dim; N = B*t.
+B batch, t tokens of a tile, D hidden, F intermediate, H query heads, K key-value heads, E head dim; N = B*t.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfpatch.compat import applying, autocast_dtype, is_fake, parameters_of, watched
+from hfpatch.compat import autocast_dtype, is_fake, parameters_of, watched
 from hfpatch.models.block import Block
 from hfpatch.models.classes import LINEAR
-from hfpatch.models.dead import gradients_of_linear
-from hfpatch.models.keeping import known_value, note
 from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
 from hfpatch.ops.rope import rotated_back
@@ -26,25 +23,29 @@ class _Norm:
 
     def __init__(self, module: FusedRMSNorm):
         eps, self.offset, self.cast = module._hfpatch_norm
-        self.eps, self.module, self.own = getattr(module, eps), module, parameters_of(module)
+        self.eps, self.at = getattr(module, eps), [(module, parameters_of(module))]
 
     @property
     def weight(self) -> Tensor | None:
-        return _tensors([(self.module, self.own)], ("weight",))[0]
+        return _tensors(self.at, ("weight",))[0]
 
     def __call__(self, x: Tensor, weight: Tensor | None):
         return RMS_NORM(x, weight, self.eps, self.offset, self.cast)
 
-    def back(self, dy: Tensor, dsum: Tensor | None, x: Tensor, weight, rstd: Tensor, need_dx: bool, need_dw: bool):
+    def back(self, dy: Tensor, dsum: Tensor | None, x: Tensor, weight, rstd: Tensor, need_dx: bool, sums):
+        """dx, None where not needed."""
+        need_dw = weight is not None and weight.requires_grad
         if not (need_dx or need_dw):
-            return None, None
+            return None
         dx, dw = RMS_NORM_BACK(dy, dsum, x, weight, rstd, self.offset, need_dx, need_dw)
-        return dx if need_dx else None, dw if need_dw else None
+        if need_dw:
+            sums.add(weight, dw)
+        return dx if need_dx else None
 
 
 class Direct(Block):
-    """adding: checkpoint.weights.WeightGradients.adding in a backward over several tiles, else None. dead: nobody reads the values,
-    only their graph."""
+    """sums: checkpoint.weights.WeightGradients, which takes what weights get. What forward keeps for a backward is a list, which
+    that backward empties: it frees each value behind its last use."""
 
     def __init__(self, layer: nn.Module, kwargs: dict):
         super().__init__(layer, kwargs)
@@ -54,52 +55,101 @@ class Direct(Block):
         self.of_heads = [_Norm(m) for m in norms]
         self.before = [(m, parameters_of(m)) for m in self.projections]
         self.behind = [(m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        self.angles: dict = {}  # of each tile
 
-    def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False, adding=None) -> list[Tensor]:
-        weights = self.first.weight, *_tensors(self.before), *[norm.weight for norm in self.of_heads]
-        if torch.is_grad_enabled():
-            return list(_before(self, adding, a, b, dead, x_BtD, *weights))
-        return self.run_before(a, b, False, x_BtD, *weights)[0]
+    def _angles(self, a: int, b: int) -> tuple[Tensor, Tensor]:
+        if (a, b) not in self.angles:
+            whole = (a, b) == (0, self.cos.shape[1])
+            self.angles[a, b] = (self.cos, self.sin) if whole else (self.cos[:, a:b], self.sin[:, a:b])
+        return self.angles[a, b]
 
-    def post(self, x_BtD: Tensor, out_BtHE: Tensor, dead: bool = False, adding=None) -> Tensor:
-        weights = self.second.weight, *_tensors(self.behind)
-        if torch.is_grad_enabled():
-            return _behind(self, adding, dead, x_BtD, out_BtHE, *weights)
-        return self.run_behind(False, x_BtD, out_BtHE, *weights)[0]
-
-    # -- forward: what comes out, and what backward wants of it ------------------------------------------------------
-    def run_before(self, a: int, b: int, dead: bool, x, weight, wq, bq, wk, bk, wv, bv, *of_heads):
-        h, rstd = self.first(x, weight)
-        heads = (*h.shape[:-1], -1, self.head_dim)
-        if dead and not of_heads:
-            nothing = h.new_zeros(())
-            parts = [nothing.expand(*h.shape[:-1], w.shape[0] // self.head_dim, self.head_dim) for w in (wq, wk, wv)]
-            return parts, (h, rstd, h.dtype)
-        q, k = F.linear(h, wq, bq).view(heads), F.linear(h, wk, bk).view(heads)
-        kept = h, rstd, h.dtype
-        if of_heads:
-            (normed_q, rstd_q), (normed_k, rstd_k) = self.of_heads[0](q, of_heads[0]), self.of_heads[1](k, of_heads[1])
-            kept, q, k = (h, rstd, normed_q.dtype, (q, rstd_q), (k, rstd_k)), normed_q, normed_k
+    def pre(self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, dead: bool = False) -> list[Tensor]:
+        """q [B, t, H, E], k and v [B, t, K, E]. kept: takes what `pre_back` wants; dead: nobody reads q, k, v: there are none."""
+        wq, bq, wk, bk, wv, bv = _tensors(self.before)
+        h, rstd = self.first(x_BtD, self.first.weight)
+        B, t, D = h.shape
+        h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
+        if not dead or self.of_heads:
+            q, k = [F.linear(h_ND, w, b).view(B, t, -1, self.head_dim) for w, b in ((wq, bq), (wk, bk))]
+            if self.of_heads:
+                of_heads = [(x, *norm(x, norm.weight)) for norm, x in zip(self.of_heads, (q, k))]
+                (_, q, _), (_, k, _) = of_heads
+                of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
+        if kept is not None:
+            # A frozen projection reads no input again, which would live on beside its own gradient.
+            read = wq.requires_grad or wk.requires_grad or wv.requires_grad
+            kept += h_ND if read else None, rstd, q_dtype, of_heads
         if dead:
-            nothing = h.new_zeros(())
-            return [q, k, nothing.expand(*h.shape[:-1], wv.shape[0] // self.head_dim, self.head_dim)], kept
-        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos[:, a:b], self.sin[:, a:b])
-        return [q.transpose(1, 2), k.transpose(1, 2), F.linear(h, wv, bv).view(heads)], kept
+            return []
+        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), *self._angles(a, b))
+        return [q.transpose(1, 2), k.transpose(1, 2), F.linear(h_ND, wv, bv).view(B, t, -1, self.head_dim)]
 
-    def run_behind(self, dead: bool, x, out, weight, wo, bo, wg, bg, wu, bu, wd, bd):
-        total = known_value("mid")
-        if total is not None:
-            total = total[0]
+    def pre_back(self, x_BtD: Tensor, a: int, b: int, kept: list, dparts: list[Tensor], need_x: bool, sums):
+        """dx, None where not needed, from the gradients of q, k, v."""
+        (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
+        kept.clear()
+        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.before), self.first.weight
+        dq, dk = rotated_back(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), dtype)
+        dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+        if of_heads:
+            rows = zip(self.of_heads, (dq, dk), of_heads)
+            dq, dk = [n.back(dy, None, x, n.weight, r, True, sums) for n, dy, (x, r) in rows]
+            of_heads = rows = None
+        need_h, N = need_x or (norm is not None and norm.requires_grad), x_BtD.shape[0] * x_BtD.shape[1]
+        # In the order of autograd's sums, the last projection first.
+        dh = _back(sums, dv.reshape(N, -1), h_ND, wv, bv, need_h)
+        for dy, weight, bias in ((dk, wk, bk), (dq, wq, bq)):
+            part = _back(sums, dy.reshape(N, -1), h_ND, weight, bias, need_h)
+            dh = dh.add_(part) if need_h else None
+        h_ND = dq = dk = dy = part = None
+        return self.first.back(dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, sums) if need_h else None
+
+    def _inside(self, x: Tensor, out_BtHE: Tensor, known: dict) -> tuple[Tensor, ...]:
+        """The sum after attention and what it is normed to, [N, D], rstd; gate and up, [N, F]."""
+        (wo, bo, wg, bg, wu, bu, _, _), weight = _tensors(self.behind), self.second.weight
+        if "mid" in known:
+            total = known["mid"][0]
             normed, rstd = self.second(total, weight)
         else:
-            h = F.linear(out.flatten(2), wo, bo)
-            normed, rstd, total = ADD_RMS_NORM(h, x, weight, self.second.eps, self.second.offset, self.second.cast)
-        note("mid", total)
-        gate_up = known_value("gate_up") or (F.linear(normed, wg, bg), F.linear(normed, wu, bu))
-        note("gate_up", *gate_up)
-        if dead:
-            return total.new_zeros(()).expand(total.shape), (total, normed, rstd, *gate_up)
-        return total + F.linear(SWIGLU(*gate_up, self.activation), wd, bd), (total, normed, rstd, *gate_up)
+            B, t, H, E = out_BtHE.shape
+            h, second = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1), self.second
+            normed, rstd, total = ADD_RMS_NORM(h, x, weight, second.eps, second.offset, second.cast)
+            h = None
+        normed = normed.flatten(0, 1)
+        if "gate_up" in known:
+            gate, up = [y.flatten(0, 1) for y in known["gate_up"]]
+        else:
+            gate, up = F.linear(normed, wg, bg), F.linear(normed, wu, bu)
+        return total, normed, rstd, gate, up
+
+    def post(self, x_BtD: Tensor, out_BtHE: Tensor, noted: dict | None = None) -> Tensor:
+        """The layer's output. noted: takes the values whose names it has, [B, t, ...] each."""
+        total, _, _, gate, up = self._inside(x_BtD, out_BtHE, {})
+        found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
+        for name in found.keys() & noted if noted else ():
+            noted[name] = tuple(y.view(*total.shape[:2], -1) for y in found[name])
+        found, (weight, bias) = None, _tensors(self.behind[3:])
+        return total + F.linear(SWIGLU(gate, up, self.activation), weight, bias).view(total.shape)
+
+    def post_back(self, x_BtD: Tensor, out_BtHE: Tensor, dy_BtD: Tensor, known: dict, sums) -> tuple[Tensor, Tensor]:
+        """dx [B, t, D] and dout [B, t, H, E]. known: values that were noted, in the place of what makes them."""
+        (wo, bo, wg, bg, wu, bu, wd, bd), weight = _tensors(self.behind), self.second.weight
+        total, normed, rstd, gate, up = self._inside(x_BtD, out_BtHE, known)
+        known.clear()
+        if not (wg.requires_grad or wu.requires_grad):
+            normed = None  # as above
+        inner = SWIGLU(gate, up, self.activation) if wd.requires_grad else None
+        dinner = _back(sums, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
+        inner = None
+        dgate, dup = SWIGLU_BACK(dinner, gate, up, self.activation, True, True)
+        dinner = gate = up = None
+        dnormed = _back(sums, dup, normed, wu, bu)
+        dnormed.add_(_back(sums, dgate, normed, wg, bg))
+        dgate = dup = normed = None
+        dx = self.second.back(dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, sums)
+        dnormed, N = None, dx.shape[0] * dx.shape[1]
+        dout = _back(sums, dx.view(N, -1), out_BtHE.reshape(N, -1) if wo.requires_grad else None, wo, bo)
+        return dx, dout.view(out_BtHE.shape)
 
 
 def _tensors(modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("weight", "bias")) -> list[Tensor | None]:
@@ -107,75 +157,16 @@ def _tensors(modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("w
     return [own[n] if n in own else getattr(module, n, None) for module, own in modules for n in names]
 
 
-def _back(ctx, dy: Tensor, x: Tensor | None, weight: Tensor, *needs: bool) -> tuple:
-    """Of a Linear: (dx, dweight, dbias), those that are needed; a weight's that adds up elsewhere is not here, and does not wait
-    for the others."""
-    return gradients_of_linear(dy, x, weight, needs, ctx.adding(weight, True) if ctx.adding and needs[1] else None)
-
-
-class _Before(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, adding, a, b, dead, x, *weights):
-        parts, (h, *kept) = block.run_before(a, b, dead, x, *weights)
-        # A frozen projection reads no input again, which would live on beside its own gradient.
-        ctx.kept = h if any(ctx.needs_input_grad[7:13:2]) else None, *kept
-        ctx.block, ctx.adding, ctx.bounds, ctx.x, ctx.weights = block, adding, (a, b), x, weights
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        block, (a, b), x, (norm, wq, _, wk, _, wv, _, *norms) = ctx.block, ctx.bounds, ctx.x, ctx.weights
-        h, rstd, dtype, *of_heads = ctx.kept
-        ctx.kept = ctx.x = None  # the node outlives what it needs
-        need_x, need_w, *needs = ctx.needs_input_grad[5:]
-        dq, dk = rotated_back(dq.transpose(1, 2), dk.transpose(1, 2), block.cos[:, a:b], block.sin[:, a:b], dtype)
-        dq, dk, dnorms = dq.transpose(1, 2), dk.transpose(1, 2), []
-        if of_heads:
-            rows = zip(block.of_heads, (dq, dk), of_heads, norms, needs[6:])
-            (dq, dq_norm), (dk, dk_norm) = [n.back(dy, None, y, w, r, True, need) for n, dy, (y, r), w, need in rows]
-            dnorms, of_heads, rows = [dq_norm, dk_norm], None, None
-        need_h = need_x or need_w
-        # In the order of autograd's sums, the last projection first.
-        dh, *of_v = _back(ctx, dv.flatten(2), h, wv, need_h, *needs[4:6])
-        part, *of_k = _back(ctx, dk.flatten(2), h, wk, need_h, *needs[2:4])
-        dh = part if dh is None else dh.add_(part)
-        part, *of_q = _back(ctx, dq.flatten(2), h, wq, need_h, *needs[:2])
-        dh = part if dh is None else dh.add_(part)
-        h = dq = dk = part = None
-        dx, dw = block.first.back(dh, None, x, norm, rstd, need_x, need_w)
-        return *[None] * 5, dx, dw, *of_q, *of_k, *of_v, *dnorms
-
-
-class _Behind(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, adding, dead, x, out, *weights):
-        y, (total, normed, *kept) = block.run_behind(dead, x, out, *weights)
-        ctx.kept = total, normed if ctx.needs_input_grad[8] or ctx.needs_input_grad[10] else None, *kept
-        ctx.block, ctx.adding, ctx.out, ctx.weights = block, adding, out, weights
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        block, out, (norm, wo, _, wg, _, wu, _, wd, _) = ctx.block, ctx.out, ctx.weights
-        total, normed, rstd, gate, up = ctx.kept
-        ctx.kept = ctx.out = None
-        need_x, need_out, need_w, *needs = ctx.needs_input_grad[3:]
-        inner = SWIGLU(gate, up, block.activation) if needs[6] else None
-        dinner, *of_down = _back(ctx, dy, inner, wd, True, *needs[6:])
-        inner = None
-        dgate, dup = SWIGLU_BACK(dinner, gate, up, block.activation, True, True)
-        dinner = gate = up = None
-        dnormed, *of_up = _back(ctx, dup, normed, wu, True, *needs[4:6])
-        part, *of_gate = _back(ctx, dgate, normed, wg, True, *needs[2:4])
-        dnormed.add_(part)
-        dgate = dup = part = normed = None
-        dx, dw = block.second.back(dnormed, dy, total, norm, rstd, True, need_w)
-        dout, *of_out = _back(ctx, dx, out.flatten(2), wo, need_out, *needs[:2])
-        dout = None if dout is None else dout.view(out.shape)
-        return None, None, None, dx if need_x else None, dout, dw, *of_out, *of_gate, *of_up, *of_down
-
-
-_before, _behind = applying(_Before), applying(_Behind)
+def _back(sums, dy_NO: Tensor, x_NI: Tensor | None, weight: Tensor, bias: Tensor | None, need_dx: bool = True):
+    """dx of a Linear, None where not needed. x: where the weight is trained."""
+    dx = None
+    if need_dx:
+        dx = dy_NO.mm(weight) if dy_NO.dtype is weight.dtype else dy_NO.to(weight.dtype).mm(weight).to(dy_NO.dtype)
+    if weight.requires_grad:
+        sums.add_product(weight, dy_NO, x_NI)
+    if bias is not None and bias.requires_grad:
+        sums.add(bias, dy_NO.sum(0))
+    return dx
 
 
 def can_be_direct(layer: nn.Module, kwargs: dict, device: str) -> bool:

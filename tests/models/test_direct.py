@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -110,14 +111,15 @@ def test_a_norm_of_another_width_is_refused():
 @pytest.mark.parametrize("trained", [False, True])
 def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkeypatch):
     """A frozen projection's input would live on beside its own gradient."""
-    seen = []
-    for kind in (direct._Before, direct._Behind):
-        back = kind.backward
-        spy = lambda ctx, *dy, back=back: seen.append([*ctx.kept]) or back(ctx, *dy)  # noqa: E731
-        monkeypatch.setattr(kind, "backward", staticmethod(spy))
-    ours = tiny.patched(tiny.llama())
+    inputs, alive = {}, []
+    watch = lambda name, ys: inputs.update({name: StorageWeakRef(ys[0].untyped_storage())}) or ys  # noqa: E731
+    for norm, back, name in (("RMS_NORM", "rotated_back", "h"), ("ADD_RMS_NORM", "SWIGLU_BACK", "normed")):
+        run, run_back = getattr(direct, norm), getattr(direct, back)
+        monkeypatch.setattr(direct, norm, lambda *args, run=run, name=name: watch(name, run(*args)))
+        spy = lambda *args, run=run_back, name=name: alive.append(not inputs[name].expired()) or run(*args)  # noqa: E731
+        monkeypatch.setattr(direct, back, spy)
+    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
     for name, p in ours.named_parameters():
         p.requires_grad_(trained or "layers" not in name)
     tiny.step(ours, tiny.labelled())
-    inputs = [kept[0] if len(kept) == 3 else kept[1] for kept in seen]
-    assert inputs and all((x is not None) == trained for x in inputs)
+    assert alive and all(lives == trained for lives in alive)
