@@ -89,7 +89,7 @@ class Attention:
             self.heads.append(heads)
             whole, by_group = None, self.apart or copies_inputs(q, v, ask.pattern)
             for hs, ks in groups if by_group else [(ALL, ALL)]:
-                part = q[:, :, hs], k[:, :, ks], v[:, :, ks]
+                part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
                 heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
                 out, lse, state = attention_forward(*part, **heads.part(hs))
                 if self.apart:
@@ -124,12 +124,16 @@ class Attention:
                 # Kernels read lse as if it were contiguous.
                 alone = self.apart or len(heads.groups) == 1
                 mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
-                grads = attention_backward(
-                    dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], *mine, state, **heads.part(hs)
-                )
-                del mine
+                # All of them as they are: views cost the host as much as small ops.
+                plain = len(heads.groups) == 1 and isinstance(q, Tensor)
+                given = (dout, q, k, v) if plain else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
+                grads = attention_backward(*given, *mine, state, **heads.part(hs))
+                del mine, given
                 for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
-                    whole[:, :, part] = grad
+                    if plain:
+                        whole.copy_(grad)
+                    else:
+                        whole[:, :, part] = grad
                     del grad
                 dsinks[-1] += grads[3:]
                 del grads

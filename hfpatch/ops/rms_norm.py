@@ -17,7 +17,7 @@ The backward is the same for all: roundings have no derivative.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, no_second_derivative, use_kernel, wide_dtype
 
 CASTS = ("before", "after", "weight", "rstd")
 MAX_KERNEL_WIDTH = 16384  # a row lives in one program's registers; wider rows take the plain path
@@ -44,34 +44,35 @@ def add_rms_norm_ref(
 
 
 def _plain_fwd(x, weight, eps, offset, cast):
-    x_wide = x.to(wide_dtype(x.dtype))
+    x_wide = as_dtype(x, wide_dtype(x.dtype))
     rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     dtype = _x_hat_dtype(x.dtype, weight, cast)
-    x_hat = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(dtype)
+    x_hat = as_dtype(x_wide * (as_dtype(rstd, x.dtype) if cast == "rstd" else rstd), dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
     w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
     y = x_hat if w is None else x_hat * w
-    return y.to(_y_dtype(x.dtype, dtype, weight, cast)), rstd.squeeze(-1)
+    return as_dtype(y, _y_dtype(x.dtype, dtype, weight, cast)), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
     """offset + weight in the wide dtype, None for 1."""
     if weight is None:
         return 1.0 + offset if offset else None
-    return weight.to(wide) + offset if offset else weight.to(wide)
+    return as_dtype(weight, wide) + offset if offset else as_dtype(weight, wide)
 
 
 def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
-    dy, rstd, w = dy.to(wide), rstd.to(wide).unsqueeze(-1), _factor(weight, offset, wide)
-    x_hat = x.to(wide) * rstd
+    dy, rstd, w = as_dtype(dy, wide), as_dtype(rstd, wide).unsqueeze(-1), _factor(weight, offset, wide)
+    x_hat = as_dtype(x, wide) * rstd
     dx = dw = None
     if need_dw:
-        dw = (dy * x_hat).flatten(0, -2).sum(0).to(weight.dtype) if x.dim() > 1 else (dy * x_hat).to(weight.dtype)
+        dw = as_dtype((dy * x_hat).flatten(0, -2).sum(0) if x.dim() > 1 else dy * x_hat, weight.dtype)
     if need_dx:
         g = dy if w is None else dy * w
-        dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
-        dx = (dx if dsum is None else dx + dsum).to(x.dtype)
+        x_hat *= (g * x_hat).mean(-1, keepdim=True)
+        dx = (g - x_hat).mul_(rstd)
+        dx = as_dtype(dx if dsum is None else dx + dsum, x.dtype)
     return dx, dw
 
 
@@ -85,7 +86,7 @@ def _x_hat_dtype(dtype, weight, cast):
 def _y_dtype(dtype, x_hat_dtype, weight, cast):
     if cast == "after" or weight is None:
         return dtype
-    return torch.promote_types(x_hat_dtype, weight.dtype)
+    return x_hat_dtype if x_hat_dtype is weight.dtype else torch.promote_types(x_hat_dtype, weight.dtype)
 
 
 def _dtypes(dtype, weight, cast):

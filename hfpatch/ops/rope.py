@@ -11,31 +11,31 @@ is right for any cos and sin. The map is linear, so the op is its own backward o
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import define, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, use_kernel, wide_dtype
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch, differentiable in all four arguments; float64 stays float64."""
     parts = _angles(cos, sin, wide_dtype(q.dtype, k.dtype, cos.dtype))
     dtypes = _dtypes(q, k, cos, None)
-    return tuple(torch.cat(_halves(x, *parts), -1).to(dtype) for x, dtype in zip((q, k), dtypes))
+    return tuple(as_dtype(torch.cat(_halves(x, *parts), -1), dtype) for x, dtype in zip((q, k), dtypes))
 
 
 def _angles(cos, sin, wide):
     """cos [B, 1, T, E] and the halves of sin [B, 1, T, E/2], in the wide dtype."""
-    return cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1).chunk(2, -1)
+    return as_dtype(cos, wide).unsqueeze(1), as_dtype(sin, wide).unsqueeze(1).chunk(2, -1)
 
 
 def _halves(x, cos, sins):
     """The rotation forward, in new tensors."""
-    x = x.to(cos.dtype)
+    x = as_dtype(x, cos.dtype)
     (y1, y2), (x1, x2) = (x * cos).chunk(2, -1), x.chunk(2, -1)
     return torch.addcmul(y1, x2, sins[0], value=-1), torch.addcmul(y2, x1, sins[1])
 
 
 def _rotate_into(out, x, cos, sins, transpose):
     sign, sins = (1, sins[::-1]) if transpose else (-1, sins)
-    x = x.to(cos.dtype)
+    x = as_dtype(x, cos.dtype)
     y = torch.mul(x, cos, out=out) if out.dtype == cos.dtype else x * cos
     (y1, y2), (x1, x2) = y.chunk(2, -1), x.chunk(2, -1)
     y1.addcmul_(x2, sins[0], value=sign)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, no_second_derivative, use_kernel, wide_dtype
 
 # Names as HF's ACT2FN spells them -> the function computed. A name that is not here is refused, never replaced.
 ACTIVATIONS = {
@@ -33,7 +33,8 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     """Plain torch, differentiable any number of times; float64 stays float64."""
     wide = wide_dtype(gate.dtype, up.dtype)
-    return (_act(gate.to(wide), ACTIVATIONS[activation]) * up.to(wide)).to(torch.promote_types(gate.dtype, up.dtype))
+    y = _act(as_dtype(gate, wide), ACTIVATIONS[activation]) * as_dtype(up, wide)
+    return as_dtype(y, torch.promote_types(gate.dtype, up.dtype))
 
 
 def _act(x, name):
@@ -55,12 +56,12 @@ def _dgate(dact, x, name):
 
 def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
     wide = wide_dtype(gate.dtype, up.dtype)
-    dy, gate_wide = dy.to(wide), gate.to(wide)
+    dy, gate_wide = as_dtype(dy, wide), as_dtype(gate, wide)
     dgate = dup = None
     if need_dgate:
-        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype)
+        dgate = as_dtype(_dgate(dy * up, gate_wide, activation), gate.dtype)
     if need_dup:
-        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype)
+        dup = as_dtype(_act(gate_wide, activation).mul_(dy), up.dtype)
     return dgate, dup
 
 
