@@ -16,7 +16,7 @@ short, what has heads lies in the tier instead, and B to D see a group of it or 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,6 +79,8 @@ class LayerCall(Kept):
     # -- pieces ------------------------------------------------------------------------------------------------------
     def _autocast(self):
         dtype, cache = self.autocast
+        if dtype is None and autocast_dtype(self.device.type) is None:
+            return nullcontext()
         return autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
     def _random(self, phase: str, index: int, run):
@@ -252,7 +254,7 @@ class LayerCall(Kept):
         return call
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
-        """(dx or None, gradients of the arguments that want one and of what is trained).
+        """(dx or None, gradients of the arguments that want one and of what is trained). Without a graph, but for a tile's own.
 
         private: dy may be overwritten; retain: the graph stays for another pass.
         """
@@ -276,7 +278,7 @@ class LayerCall(Kept):
         weights = WeightGradients(self.then, several=several, by_hand=self.ask.direct is not None)
         self.ask.adds_up(weights.adding if several else None)
         try:
-            with streamed, torch.enable_grad(), self._autocast(), weights, self.ask.arguments.gradients() as darguments:
+            with streamed, self._autocast(), weights, self.ask.arguments.gradients() as darguments:
                 run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
                 dx = run(dy_BTD, private, need_x, weights, retain)
                 weights.round()
@@ -292,12 +294,12 @@ class LayerCall(Kept):
     def _post_back(self, x, outs, index: int, dys: list, need_x: bool, known: dict, weights) -> tuple:
         """(dx of a tile or None, the gradients of its attention outputs), from those of what `post` gives."""
         if self.ask.direct is not None:
-            with torch.no_grad():
-                (out,) = self.attention.join(outs)
-                dx, dout = self.ask.direct.post_back(x, out, dys[0], known, weights)
+            (out,) = self.attention.join(outs)
+            dx, dout = self.ask.direct.post_back(x, out, dys[0], known, weights)
             return dx if need_x else None, [dout]
         x = x.detach().requires_grad_(need_x)
-        tiles, leaves = self._post(x, outs, index, grad=True, known=known)
+        with torch.enable_grad():
+            tiles, leaves = self._post(x, outs, index, grad=True, known=known)
         known.clear()
         _walk(tiles, dys)
         # Nothing comes back through a product without a derivative (torchao's of int8 activations).
@@ -308,11 +310,11 @@ class LayerCall(Kept):
         direct = self.ask.direct
         if direct is not None:
             kept: list = []
-            with torch.no_grad():
-                parts = direct.pre(x, *self.bounds[index], kept, dead)
+            parts = direct.pre(x, *self.bounds[index], kept, dead)
             return parts, lambda grads, dsinks: direct.pre_back(x, *self.bounds[index], kept, grads, need_x, weights)
         x = x.detach().requires_grad_(need_x)
-        parts = self._pre(x, index, dead)
+        with torch.enable_grad():
+            parts = self._pre(x, index, dead)
 
         def back(grads, dsinks):
             """dsinks: with the first tile, of the sinks, which are there once."""
@@ -332,27 +334,23 @@ class LayerCall(Kept):
             lses = lse_ticket.wait() if lse_ticket else None
             del parts
             if not outs:
-                with torch.no_grad():
-                    outs, lses = self._attend(values, again=True)
+                outs, lses = self._attend(values, again=True)
             dx, douts = self._post_back(x, outs, 0, [dy, *self.dextras], need_x, known, weights)
-            with torch.no_grad():
-                fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
-                dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
+            fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
+            dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
             del douts, outs, values
             back = back or self._pre_again(x, 0, need_x, weights, dead=True)[1]
             part = back(fresh, dsinks)
-        with torch.no_grad():
-            return part if dx is None else dx if part is None else dx.add_(part)
+        return part if dx is None else dx if part is None else dx.add_(part)
 
     def _backward_tiles(self, dy, private, need_x, weights, retain):
         lse_ticket, qkv_ticket = self.ticket(self.lses), self.ticket(self.qkv)
         parts, outs, lses, passes = None, None, None, iter(self.passes())
         if self.mixes and not self.outs:
             # The attention outputs were not saved: B first, then attention again.
-            with torch.no_grad():
-                parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
-                outs, lses = self._attend(parts, again=True)
-                self.transfers.settle()
+            parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
+            outs, lses = self._attend(parts, again=True)
+            self.transfers.settle()
 
         # A
         dx = None
@@ -364,13 +362,12 @@ class LayerCall(Kept):
             x_t, out_t = known["mid"][0] if x_t is None else x_t, out_t if outs is None else [o[:, a:b] for o in outs]
             dys = [None if d is None else d[:, a:b] for d in (dy, *self.dextras)]
             dx_t, douts_t = self._post_back(x_t, out_t, index, dys, need_x, known, weights)
-            with torch.no_grad():
-                if need_x:
-                    dx[:, a:b] = dx_t
-                if douts is None:
-                    douts = self._whole_douts(douts_t)
-                for dout, dout_t in zip(douts, douts_t):
-                    dout[:, a:b] = dout_t
+            if need_x:
+                dx[:, a:b] = dx_t
+            if douts is None:
+                douts = self._whole_douts(douts_t)
+            for dout, dout_t in zip(douts, douts_t):
+                dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
         parked = None
         if self.policy.park and need_x and self.mixes:
@@ -381,18 +378,17 @@ class LayerCall(Kept):
         if not self.mixes:
             return dx
 
-        with torch.no_grad():
-            if self.by_group:
-                self.transfers.settle()
-            if parts is None:
-                parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
-            if lses is None:
-                lses = list(lse_ticket.wait()) if lse_ticket else []
-            dsinks = self._attend_backward(parts, douts, self.whole_outs(outs), lses, parts)
-            del douts, outs
-            self.out_buffers = None
-            if self.by_group:
-                self.transfers.settle()
+        if self.by_group:
+            self.transfers.settle()
+        if parts is None:
+            parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
+        if lses is None:
+            lses = list(lse_ticket.wait()) if lse_ticket else []
+        dsinks = self._attend_backward(parts, douts, self.whole_outs(outs), lses, parts)
+        del douts, outs
+        self.out_buffers = None
+        if self.by_group:
+            self.transfers.settle()
 
         # D
         if parked is not None:
@@ -401,13 +397,11 @@ class LayerCall(Kept):
         for index, x_t, _, _ in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             if parked is not None:
-                with torch.no_grad():
-                    dx[:, a:b] = tile_of_dx(index)
+                dx[:, a:b] = tile_of_dx(index)
             back = self._pre_again(x_t, index, need_x, weights, dead=True)[1]
             dx_t = back([g[:, a:b] for g in parts], dsinks if index == 0 else None)
             if dx_t is not None:
-                with torch.no_grad():
-                    dx[:, a:b] += dx_t
+                dx[:, a:b] += dx_t
             del x_t, back, dx_t
         return dx
 
@@ -424,10 +418,9 @@ class LayerCall(Kept):
 
     def _park(self, dx: Tensor) -> Saved:
         """dx in the tier while attention runs backward. Its memory goes, though the caller's frames still name it."""
-        with torch.no_grad():
-            parked = self.transfers.save(dx)
-            self.transfers.settle()
-            dx.data = dx.new_empty(0)
+        parked = self.transfers.save(dx)
+        self.transfers.settle()
+        dx.data = dx.new_empty(0)
         return parked
 
 

@@ -57,7 +57,8 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
     modules = ask.modules
-    then = AsThen(layer, modules, session.weights.on)
+    direct = ask.goes_direct(x)
+    then = AsThen(layer, modules, session.weights.on, called=not direct)
     tensors = ask.arguments.wanted() + then.trained()
     kind = layer._hfpatch_index, layer.training
     known = ask.random = (
@@ -85,8 +86,8 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     call.private = session.private(x)
     session.link(call, x)
     # What draws and no module tells of it (F.dropout, noise before a router) is found out by what it leaves behind.
-    real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(x.device) if real and not known else None
+    real = not (known or direct) and x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(x.device) if real else None
     outputs = _apply(call, x, *tensors)
     if watched and watched.drew():
         session.draws.add(kind)
@@ -94,6 +95,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
         ask.start_anew()
         del call, outputs  # what the first run holds goes before the second one
         return tiled_layer(session, policy, ask, x)
-    then.ran()
+    if not direct:
+        then.ran()
     session.linked(call, outputs[0])
     return list(outputs)

@@ -94,15 +94,18 @@ class AsThen:
     places: where the tensors are. Sharding engines may hold the gathered weight as a plain attribute in place of the parameter
     (FSDP1 does): those count too. forwards: what each class ran; modules: the layer's; streamed: whether its frozen weights wait
     on the host (streamed.py), from where they come and go by `.data`; where they do not, who does that is somebody's edit.
+    called: whether modules inside it are called (models/direct.py calls none), whose ways matter then.
     """
 
-    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways", "forwards")
+    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways", "forwards", "called")
 
-    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool):
-        self.layer, self.kind, self.modules = layer, layer.__class__, modules
-        self.tables = [module.__dict__ for module in modules]
-        self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
-        found, self.ways, self.merged = {}, ways_of(self.tables), merged_into(self.tables)
+    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool, called: bool = True):
+        self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
+        if called:
+            self.tables = [module.__dict__ for module in modules]
+            self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
+            self.ways, self.merged = ways_of(self.tables), merged_into(self.tables)
+        found: dict = {}
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
             plain = [
@@ -135,7 +138,7 @@ class AsThen:
                 f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has others before its backward; "
                 "change the model (adapters, undo) after backward."
             )
-        if merged_into(self.tables) != self.merged:
+        if self.called and merged_into(self.tables) != self.merged:
             raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
 
     def ran(self) -> None:
@@ -155,18 +158,8 @@ class AsInForward:
     def __enter__(self):
         self.then.refuse_others()
         try:
-            for table, name, value in self.then.ways + came_since(self.then.tables, self.then.ways):
-                now = table[name] if name in table else GONE
-                if name == "forward" and now is not forward_in(table):
-                    continue  # another thread's, for a moment
-                # Compared with its own kind alone: a tensor that stands there now has no one answer.
-                if now is not value and (now.__class__ is not value.__class__ or now != value):
-                    self._put(table, name, value)
-            # Of a class that the user has patched since, for all of the process.
-            for kind, forward in self.then.forwards.items():
-                if kind.forward is not forward:
-                    self.classes.append((kind, vars(kind).get("forward", GONE)))
-                    kind.forward = forward
+            if self.then.called:
+                self._go_as_then()
             for place in self.then.places:
                 table = place.table()
                 now = table[place.name]
@@ -177,6 +170,21 @@ class AsInForward:
             self.__exit__()
             raise
         return self
+
+    def _go_as_then(self) -> None:
+        """Has the layer's modules go the ways that they went."""
+        for table, name, value in self.then.ways + came_since(self.then.tables, self.then.ways):
+            now = table[name] if name in table else GONE
+            if name == "forward" and now is not forward_in(table):
+                continue  # another thread's, for a moment
+            # Compared with its own kind alone: a tensor that stands there now has no one answer.
+            if now is not value and (now.__class__ is not value.__class__ or now != value):
+                self._put(table, name, value)
+        # Of a class that the user has patched since, for all of the process.
+        for kind, forward in self.then.forwards.items():
+            if kind.forward is not forward:
+                self.classes.append((kind, vars(kind).get("forward", GONE)))
+                kind.forward = forward
 
     def _of(self, place: Place, tensor: Tensor) -> Tensor:
         """What stands for the tensor: itself, unless it was trained then and is frozen now, or the other way round."""

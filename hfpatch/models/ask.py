@@ -187,9 +187,13 @@ class Ask:
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
 
+    def goes_direct(self, x: Tensor) -> bool:
+        """Whether this call goes by the block whose derivatives are written out: it calls no module of the layer."""
+        return bool(self.answers.block) and isinstance(self._block(x), Direct)
+
     @property
     def direct(self) -> Direct | None:
-        """The block whose derivatives are written out, where this call's forward went by one: its backward asks that."""
+        """That block, in the backward of a call whose forward went so."""
         return self.block if isinstance(self.block, Direct) else None
 
     def _block(self, x: Tensor) -> Block:

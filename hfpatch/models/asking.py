@@ -66,6 +66,15 @@ class _Here(threading.local):
 here = _Here()
 
 
+def why_not_causal(module: torch.nn.Module, mask) -> str | None:
+    """None where attention with this mask can be tiled, whatever its queries are, else the reason."""
+    if isinstance(mask, Tensor):
+        return "an attention mask of the caller's own"
+    if isinstance(mask, Mask) and mask.build is not None:
+        return "a mask that is neither causal, a window nor chunks"
+    return None if getattr(module, "is_causal", True) else "attention that is not causal"
+
+
 @dataclass
 class Asked:
     """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and what it asks for."""
@@ -84,16 +93,10 @@ class Asked:
         """None where this call can be tiled, else the reason."""
         if self.dropout:
             return "attention dropout"
-        if isinstance(self.mask, Tensor):
-            return "an attention mask of the caller's own"
-        if isinstance(self.mask, Mask) and self.mask.build is not None:
-            return "a mask that is neither causal, a window nor chunks"
-        if not getattr(self.module, "is_causal", True):
-            return "attention that is not causal"
-        q, k = self.q_BHTE, self.k_BKTE
-        if q.shape[2] != k.shape[2]:
+        reason = why_not_causal(self.module, self.mask)
+        if reason is None and self.q_BHTE.shape[2] != self.k_BKTE.shape[2]:
             return "queries and keys of different lengths"
-        return None
+        return reason
 
     def call(self) -> "Call":
         return Call(self.scale, self.pattern(), self.sinks_H)

@@ -31,12 +31,12 @@ from hfpatch.models.answers import OTHER_MIXER, Answers, as_asked
 from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask, keepable
 from hfpatch.models.asking import (
-    Asked,
     Doubted,
     NotStopped,
     here,
     named,
     our_attention,
+    why_not_causal,
 )
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
 from hfpatch.models.documents import refuse_packed
@@ -99,7 +99,7 @@ class TiledLayer(AskedLayer):
                 return f"{name}: {replaced_forward(module)}"
         if mask is not None:
             for attn in mixing[: len(answers.attention)]:
-                reason = Asked(attn, x[:, :, None], x[:, :, None], x[:, :, None], mask, 1.0).why_not_tiled()
+                reason = why_not_causal(attn, mask)
                 if reason:
                     return reason
         dtype = autocast_dtype(x.device.type) or x.dtype
