@@ -16,6 +16,20 @@ from hfpatch.memory.formula import RING_SLOTS
 from hfpatch.memory.policy import Policy
 
 
+class Cut:
+    """x[:, a:b] of tiles that cover x [B, T, ...], one behind the other: made in one call where x is a tensor, for a view costs the
+    host as much as an op; where its parts wait elsewhere (groups.py), as each is asked for."""
+
+    def __init__(self, x, bounds: list[tuple[int, int]]):
+        self.x, self.bounds, self.views = x, bounds, None
+        if isinstance(x, Tensor):
+            self.views = (x,) if len(bounds) == 1 else x.split([b - a for a, b in bounds], 1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        a, b = self.bounds[index]
+        return self.x[:, a:b] if self.views is None else self.views[index]
+
+
 @dataclass(eq=False, kw_only=True)
 class Kept:
     """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None where nothing is kept."""
@@ -139,13 +153,13 @@ class Kept:
     def tiles(self, names: tuple[str, ...]):
         """Yields (index, x tile or None, out tiles, what is kept inside) of one pass; a tile's memory is re-used once the
         next is asked for."""
-        outs = [o.tensor() for o in self.outs if o.resident] if "out" in names else []
+        outs = [Cut(o.tensor(), self.bounds) for o in self.outs if o.resident] if "out" in names else []
         inside = [name for name in names if name in self.keep_inside]
-        whole = self.x.tensor() if self.x.resident and "x" in names else None
-        for index, ((a, b), (start, end)) in enumerate(zip(self.bounds, self.kept_bounds)):
-            resident = [o[:, a:b] for o in outs]
+        whole = Cut(self.x.tensor(), self.kept_bounds) if self.x.resident and "x" in names else None
+        for index, (a, b) in enumerate(self.bounds):
+            resident = [o[index] for o in outs]
             if self.x.resident:
-                x = None if whole is None else self._whole(whole[:, start:end], b - a)
+                x = None if whole is None else self._whole(whole[index], b - a)
                 yield index, x, resident, {name: [s.tensor() for s in self.inside[index][name]] for name in inside}
                 continue
             ticket = self.queue.next()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.groups import Grouped
 from hfpatch.checkpoint.heads import Attention, groups_of
-from hfpatch.checkpoint.kept import Kept
+from hfpatch.checkpoint.kept import Cut, Kept
 from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.weights import AsInForward, AsThen, WeightGradients
 from hfpatch.compat import autocast, autocast_dtype, backward_from
@@ -106,6 +106,10 @@ class LayerCall(Kept):
 
         dead: nobody reads their values, only their graph.
         """
+        if self.ask.direct is not None:
+            return self.ask.direct.pre(x_BtD, *self.bounds[index])
+        # Detached: a view taken without a graph says that it wants a gradient, and has none.
+        x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
         parts = self._random("pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead))
         dtype = self.autocast[0]
         n = 3 * len(self.ask.asked)  # a mixer casts its input itself
@@ -123,19 +127,20 @@ class LayerCall(Kept):
 
         kept: what is `known` inside the tile, or to be `noted`.
         """
+        if self.ask.direct is not None:
+            return [self.ask.direct.post(x_BtD, *self.attention.join(outs_BtGE), **kept)], []
         # DTensor weights (tensor parallelism) take no strided tile of a batch.
         joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
         if grad:
             joined = [out.detach().requires_grad_(True) for out in joined]
-        post = partial(self.ask.post, x_BtD, joined, *self.bounds[index], dead=grad, **kept)
+        post = partial(self.ask.post, x_BtD if grad else x_BtD.detach(), joined, *self.bounds[index], dead=grad, **kept)
         return self._random("post", index, post), joined
 
     def _qkv(self, tiles):
         """q, k, v whole, from an iterable of (index, x tile), without a graph."""
         whole = None
         for index, x_t in self.ask.phase(tiles):
-            # Detached: a view taken without a graph says that it wants a gradient, and has none.
-            parts = self._pre(x_t.detach(), index)
+            parts = self._pre(x_t, index)
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
@@ -184,7 +189,8 @@ class LayerCall(Kept):
         alone = where == "tier" and self.policy.every == 1
         inside = self.keep_inside if alone else ()
         try:
-            parts = self._qkv((i, x_BTD[:, a:b]) for i, (a, b) in enumerate(self.bounds))
+            x_tiles = Cut(x_BTD, self.bounds)
+            parts = self._qkv((i, x_tiles[i]) for i in range(len(self.bounds)))
             self.ask.store(parts)
             outs, lses = self._attend(parts)
             if alone and "qkv" in self.keep:
@@ -196,10 +202,10 @@ class LayerCall(Kept):
             del lses
             if self.by_group:
                 self.transfers.settle()
-            whole = None
+            whole, out_tiles = None, [Cut(o, self.bounds) for o in outs]
             for index, (a, b) in self.ask.phase(enumerate(self.bounds)):
                 noted = dict.fromkeys(inside)
-                tiles = self._post(x_BTD[:, a:b].detach(), [o[:, a:b] for o in outs], index, grad=False, noted=noted)[0]
+                tiles = self._post(x_tiles[index], [o[index] for o in out_tiles], index, grad=False, noted=noted)[0]
                 if inside:
                     self.save_inside(noted)
                 del noted
@@ -279,7 +285,7 @@ class LayerCall(Kept):
         self.ask.adds_up(weights.adding if several else None)
         try:
             with streamed, self._autocast(), weights, self.ask.arguments.gradients() as darguments:
-                run = self._backward_one if len(self.bounds) == 1 else self._backward_tiles
+                run = self._backward_tiles if len(self.bounds) > 1 else self._backward_one
                 dx = run(dy_BTD, private, need_x, weights, retain)
                 weights.round()
         finally:  # also where memory ran out: the graph may outlive that, and would keep the sums
@@ -294,8 +300,7 @@ class LayerCall(Kept):
     def _post_back(self, x, outs, index: int, dys: list, need_x: bool, known: dict, weights) -> tuple:
         """(dx of a tile or None, the gradients of its attention outputs), from those of what `post` gives."""
         if self.ask.direct is not None:
-            (out,) = self.attention.join(outs)
-            dx, dout = self.ask.direct.post_back(x, out, dys[0], known, weights)
+            dx, dout = self.ask.direct.post_back(x, *self.attention.join(outs), dys[0], known, weights)
             return dx if need_x else None, [dout]
         x = x.detach().requires_grad_(need_x)
         with torch.enable_grad():
@@ -333,8 +338,7 @@ class LayerCall(Kept):
             values = list(qkv_ticket.wait()) if qkv_ticket else [p.detach().contiguous() for p in parts]
             lses = lse_ticket.wait() if lse_ticket else None
             del parts
-            if not outs:
-                outs, lses = self._attend(values, again=True)
+            outs, lses = (outs, lses) if outs else self._attend(values, again=True)
             dx, douts = self._post_back(x, outs, 0, [dy, *self.dextras], need_x, known, weights)
             fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
             dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
@@ -356,11 +360,11 @@ class LayerCall(Kept):
         dx = None
         if need_x:
             dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
-        douts = None
+        douts, dy_tiles = None, [None if d is None else Cut(d, self.bounds) for d in (dy, *self.dextras)]
         for index, x_t, out_t, known in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             x_t, out_t = known["mid"][0] if x_t is None else x_t, out_t if outs is None else [o[:, a:b] for o in outs]
-            dys = [None if d is None else d[:, a:b] for d in (dy, *self.dextras)]
+            dys = [None if d is None else d[index] for d in dy_tiles]
             dx_t, douts_t = self._post_back(x_t, out_t, index, dys, need_x, known, weights)
             if need_x:
                 dx[:, a:b] = dx_t
@@ -369,6 +373,7 @@ class LayerCall(Kept):
             for dout, dout_t in zip(douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
+        dy_tiles = None
         parked = None
         if self.policy.park and need_x and self.mixes:
             parked, dx = self._park(dx), None
@@ -394,14 +399,15 @@ class LayerCall(Kept):
         if parked is not None:
             dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
             tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
+        grads = [Cut(g, self.bounds) for g in parts]
         for index, x_t, _, _ in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             if parked is not None:
                 dx[:, a:b] = tile_of_dx(index)
             back = self._pre_again(x_t, index, need_x, weights, dead=True)[1]
-            dx_t = back([g[:, a:b] for g in parts], dsinks if index == 0 else None)
+            dx_t = back([g[index] for g in grads], dsinks if index == 0 else None)
             if dx_t is not None:
-                dx[:, a:b] += dx_t
+                dx[:, a:b].add_(dx_t)
             del x_t, back, dx_t
         return dx
 
