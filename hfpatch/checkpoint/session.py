@@ -74,6 +74,7 @@ class Session:
         self.planned: dict[tuple, int] = {}  # by policy, B and T: bytes on the device, by the closed form
         self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
         self.draws: set[tuple] = set()  # layers, by index and mode, that were seen to draw random numbers
+        self.looked: dict[int, object] = {}  # models.layer.Looked of each layer, by index
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
@@ -410,6 +411,7 @@ class Session:
             not_for_deepspeed(parameter, False)
         self.queues.clear()
         self.policies.clear()
+        self.looked.clear()
         self.opened.clear()
         self.rooms.clear()
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import MutableMapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 
 from torch import nn
 
@@ -125,6 +126,41 @@ class _MadeFrom(dict):
 
 
 MADE_FROM = _MadeFrom()
+
+
+class _IsTable(dict):
+    """Whether a class is one of containers."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = found = issubclass(kind, (dict, list, set))
+        return found
+
+
+_IS_TABLE = _IsTable()
+
+
+def standing_in_modules(modules: list[nn.Module], but: object) -> list:
+    """All that stands in these modules, one deep and but for one object, to be compared by identity (`same_objects`): classes and
+    their forwards, attributes, what their containers hold. Of parameters and buffers the names alone, which keeps no tensor
+    alive: who goes by tensors looks at them each time."""
+    found: list = []
+    for module in modules:
+        kind, own = module.__class__, module.__dict__
+        values = [v for v in own.values() if v is not but]
+        found += kind, getattr(kind, "forward", None), MADE_FROM[kind].forward
+        found += own
+        found += values
+        tensors = own.get("_parameters"), own.get("_buffers")
+        for held in values:
+            if _IS_TABLE[held.__class__] and held:
+                found += held
+                if isinstance(held, dict) and held is not tensors[0] and held is not tensors[1]:
+                    found += held.values()
+    return found
+
+
+def same_objects(ours: list, theirs: list) -> bool:
+    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
 
 def settings_of(own: dict) -> tuple:

@@ -49,6 +49,7 @@ class Ask:
     found_idle: dict = field(default_factory=dict)  # names -> those of the modules that can go without their values
     block: Block | None = None
     modules: list = field(default_factory=list)  # the layer's, found once a call
+    looked: object = None  # models.layer.Looked: what they say of how it runs, for as long as that holds
     random: bool = False  # whether something in the layer draws random numbers; before its call is made: adapters may
     written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
     adding: object = None  # in backward over several tiles: checkpoint.weights.WeightGradients.adding
@@ -200,7 +201,7 @@ class Ask:
         if self.block is None:
             kwargs = self.arguments.kwargs
             alone = self.written is None and not self.arguments.wanted()
-            direct = alone and can_be_direct(self.layer, kwargs, x.device.type)
+            direct = alone and can_be_direct(self.layer, kwargs, x.device.type, self.looked)
             self.block = (Direct if direct else Block)(self.layer, kwargs)
             self.asked = [self.block.asked]
         return self.block

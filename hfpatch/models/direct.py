@@ -169,26 +169,44 @@ def _back(sums, dy_NO: Tensor, x_NI: Tensor | None, weight: Tensor, bias: Tensor
     return dx
 
 
-def can_be_direct(layer: nn.Module, kwargs: dict, device: str) -> bool:
-    """Whether this block, which was found to be one, has plain Linears, fused parts as they were made, and nobody who looks on."""
-    attn, mlp = layer.self_attn, layer.mlp
-    if autocast_dtype(device) is not None or not (isinstance(mlp, FusedMLP) and isinstance(attn, FusedAttention)):
+def can_be_direct(layer: nn.Module, kwargs: dict, device: str, looked) -> bool:
+    """Whether this block, which was found to be one, has plain Linears, fused parts as they were made, and nobody who looks on.
+    looked: takes, and gives, what hangs on what stands in its modules alone."""
+    if autocast_dtype(device) is not None or watched(()):
         return False
+    as_made = None if looked is None else looked.as_made
+    if as_made is None:
+        as_made = _all_as_made(layer)
+        if looked is not None:
+            looked.as_made = as_made
+    cos = kwargs["position_embeddings"][0]
+    if not (as_made and cos.ndim == 3):
+        return False
+    attn, mlp = layer.self_attn, layer.mlp
+    norms, linears = _norms_and_linears(layer)
+    return cos.shape[-1] == attn.head_dim and all(map(_plain, linears)) and _fits(mlp, norms, attn.head_dim)
+
+
+def _norms_and_linears(layer: nn.Module) -> tuple[list, list]:
+    attn, mlp = layer.self_attn, layer.mlp
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
-    linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    cos = kwargs["position_embeddings"][0]
+    return norms, [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _all_as_made(layer: nn.Module) -> bool:
+    attn, mlp = layer.self_attn, layer.mlp
+    if not (isinstance(mlp, FusedMLP) and isinstance(attn, FusedAttention)):
+        return False
+    norms, linears = _norms_and_linears(layer)
     return (
-        cos.ndim == 3
-        and cos.shape[-1] == attn.head_dim
-        and "forward" not in vars(mlp)
+        "forward" not in vars(mlp)
         and type(mlp).forward is FusedMLP.forward
         and activation_as_found(mlp)
         and all(map(_as_made, norms))
         and not watched([mlp, *norms, *linears])
         and nn.Linear.forward is LINEAR
-        and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__ or not _plain(m)]
-        and _fits(mlp, norms, attn.head_dim)
+        and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__]
     )
 
 

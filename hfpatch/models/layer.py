@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,8 @@ from hfpatch.compat import (
     hooks_on_all,
     modules_in,
     other_hooks,
+    same_objects,
+    standing_in_modules,
     submodule,
     under_zero3,
     watched_by_user,
@@ -74,29 +76,39 @@ class TiledLayer(AskedLayer):
     def _weights_near(self, device: torch.device):
         return self._hfpatch_session.weights.forward(self, device)
 
-    def why_not_tiled(self, x: Tensor, mask) -> str | None:
+    def _looked(self) -> "Looked":
+        """What this layer's modules say of how it runs: asked again where anything stands in them that did not."""
+        session = self._hfpatch_session
+        known = session.looked.get(self._hfpatch_index)
+        if known is None or not same_objects(standing_in_modules([self, *known.inside], session), known.things):
+            modules = modules_in(self)
+            self._look(modules)
+            things = standing_in_modules(modules, session)
+            known = Looked(modules[1:], things, *look(modules))
+            session.looked[self._hfpatch_index] = known
+            if any([isinstance(x, Tensor) for x in things]):  # what a module noted of its last call would live on
+                del session.looked[self._hfpatch_index]
+        return known
+
+    def why_not_tiled(self, x: Tensor, mask, looked: "Looked") -> str | None:
         """None where this layer can run tile by tile now, else the reason."""
         answers = self._hfpatch_answers
         if answers.reason:
             return answers.reason
-        try:
-            mixing = [submodule(self, name) for name in answers.mixing]
-        except AttributeError:
-            return "other modules in it than at apply()"
+        if looked.mixing is None:
+            try:
+                mixing = [submodule(self, name) for name in answers.mixing]
+            except AttributeError:
+                return "other modules in it than at apply()"
+            reason = self._why_not_inside(mixing)
+            if reason:
+                return reason
+            looked.mixing = mixing
+        mixing = looked.mixing
         for attn in mixing:
             kind = getattr(attn, "_hfpatch_base", type(attn))
-            if package_of(attn) != package_of(self):
-                return f"a {kind.__module__}.{kind.__name__} in it"
             if not as_asked(kind):
                 return f"another {kind.__name__}.forward than at apply()"
-            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
-                return "attention dropout"
-        for name in {n for path in answers.mixing for n in _ancestors(path)}:
-            module = submodule(self, name)
-            if _has_hooks(module):
-                return f"hooks on {name}"
-            if other_forward(module):
-                return f"{name}: {replaced_forward(module)}"
         if mask is not None:
             for attn in mixing[: len(answers.attention)]:
                 reason = why_not_causal(attn, mask)
@@ -105,6 +117,22 @@ class TiledLayer(AskedLayer):
         dtype = autocast_dtype(x.device.type) or x.dtype
         pattern = mask.pattern(answers.softcap) if isinstance(mask, Mask) else Pattern(softcap=answers.softcap)
         return self.why_no_kernels(x.device, dtype, pattern)
+
+    def _why_not_inside(self, mixing: list[nn.Module]) -> str | None:
+        """The same of what stands in its modules, by which tokens meet."""
+        for attn in mixing:
+            kind = getattr(attn, "_hfpatch_base", type(attn))
+            if package_of(attn) != package_of(self):
+                return f"a {kind.__module__}.{kind.__name__} in it"
+            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
+                return "attention dropout"
+        for name in {n for path in self._hfpatch_answers.mixing for n in _ancestors(path)}:
+            module = submodule(self, name)
+            if _has_hooks(module):
+                return f"hooks on {name}"
+            if other_forward(module):
+                return f"{name}: {replaced_forward(module)}"
+        return None
 
     def _hooked(self, modules: list[nn.Module]) -> str | None:
         """None where nobody watches what is inside this layer, which has these modules: tiles would show them parts of a row,
@@ -159,8 +187,8 @@ class TiledLayer(AskedLayer):
             known = {named(c) for c in self._hfpatch_configs}
             alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
-        modules, sequence = modules_in(self), self._sequence() if batch is None else batch.sequence
-        self._look(modules)
+        looked, sequence = self._looked(), self._sequence() if batch is None else batch.sequence
+        modules = [self, *looked.inside]
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
@@ -190,10 +218,12 @@ class TiledLayer(AskedLayer):
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         takes = cache is None or (cut and self._takes_whole(cache))
-        adapter, draws = look(modules)
+        adapter = looked.adapter
         reason = adapter and f"an adapter in it has {adapter}"
-        reason = reason or self._hooked(modules)
-        reason = reason or (self.why_not_tiled(x, kwargs.get("attention_mask")) if cut and takes else "not now")
+        if reason is None and (hooks_on_all() or not looked.unwatched):
+            reason = self._hooked(modules)
+            looked.unwatched = reason is None
+        reason = reason or (self.why_not_tiled(x, kwargs.get("attention_mask"), looked) if cut and takes else "not now")
         if reason is None:
             able = partial(keepable, self, answers, KEEPABLE, x.device.type)
             policy = session.policy(self, x, batch.sequence, able=able)
@@ -207,7 +237,7 @@ class TiledLayer(AskedLayer):
             lists = collected_now()
             ask = Ask(
                 self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists),
-                modules=modules, random=draws, written=WrittenOut(self) if policy.dense else None,
+                modules=modules, random=looked.draws, looked=looked, written=WrittenOut(self) if policy.dense else None,
             )  # fmt: skip
             try:
                 with session.weights.forward(self, x.device):
@@ -243,6 +273,21 @@ class TiledLayer(AskedLayer):
                 return whole(h)
 
         return offloaded_checkpoint(session, policy, self, kwargs.get("attention_mask"), run, x)
+
+
+@dataclass(slots=True)
+class Looked:
+    """What the modules in a layer said of how it runs, and `things`, all that stood in the layer and in them then. Held by the
+    session: nothing here holds the layer. mixing: those by which tokens meet, where nothing in them is against tiles; unwatched:
+    nobody watches one; as_made: the fused parts are as they were made, None where nobody asked yet (models/direct.py)."""
+
+    inside: list
+    things: list
+    adapter: str | None
+    draws: bool
+    mixing: list | None = None
+    unwatched: bool = False
+    as_made: bool | None = None
 
 
 def _runs_whole(layer: nn.Module, reason: str) -> str:

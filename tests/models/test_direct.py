@@ -1,5 +1,9 @@
 """The block whose derivatives are written out: bit for bit what modules and autograd give, and it steps aside for who looks on."""
 
+import gc
+import weakref
+from collections import OrderedDict
+
 import pytest
 import tiny
 import torch
@@ -123,3 +127,88 @@ def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkey
         p.requires_grad_(trained or "layers" not in name)
     tiny.step(ours, tiny.labelled())
     assert alive and all(lives == trained for lives in alive)
+
+
+class Halved(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) / 2
+
+
+def hooked(layer):
+    layer.mlp.register_forward_hook(lambda module, args, y: y / 2)
+
+
+def forward_of_its_own(layer):
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: forward(x) / 2
+
+
+def wrapped(layer):
+    layer.mlp.down_proj = Halved(layer.mlp.down_proj)
+
+
+def hooked_on_all(layer):
+    torch.nn.modules.module.register_module_forward_hook(lambda m, args, y: y / 2 if m is layer.mlp else y)
+
+
+def class_patched(layer):
+    kind = layer.input_layernorm._hfpatch_base
+    kind.forward = lambda self, x: 2 * self.weight * x
+
+
+CHANGES = {
+    "hook": hooked,
+    "forward": forward_of_its_own,
+    "module": wrapped,
+    "hook on all": hooked_on_all,
+    "class": class_patched,
+    "epsilon": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5),
+    "activation": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()),
+    "attention that is not causal": lambda layer: setattr(layer.self_attn, "is_causal", False),
+    "scale": lambda layer: setattr(layer.self_attn, "scaling", 0.5),
+    "frozen": lambda layer: layer.mlp.up_proj.weight.requires_grad_(False),
+    "weight": lambda layer: setattr(
+        layer.mlp.up_proj, "weight", torch.nn.Parameter(layer.mlp.up_proj.weight.detach() / 2)
+    ),
+    "data": lambda layer: setattr(layer.mlp.up_proj.weight, "data", layer.mlp.up_proj.weight.data / 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_behind_a_step_is_seen(change, monkeypatch):
+    """What was found of a layer's modules holds for as long as all stands in them that stood there."""
+    monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
+    kind = type(tiny.llama().model.layers[0].input_layernorm)
+    monkeypatch.setattr(kind, "forward", kind.forward)
+    steps = []
+    for first in (True, False):
+        ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
+        if first:
+            steps.append(tiny.step(ours, tiny.labelled()))
+            steps.append(tiny.step(ours, tiny.labelled()))
+            ours.zero_grad()
+        with monkeypatch.context() as context:
+            context.setattr(kind, "forward", kind.forward)
+            CHANGES[change](ours.model.layers[1])
+            steps.append(tiny.step(ours, tiny.labelled()))
+        torch.nn.modules.module._global_forward_hooks.clear()
+    _, before, after, fresh = steps
+    assert after.keys() == fresh.keys() and all(torch.equal(after[n], fresh[n]) for n in fresh)
+    assert after.keys() != before.keys() or any(not torch.equal(after[n], before[n]) for n in before)
+
+
+def test_a_model_that_ran_is_freed_at_once():
+    ours = tiny.patched(tiny.llama())
+    gc.collect()
+    gc.disable()
+    try:
+        tiny.step(ours, tiny.labelled())
+        weight = weakref.ref(ours.model.layers[1].mlp.up_proj.weight)
+        del ours
+        assert weight() is None
+    finally:
+        gc.enable()
