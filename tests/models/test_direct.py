@@ -35,7 +35,7 @@ KEPT = {"one tile": {"tile": 64}, "tiles": {"tile": 8}, "known": {"tile": 8, "ke
 def used(monkeypatch):
     """Tiles that ran behind attention without a module's call."""
     calls, post = [], Direct.post
-    monkeypatch.setattr(Direct, "post", lambda *args: calls.append(1) or post(*args))
+    monkeypatch.setattr(Direct, "post", lambda *args, **kwargs: calls.append(1) or post(*args, **kwargs))
     return calls
 
 
