@@ -276,7 +276,11 @@ class WeightGradients(AsInForward):
 
     def add(self, tensor: Tensor, grad: Tensor) -> None:
         """By hand: the gradient of a tensor that the layer has now."""
-        self._add_gradient(self.index[id(tensor)], grad)
+        index = self.index.get(id(tensor))
+        if index is None:  # a leaf of somebody's own, no parameter, which no graph holds but a tile's
+            tensor.backward(grad)
+        else:
+            self._add_gradient(index, grad)
 
     def add_product(self, weight: Tensor, dy_NO: Tensor, x_NI: Tensor) -> None:
         """By hand: dy_NO^T x_NI, of a matrix."""

@@ -109,6 +109,8 @@ class TiledLayer(AskedLayer):
             kind = getattr(attn, "_hfpatch_base", type(attn))
             if not as_asked(kind):
                 return f"another {kind.__name__}.forward than at apply()"
+            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
+                return "attention dropout"
         if mask is not None:
             for attn in mixing[: len(answers.attention)]:
                 reason = why_not_causal(attn, mask)
@@ -124,8 +126,6 @@ class TiledLayer(AskedLayer):
             kind = getattr(attn, "_hfpatch_base", type(attn))
             if package_of(attn) != package_of(self):
                 return f"a {kind.__module__}.{kind.__name__} in it"
-            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
-                return "attention dropout"
         for name in {n for path in self._hfpatch_answers.mixing for n in _ancestors(path)}:
             module = submodule(self, name)
             if _has_hooks(module):

@@ -92,6 +92,21 @@ def test_a_bias_that_is_no_parameter_is_added():
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("tile", [8, 64])
+def test_a_leaf_that_is_no_parameter_gets_its_gradient(tile):
+    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
+    wanted = tiny.step(ours, tiny.labelled())
+    up = ours.model.layers[1].mlp.up_proj
+    bias = up.bias.detach().clone().requires_grad_()
+    del up.bias
+    up.bias = bias
+    ours.zero_grad()
+    got = tiny.step(ours, tiny.labelled())
+    name = "model.layers.1.mlp.up_proj.bias"
+    assert torch.allclose(bias.grad, wanted.pop(name), rtol=1e-5)  # of several tiles, added in its own dtype
+    assert all(torch.equal(got[n], value) for n, value in wanted.items())
+
+
 def test_weights_pruned_before_their_backward_are_those_of_forward(used):
     ours = tiny.patched(tiny.llama())
     wanted = tiny.step(ours, tiny.labelled())
