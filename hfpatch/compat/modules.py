@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 
-from torch import nn
+from torch import Tensor, nn
 
 from hfpatch.compat.engines import in_fsdp2, of_an_engine
 from hfpatch.compat.tensors import gone
@@ -128,39 +128,57 @@ class _MadeFrom(dict):
 MADE_FROM = _MadeFrom()
 
 
-class _IsTable(dict):
-    """Whether a class is one of containers."""
+class Standing:
+    """All that stands in a layer's modules, the layer first, one deep and but for one object of the layer's: classes and their
+    forwards, attributes, what containers hold; of parameters and buffers the names alone. Compared by identity, without a call of
+    Python's an attribute."""
 
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = found = issubclass(kind, (dict, list, set))
-        return found
+    __slots__ = ("kinds", "rows")
+
+    def __init__(self, modules: list[nn.Module], but: object):
+        kinds, self.rows = {m.__class__ for m in modules}, []
+        self.kinds = [(k, getattr(k, "forward", None)) for k in kinds | {MADE_FROM[k] for k in kinds}]
+        for module in modules:
+            own = module.__dict__
+            tables = [v for v in own.values() if isinstance(v, (dict, list, set))]
+            filled = [(t, [*t], _values_in(t, own)) for t in tables if t]
+            values = [None if v is but else v for v in own.values()]
+            self.rows.append((module.__class__, [*own], values, [t for t in tables if not t], filled))
+
+    def hold(self, modules: list[nn.Module], but: object) -> bool:
+        """Whether the same stands in the same modules now."""
+        for kind, forward in self.kinds:
+            if getattr(kind, "forward", None) is not forward:
+                return False
+        layer = modules[0]
+        for module, (kind, names, values, empty, filled) in zip(modules, self.rows):
+            own = module.__dict__
+            if module.__class__ is not kind or len(own) != len(names) or any(empty):
+                return False
+            now = [None if v is but else v for v in own.values()] if module is layer else own.values()
+            if not (all(map(is_, now, values)) and all(map(is_, own, names))):
+                return False
+            for table, keys, held in filled:
+                if len(table) != len(keys) or not all(map(is_, table, keys)):
+                    return False
+                if held is not None and not all(map(is_, table.values(), held)):
+                    return False
+        return True
+
+    def tensors(self) -> bool:
+        """Whether a tensor is among it, which it would keep alive."""
+        held = [
+            v
+            for _, _, values, _, filled in self.rows
+            for part in (values, *(p for t in filled for p in t[1:]))
+            for v in part or ()
+        ]
+        return any(isinstance(v, Tensor) for v in held)
 
 
-_IS_TABLE = _IsTable()
-
-
-def standing_in_modules(modules: list[nn.Module], but: object) -> list:
-    """All that stands in these modules, one deep and but for one object, to be compared by identity (`same_objects`): classes and
-    their forwards, attributes, what their containers hold. Of parameters and buffers the names alone, which keeps no tensor
-    alive: who goes by tensors looks at them each time."""
-    found: list = []
-    for module in modules:
-        kind, own = module.__class__, module.__dict__
-        values = [v for v in own.values() if v is not but]
-        found += kind, getattr(kind, "forward", None), MADE_FROM[kind].forward
-        found += own
-        found += values
-        tensors = own.get("_parameters"), own.get("_buffers")
-        for held in values:
-            if _IS_TABLE[held.__class__] and held:
-                found += held
-                if isinstance(held, dict) and held is not tensors[0] and held is not tensors[1]:
-                    found += held.values()
-    return found
-
-
-def same_objects(ours: list, theirs: list) -> bool:
-    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
+def _values_in(table, own: dict) -> list | None:
+    tensors = table is own.get("_parameters") or table is own.get("_buffers")
+    return None if tensors or not isinstance(table, dict) else [*table.values()]
 
 
 def settings_of(own: dict) -> tuple:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hfpatch.checkpoint.tiled import tiled_layer
 from hfpatch.checkpoint.whole import offloaded_checkpoint
 from hfpatch.compat import (
+    Standing,
     autocast_dtype,
     collected_now,
     engine_hook,
@@ -20,8 +21,6 @@ from hfpatch.compat import (
     hooks_on_all,
     modules_in,
     other_hooks,
-    same_objects,
-    standing_in_modules,
     submodule,
     under_zero3,
     watched_by_user,
@@ -80,13 +79,13 @@ class TiledLayer(AskedLayer):
         """What this layer's modules say of how it runs: asked again where anything stands in them that did not."""
         session = self._hfpatch_session
         known = session.looked.get(self._hfpatch_index)
-        if known is None or not same_objects(standing_in_modules([self, *known.inside], session), known.things):
+        if known is None or not known.things.hold([self, *known.inside], session):
             modules = modules_in(self)
             self._look(modules)
-            things = standing_in_modules(modules, session)
-            known = Looked(modules[1:], things, *look(modules))
-            session.looked[self._hfpatch_index] = known
-            if any([isinstance(x, Tensor) for x in things]):  # what a module noted of its last call would live on
+            known = session.looked[self._hfpatch_index] = Looked(
+                modules[1:], Standing(modules, session), *look(modules)
+            )
+            if known.things.tensors():  # what a module noted of its last call would live on
                 del session.looked[self._hfpatch_index]
         return known
 
@@ -282,7 +281,7 @@ class Looked:
     nobody watches one; as_made: the fused parts are as they were made, None where nobody asked yet (models/direct.py)."""
 
     inside: list
-    things: list
+    things: Standing
     adapter: str | None
     draws: bool
     mixing: list | None = None

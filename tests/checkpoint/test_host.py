@@ -22,7 +22,7 @@ def calls(layers: int, tiles: int) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    for follow in (None, counted):
+    for follow in (None, None, counted):  # what is found of a layer stands behind its second step
         sys.setprofile(follow)
         try:
             model(input_ids=ids, labels=ids).loss.backward()

@@ -167,7 +167,8 @@ def wrapped(layer):
 
 
 def hooked_on_all(layer):
-    torch.nn.modules.module.register_module_forward_hook(lambda m, args, y: y / 2 if m is layer.mlp else y)
+    hook = lambda module, args, y: y / 2 if module is layer.mlp else y  # noqa: E731
+    torch.nn.modules.module.register_module_forward_hook(hook)
 
 
 def class_patched(layer):
@@ -193,6 +194,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:hfpatch. the loss runs through whole logits")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_behind_a_step_is_seen(change, monkeypatch):
     """What was found of a layer's modules holds for as long as all stands in them that stood there."""
