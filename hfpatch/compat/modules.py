@@ -220,18 +220,19 @@ def compiled_by_itself(module: nn.Module) -> bool:
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """module.modules(), whose names take longer than a small layer's matmuls."""
     found = {module: None}
-
-    def walk(children):
-        for child in children.values():
-            if child is not None and child not in found:
-                found[child] = None
-                own = child.__dict__
-                below = own["_modules"] if "_modules" in own else modules_of(child)
-                if below:
-                    walk(below)
-
-    walk(modules_of(module))
+    _walk(modules_of(module), found)
     return list(found)
+
+
+def _walk(children: dict, found: dict) -> None:
+    # Not a function within the other: that would hold itself and, until the collector comes, the modules.
+    for child in children.values():
+        if child is not None and child not in found:
+            found[child] = None
+            own = child.__dict__
+            below = own["_modules"] if "_modules" in own else modules_of(child)
+            if below:
+                _walk(below, found)
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
