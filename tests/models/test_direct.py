@@ -94,7 +94,7 @@ def test_a_bias_that_is_no_parameter_is_added():
 
 @pytest.mark.parametrize("tile", [8, 64])
 def test_a_leaf_that_is_no_parameter_gets_its_gradient(tile):
-    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
+    ours = tiny.patched(tiny.llama(mlp_bias=True), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
     wanted = tiny.step(ours, tiny.labelled())
     up = ours.model.layers[1].mlp.up_proj
     bias = up.bias.detach().clone().requires_grad_()
