@@ -222,17 +222,17 @@ def _copy_wait(gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, dow
     return sum(waits), *passes
 
 
-def counted_time(gpu: Gpu, flops: Flops, memory: StepMemory, stays) -> StepTime:
+def counted_time(gpu: Gpu, flops: Flops, memory: StepMemory, stays, tails: float = 0.0) -> StepTime:
     """The seconds of a step whose bytes were counted (flops.moved_forward, moved_backward), whoever's code it runs. What it keeps
-    on the host goes there once and comes back once; no time of Python's or of attention's launches is known. stays: a
-    placement's bytes."""
+    on the host goes there once and comes back once; no time of Python's is known. stays: a placement's bytes;
+    tails: seconds of attention's launches (`tails`)."""
     matmul, attend = _seconds(gpu, flops)
     fore, back = flops.moved_forward / gpu.bandwidth, flops.moved_backward / gpu.bandwidth
     third = stays.link / 3
     up, down = (memory.host, third), (third, memory.host + third)
-    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back, fore, up, down)
+    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back + tails, fore, up, down)
     optimizer = optimizer_seconds(gpu, memory, stays)
-    return StepTime(matmul, attend, 0.0, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
+    return StepTime(matmul, attend, tails, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
 
 
 def step_time(
