@@ -128,14 +128,15 @@ def _pattern(kinds: list) -> tuple[int, int]:
     return min(ways, key=lambda way: way[0] + 2 * way[1])
 
 
-def depths(layers, every: int = 1) -> tuple[int, int, int, int]:
+def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
     """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of `more` takes and, `times` over,
     what it takes beyond one of `fewer`, since layers of a pattern take the same each. bottom: its lowest layers, which hold one of
-    each kind. All layers, and 0 times, where too few repeat. every: layers a checkpoint."""
+    each kind. All layers, and 0 times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the policy
+    says something else, and which stand on the rest in whole periods."""
     kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
     first, period = _pattern(kinds)
     period = math.lcm(period, every)
-    more = first + (len(kinds) - first) % period + period * max(2, -(-4 // period))
+    more = first + (len(kinds) - first) % period + period * (max(2, -(-4 // period)) + -(-top // period))
     if more >= len(kinds):
         return 0, len(kinds), 0, first + period
     return more - period, more, (len(kinds) - more) // period, first + period
