@@ -416,6 +416,7 @@ def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     )
 
 
+@tiny.not_with_transformers_5_0("cannot build GLM-4V from its own defaults")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -425,6 +426,8 @@ def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
 )
 def test_what_is_rotated_fits_a_small_instance(kind):
     """Sections of positions in time, height and width, which many configs leave to the code, add up to what a small head turns."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("unknown to this transformers")
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind]())
     assert {answer.reason for answer in asked(model).answers} == {None}
