@@ -229,3 +229,13 @@ def test_a_model_that_ran_is_freed_at_once():
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_what_a_module_notes_lives_no_longer():
+    ours = tiny.patched(tiny.llama())
+    mlp = ours.model.layers[1].mlp
+    mlp.noted = torch.ones(3)
+    noted = weakref.ref(mlp.noted)
+    tiny.step(ours, tiny.labelled())
+    mlp.noted = None
+    assert noted() is None
