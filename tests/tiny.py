@@ -60,6 +60,18 @@ def patched(model: nn.Module, **options) -> nn.Module:
     return ours
 
 
+class Shift(nn.Module):
+    """A user's own: hands a share of each token on to the next; a number, or a weight."""
+
+    def __init__(self, inner, share):
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + self.share * nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
+
+
 class OfAnEngine:
     """A hook that layers in tiles run, as they run those of engines: for one of a user's own they run whole."""
 

@@ -18,7 +18,9 @@ from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import PRESETS, preset_config
 
-EXPERTS = tiny.not_with_transformers_5_0("runs experts in code of its own, which keeps more")
+EXPERTS = tiny.not_before_transformers(
+    (5, 10), "gathers experts' rows twice, weighs them in float32 or adds biases beside them: a tile of them keeps more"
+)
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 # What is kept beside: one by one where it matters, all together, behind plain layers.
 KEEPS = (
