@@ -36,7 +36,8 @@ def _halves(x, cos, sins):
 def _rotate_into(out, x, cos, sins, transpose):
     sign, sins = (1, sins[::-1]) if transpose else (-1, sins)
     x = as_dtype(x, cos.dtype)
-    y = torch.mul(x, cos, out=out) if out.dtype == cos.dtype else x * cos
+    # Every product of x is there before out, which may be x, is written.
+    y = torch.mul(x, cos, out=out) if out is not x and out.dtype == cos.dtype else x * cos
     (y1, y2), (x1, x2) = y.chunk(2, -1), x.chunk(2, -1)
     y1.addcmul_(x2, sins[0], value=sign)
     y2.addcmul_(x1, sins[1], value=-sign)
@@ -50,12 +51,16 @@ def _dtypes(q, k, cos, dtype):
     return (dtype, dtype) if dtype else tuple(torch.promote_types(x.dtype, cos.dtype) for x in (q, k))
 
 
+def _kernel_serves(q, k, cos, sin):
+    return use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0
+
+
 # Results keep the strides of their inputs: a [B, T, H, E] projection seen as [B, H, T, E] comes back laid out so.
 
 
 def _rope(q, k, cos, sin, transpose, dtype):
     outs = _rope_fake(q, k, cos, sin, transpose, dtype)
-    if use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0:
+    if _kernel_serves(q, k, cos, sin):
         from hfpatch.kernels import rope as kernels
 
         kernels.rope((q, k), outs, cos, sin, transpose)
@@ -69,6 +74,17 @@ def _rope(q, k, cos, sin, transpose, dtype):
 def _rope_fake(q, k, cos, sin, transpose, dtype):
     q_dtype, k_dtype = _dtypes(q, k, cos, dtype)
     return torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
+
+
+def _rope_inplace(q, k, cos, sin):
+    if _kernel_serves(q, k, cos, sin):
+        from hfpatch.kernels import rope as kernels
+
+        kernels.rope((q, k), (q, k), cos, sin, False)
+    else:
+        angles = _angles(cos, sin, wide_dtype(q.dtype, k.dtype, cos.dtype))
+        for x in (q, k):
+            _rotate_into(x, x, *angles, False)
 
 
 def _setup_context(ctx, inputs, output):
@@ -107,6 +123,9 @@ _OP = define(
     backward=_backward,
     setup_context=_setup_context,
 )
+_INPLACE = define(
+    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()", _rope_inplace, lambda q, k, cos, sin: None
+)
 
 
 def rotated_back(
@@ -116,11 +135,21 @@ def rotated_back(
     return _OP(dq_BHTE, dk_BKTE, cos, sin, True, dtype)
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    inplace: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Rotated q and k, as HF's apply_rotary_pos_emb gives them (float32 inside, rounded once).
 
     q: [B, H, T, E]; k: [B, K, T, E]; E even; any strides (a transposed view is read as it lies, and the result has its
     layout). cos, sin: [1 or B, T, E], as HF's rotary_emb returns them.
+    inplace: the caller gives q and k up. They are overwritten and returned where autograd records nothing and the
+    result has their dtype; elsewhere new tensors are returned.
     dtype: of the results; by default promote(q, cos), which under autocast is float32 where HF's is too.
     ValueError on other shapes.
     """
@@ -132,8 +161,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, dtype: torch.dtype |
             f"hfpatch: rope expects q [B,H,T,E], k [B,K,T,E], cos and sin [1 or B,T,E] with even E, came {shapes}; "
             "pass HF's rotary_emb output as it is."
         )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        # HF makes cos and sin without gradients; a learned rotation takes the plain version.
-        outs = rope_ref(q, k, cos, sin)
-        return outs if dtype is None else tuple(x.to(dtype) for x in outs)
+    if torch.is_grad_enabled():
+        if cos.requires_grad or sin.requires_grad:
+            # HF makes cos and sin without gradients; a learned rotation takes the plain version.
+            outs = rope_ref(q, k, cos, sin)
+            return outs if dtype is None else tuple(x.to(dtype) for x in outs)
+        inplace = inplace and not (q.requires_grad or k.requires_grad)
+    if inplace and _dtypes(q, k, cos, dtype) == (q.dtype, k.dtype):
+        _INPLACE(q, k, cos, sin)
+        return q, k
     return _OP(q, k, cos, sin, False, dtype)

@@ -19,16 +19,23 @@ class AdamW8bitInBackward(AdamW8bit):
         super().__init__(params, **settings)
         self._updated = set()
         self._place = {}
+        self._hooks = []
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 self._place[parameter] = index
-                parameter.register_post_accumulate_grad_hook(self._update)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._update))
 
     def step(self, closure=None):
         """Ends the step; returns closure() where one is given, whose backward does the updates."""
         loss = None if closure is None else closure()
         self._updated.clear()
         return loss
+
+    def release(self) -> None:
+        """Takes the hooks off; gradients accumulate as usual afterwards."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _update(self, parameter) -> None:
         if parameter in self._updated:

@@ -1,7 +1,6 @@
 """Every kernel compiles for every target without a GPU, spills nothing, and is as profiles/kernels says."""
 
 import csv
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "kernel_table.py"
 TABLE = ROOT / "profiles" / "kernels" / "table.csv"
 KEY = ("kernel", "variant", "dtype", "shape", "target")
 
@@ -19,7 +17,7 @@ KEY = ("kernel", "variant", "dtype", "shape", "target")
 def compiled(out: Path, *options: str) -> dict[tuple, dict]:
     # Another process, which has no TRITON_INTERPRET and whose compiler warnings are its own.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--out", str(out), *options]
+    command = [sys.executable, "-m", "hfpatch.kernels.targets", "--out", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr[-4000:]
     return rows(out)
@@ -45,10 +43,10 @@ def compare(new: dict, *, whole: bool) -> None:
     assert not large, f"more shared memory than fits: {large}"
     recorded = rows(TABLE)
     missing = (new.keys() ^ recorded.keys()) if whole else (new.keys() - recorded.keys())
-    assert not missing, f"run `python scripts/kernel_table.py`; rows differ: {sorted(missing)}"
+    assert not missing, f"run `python -m hfpatch.kernels.targets`; rows differ: {sorted(missing)}"
     # Another compiler may give other figures; under the recorded one they are the table's.
     changed = [key for key in new if new[key]["triton"] == recorded[key]["triton"] and new[key] != recorded[key]]
-    assert not changed, f"run `python scripts/kernel_table.py` and look at the difference: {changed}"
+    assert not changed, f"run `python -m hfpatch.kernels.targets` and look at the difference: {changed}"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
@@ -57,12 +55,10 @@ def test_llama_8b_rows_for_hopper(tmp_path):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
-def test_the_backward_of_swiglu_loads_all_before_it_stores(monkeypatch):
+def test_the_backward_of_swiglu_loads_all_before_it_stores():
     """A load after a store waits for the arithmetic between them: the compiler may not move it up."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("kernel_table", SCRIPT)
-    targets = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(targets)
+    from hfpatch.kernels import targets
+
     row = next(r for r in targets._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16")
     with targets.caught() as launches:
         row.call()

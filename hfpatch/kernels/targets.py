@@ -1,4 +1,4 @@
-"""Cross-compilation of every kernel without a GPU: `python scripts/kernel_table.py`.
+"""Cross-compilation of every kernel without a GPU: `python -m hfpatch.kernels.targets`.
 
 A row calls a launcher with tensors on the meta device at a real shape; the start of the kernel is caught and what would
 have been run is compiled for each target, so the table is about the very arguments, tiles and warps that a GPU is given.
@@ -19,22 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "scripts")]
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from hfpatch.kernels import cross_entropy, rms_norm, rope, swiglu  # noqa: E402
-from hfpatch.kernels._launch import warps_for  # noqa: E402
+from hfpatch.kernels import cross_entropy, rms_norm, rope, swiglu
+from hfpatch.kernels._launch import warps_for
 
 # A100; L4, L40S, RTX 4090; H100, H200; B200; RTX 5090; MI300.
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-TABLE = ROOT / "profiles" / "kernels" / "table.csv"
+TABLE = Path(__file__).parents[2] / "profiles" / "kernels" / "table.csv"
 COLUMNS = ("kernel", "variant", "dtype", "shape", "target", "num_warps", "registers", "stack", "shared", "triton")
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
@@ -282,7 +279,7 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=tuple(TARGETS), help="what to compile for")
     parser.add_argument("--short", action="store_true", help="only the rows of the quick test")
