@@ -109,7 +109,7 @@ def _elementwise(shape: ModelShape, policy, rows: int, several: bool) -> tuple[f
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
         made = 1 if "qkv" in keep else 2
-        back += tiled * 2 * (made * whole + 2 * shape.hidden_size + shape.out_size)
+        back += tiled * 2 * (made * whole + shape.hidden_size + shape.out_size)
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
     return factor * rows * fore, factor * rows * back
 
