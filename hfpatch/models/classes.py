@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 
 from torch import nn
 
@@ -91,10 +91,15 @@ LINEAR = nn.Linear.forward  # torch's own, whatever stands there later
 
 def whose(code) -> str:
     """The module in which a class, a function or a forward on an instance (a trainer's, a kernel's of use_kernels) was written; a
-    function's is not what wraps() says."""
+    function's, a partial's or a callable object's is not what wraps() says."""
+    while isinstance(code, partial):
+        code = code.func
     inner = getattr(code, "__func__", code)
-    plain = isinstance(inner, types.FunctionType)
-    return (inner.__globals__.get("__name__") if plain else getattr(code, "__module__", None)) or ""
+    if isinstance(inner, types.FunctionType):
+        return inner.__globals__.get("__name__") or ""
+    if hasattr(inner, "__wrapped__") and not isinstance(inner, type):
+        inner = type(inner)
+    return getattr(inner, "__module__", None) or ""
 
 
 def home_of(code) -> str:

@@ -1,6 +1,7 @@
 """The ends of a model. The head stays transformers' own Linear: the fused loss is its forward for the time of one call."""
 
 import copy
+import functools
 import types
 import warnings
 
@@ -228,3 +229,29 @@ def test_the_loss_has_the_workspace_that_the_policy_gives_it(monkeypatch):
         found.append(model.lm_head.weight.grad)
         assert given[-1] == nbytes
     assert (found[0] - found[1]).abs().max() <= 64 * torch.finfo(torch.float32).eps * found[0].abs().max()
+
+
+class _Around:
+    """Runs another forward, whose name and module it has taken over."""
+
+    def __init__(self, forward):
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+
+
+def _run(forward, *args):
+    return forward(*args)
+
+
+@pytest.mark.parametrize("around", [
+    lambda f: functools.update_wrapper(functools.partial(_run, f), f),  # as accelerate's hooks have it
+    _Around,
+])  # fmt: skip
+def test_a_forward_that_took_over_its_inners_name_is_told_by_its_own(around):
+    ours = tiny.llama()
+    mlp = ours.model.layers[0].mlp
+    mlp.forward = around(mlp.forward)
+    report = hfpatch.apply(ours, rms_norm=False, rope=False, loss=False, checkpointing="off")
+    assert [why for option, why in report.skipped if "forward" in why] == [f"LlamaMLP: its forward is {__name__}'s"]
