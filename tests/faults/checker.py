@@ -53,8 +53,8 @@ def join(a: dict, b: dict) -> None:
 
 @functools.cache
 def qualname(code) -> str:
-    """Of the function that runs it; Python 3.10's code does not know."""
-    return next(f.__qualname__ for f in gc.get_referrers(code) if inspect.isfunction(f))
+    """Of the function that runs it; Python 3.10's code does not know, nor does what runs a generator's hold its function there."""
+    return next((f.__qualname__ for f in gc.get_referrers(code) if inspect.isfunction(f)), code.co_name)
 
 
 def pieces(x: torch.Tensor) -> tuple:

@@ -58,6 +58,12 @@ def assert_nothing_held(model):
         assert tier is None or tier.read_bounces.free == len(tier.read_bounces) <= disk.BUFFERS
 
 
+def test_code_without_a_function_has_a_name():
+    """As a generator expression's on Python 3.10, in which Ctrl-C would come as a StopIteration."""
+    assert qualname(compile("0", "nowhere", "eval")) == "<module>"
+    assert qualname(Interrupt.__init__.__code__) == "Interrupt.__init__"
+
+
 class Interrupt:
     """Ctrl-C at the nth line that runs in hfpatch/checkpoint/ (counts them where nth is None)."""
 
