@@ -41,9 +41,10 @@ _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other a
 
 
 class Place:
-    """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it)."""
+    """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it). twins: other places of
+    it in the layer (tied weights)."""
 
-    __slots__ = ("module", "name", "storage", "tensor", "version", "trained", "buffer")
+    __slots__ = ("module", "name", "storage", "tensor", "version", "trained", "buffer", "twins")
 
     def __init__(
         self, module: nn.Module, name: str, tensor: Tensor, gathered: bool, moves: bool, buffer: bool, writes: int
@@ -52,13 +53,11 @@ class Place:
         self.tensor = None if gathered else tensor
         self.version: int | None = writes  # None where its layer writes to it
         self.storage = None if gathered or moves else storage_of(tensor)
+        self.twins: list[tuple[nn.Module, str, bool]] = []
 
     def table(self) -> dict:
         """What holds it by its name now."""
-        own = parameters_of(self.module)
-        if self.name in own:
-            return own
-        return buffers_of(self.module) if self.buffer else self.module.__dict__
+        return _table(self.module, self.name, self.buffer)
 
     def in_forward(self, now: Tensor) -> Tensor:
         """The tensor that forward used; now: the one that is there. RuntimeError where it was written to since."""
@@ -69,6 +68,13 @@ class Place:
             what = f"{type(self.module).__name__}.{self.name}"
             raise edited(what, REPLACED if replaced else "modified in place")
         return self.tensor
+
+
+def _table(module: nn.Module, name: str, buffer: bool) -> dict:
+    own = parameters_of(module)
+    if name in own:
+        return own
+    return buffers_of(module) if buffer else module.__dict__
 
 
 def edited(what: str, how: str) -> RuntimeError:
@@ -106,6 +112,7 @@ class AsThen:
             self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
             self.ways, self.merged = ways_of(self.tables), merged_into(self.tables)
         found: dict = {}
+        twins = []
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
             plain = [
@@ -116,7 +123,10 @@ class AsThen:
             for name in (*own, *buffers, *plain):
                 table = own if name in own else buffers if name in buffers else values
                 tensor = table[name]
-                if tensor is None or id(tensor) in found:
+                if tensor is None:
+                    continue
+                if id(tensor) in found:
+                    twins.append((id(tensor), (module, name, name in buffers)))
                     continue
                 if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
                     tensor = table[name] = tensor.__dict__[STANDS_FOR]
@@ -126,6 +136,10 @@ class AsThen:
         sharded = _is_sharded(layer, [row[2] for row in found.values()]) or bool(fsdp2_units(modules[1:]))
         counts = versions([row[2] for row in found.values()])
         self.places = [Place(*row[:3], sharded or row[3], *row[4:], n) for row, n in zip(found.values(), counts)]
+        if twins:
+            by_tensor = dict(zip(found, self.places))
+            for tensor, place in twins:
+                by_tensor[tensor].twins.append(place)
 
     def trained(self) -> list[Tensor]:
         """Its tensors that want a gradient, in the order of the places."""
@@ -166,6 +180,8 @@ class AsInForward:
                 tensor = self._of(place, place.in_forward(now))
                 if tensor is not now:
                     self._put(table, place.name, tensor)
+                for module, name, buffer in place.twins:
+                    self._put(_table(module, name, buffer), name, tensor)
         except BaseException:
             self.__exit__()
             raise
@@ -254,9 +270,17 @@ class WeightGradients(AsInForward):
         if grad is not None:  # else it has gone to `_add`
             self._add_gradient(index, grad)
 
+    def _sum(self, index: int) -> Tensor | None:
+        """What has added up; wide again where `round` was between (a weight that stands before attention and behind it)."""
+        found = self.sums[index]
+        if found is not None and self.several and found.dtype not in _WIDE:
+            found = self.sums[index] = found.to(torch.promote_types(found.dtype, torch.float32))
+        return found
+
     def _add_gradient(self, index: int, grad: Tensor) -> None:
-        if self.sums[index] is not None:
-            self.sums[index].add_(grad)
+        found = self._sum(index)
+        if found is not None:
+            found.add_(grad)
         elif self.several and grad.dtype not in _WIDE:
             self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
         else:
@@ -269,7 +293,7 @@ class WeightGradients(AsInForward):
         return partial(self._add, index) if in_matmul else None
 
     def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
-        first = self.sums[index] is None
+        first = self._sum(index) is None
         if first:
             self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
         into(self.sums[index], dy_NO.t(), x_NI, first)

@@ -86,7 +86,7 @@ PROJECTIONS = {
 }  # fmt: skip
 LIBRARIES = PROJECTIONS | {"peft", "accelerate", "trl"} | sys.stdlib_module_names
 
-LINEAR = nn.Linear.forward  # torch's own, whatever stands there later
+LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, whatever stands there later
 
 
 def whose(code) -> str:

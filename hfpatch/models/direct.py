@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hfpatch.compat import autocast_dtype, is_fake, parameters_of, watched
 from hfpatch.models.block import Block
-from hfpatch.models.classes import LINEAR
+from hfpatch.models.classes import CALL, LINEAR
 from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
 from hfpatch.ops.rope import rotated_back
@@ -172,7 +172,7 @@ def _back(sums, dy_NO: Tensor, x_NI: Tensor | None, weight: Tensor, bias: Tensor
 def can_be_direct(layer: nn.Module, kwargs: dict, device: str, looked) -> bool:
     """Whether this block, which was found to be one, has plain Linears, fused parts as they were made, and nobody who looks on.
     looked: takes, and gives, what hangs on what stands in its modules alone."""
-    if autocast_dtype(device) is not None or watched(()):
+    if autocast_dtype(device) is not None or watched(()) or nn.Linear.__call__ is not CALL:
         return False
     as_made = None if looked is None else looked.as_made
     if as_made is None:

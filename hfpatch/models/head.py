@@ -21,7 +21,7 @@ from hfpatch.compat import (
     parameters_of,
     user_hooks,
 )
-from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, swap, whose
+from hfpatch.models.classes import CALL, LINEAR, forward_now, forwards_for_now, swap, whose
 from hfpatch.ops import VocabShard
 
 
@@ -53,6 +53,8 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     inner = copies(head)[1]
     if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if type(inner).__call__ is not CALL:
+        return f"lm_head is a {type(inner).__module__}.{type(inner).__name__} whose __call__ is not torch's"
     if has_rows_of_it(inner):
         return "torch.compile takes no part of lm_head's rows" if torch.compiler.is_compiling() else None
     held = forward_now(inner, hooked_forward(inner))

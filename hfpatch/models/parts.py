@@ -173,8 +173,8 @@ def activation_as_found(mlp: nn.Module) -> bool:
     if found is None:
         return True
     # Attribute by attribute: torch 2.11's dynamo cannot list those of a module.
-    for m, (kind, settings) in zip([mlp, *now], found):
-        if m.__class__ is not kind and kind is not None:
+    for m, (kind, forward, settings) in zip([mlp, *now], found):
+        if kind is not None and (m.__class__ is not kind or kind.forward is not forward):
             return False
         for name, value in settings:
             if m.__dict__.get(name) != value:
@@ -214,8 +214,10 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         try:
             with torch.no_grad():
                 if _close(ours(x), twin(x), 64):
-                    inside = [(type(m), _plain_items(m)) for m in _activations(mlp, part._hfpatch_gates)]
-                    inside = ((None, _plain_items(mlp)), *inside)
+                    inside = [
+                        (type(m), type(m).forward, _plain_items(m)) for m in _activations(mlp, part._hfpatch_gates)
+                    ]
+                    inside = ((None, None, _plain_items(mlp)), *inside)
                     return part, {"_hfpatch_activation": name, "_hfpatch_activations": inside}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"

@@ -239,3 +239,68 @@ def test_what_a_module_notes_lives_no_longer():
     tiny.step(ours, tiny.labelled())
     mlp.noted = None
     assert noted() is None
+
+
+def ties(at: str, to: str):
+    def tie(model):
+        for layer in model.model.layers:
+            layer.get_submodule(at).weight = layer.get_submodule(to).weight
+
+    return tie
+
+
+TIED = {
+    "k and v": ties("self_attn.v_proj", "self_attn.k_proj"),
+    "q and out": ties("self_attn.o_proj", "self_attn.q_proj"),
+    "norms": ties("post_attention_layernorm", "input_layernorm"),
+}
+
+
+@pytest.mark.parametrize("by_modules", [False, True], ids=["written out", "by modules"])
+@pytest.mark.parametrize("tile", [8, 64])
+@pytest.mark.parametrize("tied", TIED)
+def test_a_weight_with_two_names_in_a_layer_is_one(tied, tile, by_modules, monkeypatch):
+    """`autograd.grad` gets all of its gradient, and writes nobody's."""
+    if by_modules:
+        monkeypatch.setattr(ask, "can_be_direct", lambda *args: False)
+    stock = tiny.llama(dtype=torch.float64)
+    TIED[tied](stock)
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
+    batch = tiny.labelled()
+    wanted, got = [torch.autograd.grad(m(**batch).loss, list(m.parameters())) for m in (stock, ours)]
+    assert all(p.grad is None for p in ours.parameters())
+    for (name, _), x, y in zip(stock.named_parameters(), got, wanted):
+        assert (x - y).abs().max() <= 1e-6 * y.abs().max(), name  # norms and rotation are in float32 in stock
+
+
+@pytest.mark.parametrize("tied", TIED)
+def test_a_weight_with_two_names_goes_as_it_went_in_forward(tied):
+    ours = tiny.llama(dtype=torch.float32)
+    TIED[tied](ours)
+    ours = tiny.patched(ours, checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
+    layers = ours.model.layers
+    for frozen in (True, False):
+        layers.requires_grad_(not frozen)
+        loss = ours(**tiny.labelled()).loss
+        layers.requires_grad_(frozen)
+        loss.backward()
+        # As in stock: what is frozen at either moment gets none.
+        assert all(p.grad is None for p in layers.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*whose __call__ is not torch's")
+def test_an_activations_class_or_the_call_of_linears_that_is_patched_is_seen(monkeypatch):
+    batch = tiny.labelled()
+    stock = tiny.llama(dtype=torch.float32)
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
+    before = tiny.step(ours, batch)
+    for kind, name, patched in (
+        (type(stock.model.layers[0].mlp.act_fn), "forward", lambda self, x: torch.tanh(x)),
+        (torch.nn.Linear, "__call__", lambda self, x, call=torch.nn.Linear.__call__: call(self, x) / 2),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(kind, name, patched)
+            stock.zero_grad(), ours.zero_grad()
+            wanted, got = tiny.step(stock, batch), tiny.step(ours, batch)
+        assert all(torch.allclose(got[n], wanted[n], rtol=1e-4, atol=1e-6) for n in wanted)
+        assert not all(torch.allclose(before[n], wanted[n], rtol=1e-4, atol=1e-6) for n in wanted)
