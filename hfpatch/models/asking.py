@@ -165,6 +165,11 @@ def having(**values):
             setattr(here, name, value)
 
 
+def in_forward() -> bool:
+    """Whether a patched model's forward is under way in this thread."""
+    return here.causal or here.declined or here.batch is not None
+
+
 @contextmanager
 def asking(role):
     """Layers that run here meet `role` at their attention."""

@@ -133,6 +133,21 @@ def test_enable_input_require_grads_costs_nothing(way, order):
     assert tiny.classes(ours) == tiny.classes(stock) and wants_gradient(ours, batch)
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_an_embedding_called_by_hand_gives_the_gradient_that_was_asked_for(way):
+    """PEFT's suite looks for it; who embeds the tokens himself reads it (saliency), and got None."""
+    stock, ours = frozen_embedding(tiny.llama()), frozen_embedding(tiny.llama())
+    hfpatch.apply(ours, checkpointing=tiny.WAYS[way])
+    exact, kept = tiny.exact(stock), []
+    for model in (ours, stock, exact):
+        model.enable_input_require_grads()
+        batch = tiny.labelled()
+        kept.append(model.get_input_embeddings()(batch.pop("input_ids")))
+        assert kept[-1].requires_grad
+        model(**batch, inputs_embeds=kept[-1]).loss.backward()
+    tiny.numerics.assert_close(*(out.grad for out in kept), "what somebody who embeds the tokens himself gets")
+
+
 def test_an_embedding_of_the_familys_own_is_free_too():
     """Gemma's scales what it looks up."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
