@@ -27,26 +27,44 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     return max(able, key=len) if able else None
 
 
-def _text_decoder(model: nn.Module) -> nn.Module | None:
-    """What transformers calls the decoder: the text tower of a multimodal model."""
-    for module in model.modules():
-        get = getattr(type(module), "get_decoder", None)
-        if get is not None and hasattr(module, "config"):
-            try:
-                return module.get_decoder()
-            except (AttributeError, NotImplementedError):
-                return None
-    return None
+def _text_decoder(model: nn.Module) -> nn.Module:
+    """What transformers calls the decoder of this model, the text tower of a multimodal one; what it calls the decoder of that,
+    which may have a head or an encoder, and so on. The model itself where it runs layers, or nothing is called so."""
+    if list_of_layers(model) is not None:
+        return model
+    models = [m for m in model.modules() if hasattr(type(m), "get_decoder") and hasattr(m, "config")]
+    for module in models:
+        try:
+            inner = module.get_decoder()
+        except (AttributeError, NotImplementedError):
+            continue
+        outermost = module is models[0]
+        if inner is None or inner is module:  # which it says where it knows of none
+            if outermost and _has_head(module):
+                break
+            continue
+        inner = _text_decoder(inner)
+        if outermost or list_of_layers(inner) is not None:
+            return inner
+    return model
+
+
+def _stacks(model: nn.Module) -> list[nn.Module]:
+    """The modules that run layers; where some are of models that read tokens first of all, not those of images or sound."""
+    models = [m for m in model.modules() if hasattr(type(m), "main_input_name")]
+    reads = {m: type(of).main_input_name for of in models for m in of.modules()}  # the innermost model comes last
+    stacks = [m for m in model.modules() if list_of_layers(m) is not None]
+    return [m for m in stacks if reads.get(m) == "input_ids"] or stacks
 
 
 def find_decoder(model: nn.Module) -> Decoder | None:
     """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list of layers."""
     stack = _text_decoder(model)
-    if stack is None or list_of_layers(stack) is None:
-        stacks = [(len(found), m) for m in model.modules() if (found := list_of_layers(m)) is not None]
+    if list_of_layers(stack) is None:
+        stacks = _stacks(stack) or _stacks(model)
         if not stacks:
             return None
-        stack = max(stacks, key=lambda pair: pair[0])[1]
+        stack = max(stacks, key=lambda m: len(list_of_layers(m)))
     layers = tuple(list_of_layers(stack))
     causal = next((m for m in model.modules() if _has_head(m) and any(inner is stack for inner in m.modules())), None)
     path, around = None, ()
