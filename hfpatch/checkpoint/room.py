@@ -7,8 +7,10 @@ Where a step took more than was planned, or ran out of memory, the next one is g
 import weakref
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hfpatch.compat import is_shard
 from hfpatch.memory.choice import reserve
 from hfpatch.memory.free import gpu_free, to_come
 from hfpatch.memory.hardware import Gpu, gpu_named
@@ -44,10 +46,15 @@ class Gauge:
 
 
 def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
-    """The rooms whose model it trains; all of them where it holds nobody's parameters, as an engine's flat ones."""
+    """The rooms whose model it trains. Where it holds nobody's parameters: all of them, if it may be an engine's, which holds flat
+    ones; of another model's, those whose own model is frozen, for it trains what stands around that (a projector, prompts)."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    rooms = list(ROOMS)
-    return [room for room in rooms if not held.isdisjoint(room.parameters() or ())] or rooms
+    of_rooms = {room: set(room.parameters() or ()) for room in list(ROOMS)}
+    found = [room for room, own in of_rooms.items() if not held.isdisjoint(own)]
+    of_a_model = held and all(isinstance(p, nn.Parameter) and not is_shard(p) for p in held)
+    if found or not of_a_model:
+        return found or [*of_rooms]
+    return [room for room, own in of_rooms.items() if not any(p.requires_grad for p in own)]
 
 
 class Room:

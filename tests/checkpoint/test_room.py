@@ -288,6 +288,27 @@ def test_an_optimizer_of_another_model_tells_nothing(told, capfd):
     assert room_of(actor).stepped
 
 
+def test_an_optimizer_of_a_model_that_is_not_patched_tells_nothing(told, capfd):
+    """Of a reward model or a discriminator, say. A model that is frozen has no optimizer but those of what stands around it."""
+    actor, critic = tiny_llama(), torch.nn.Linear(3, 3)
+    told["free"] = 2 * GiB
+    hfpatch.apply(actor)
+    step(actor)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    optimizer.step()
+    room = room_of(actor)
+    assert not room.stepped and room.bytes() < 2 * GiB and "first step" not in capfd.readouterr().err
+    # FSDP1 keeps a model's parameters in one of its own.
+    critic.weight._is_flat_param = True
+    optimizer.step()
+    assert room.stepped
+    room.stepped = False
+    del critic.weight._is_flat_param
+    actor.requires_grad_(False)
+    optimizer.step()
+    assert room.stepped
+
+
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
     """Its buckets take gradients as they come: a rank with more memory must not run another order of them."""
     model = tiny_llama()
