@@ -53,6 +53,7 @@ class _Here(threading.local):
     batch: Batch | None = None  # what the mask function describes
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
+    embeds = False  # whether a patched model's forward runs that hands nobody what it embedded
     # What its caller said: some models drop positions before their layers (Mamba, Bloom).
     positions: Tensor | None = None
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
@@ -165,9 +166,10 @@ def having(**values):
             setattr(here, name, value)
 
 
-def in_forward() -> bool:
-    """Whether a patched model's forward is under way in this thread."""
-    return here.causal or here.declined or here.batch is not None
+def asks_for_hidden_states(model, kwargs) -> bool:
+    """Whether the caller of this model's forward is to have its hidden states."""
+    asked = kwargs.get("output_hidden_states")
+    return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
 
 
 @contextmanager

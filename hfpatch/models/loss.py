@@ -31,7 +31,7 @@ from hfpatch.compat import (
     watched_by_user,
 )
 from hfpatch.memory.policy import LOSS_WORKSPACE
-from hfpatch.models.asking import having, here
+from hfpatch.models.asking import asks_for_hidden_states, having, here
 from hfpatch.models.balance import counted, once
 from hfpatch.models.classes import KeepsSignature, as_made, is_mixed, whose
 from hfpatch.models.head import reads_logits, through, why_not_fused
@@ -133,7 +133,7 @@ class FusedCausalLM(KeepsSignature):
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(causal=True), _positions_told(kwargs):
+        with having(causal=True, embeds=not asks_for_hidden_states(self, kwargs)), _positions_told(kwargs):
             out = super().forward(**kwargs)
         if getattr(out, "aux_loss", None) is not None:
             out["aux_loss"] = once(out.aux_loss)
@@ -232,7 +232,7 @@ class FusedCausalLM(KeepsSignature):
         """Within, layers know what labels there are, and whose output nobody reads: tokens that are followed by no label, where
         no hook is given all."""
         idle_BT = here.idle_BT
-        asked = kwargs.get("attention_mask") is None or _asks_for_hidden_states(self, kwargs)
+        asked = kwargs.get("attention_mask") is None or asks_for_hidden_states(self, kwargs)
         if not asked and (torch.compiler.is_compiling() or not self._hfpatch_tokens_watched()):
             unread = lambda t: [~nn.functional.pad(t[..., first:] != ignore, (0, first))]  # noqa: E731
             # Who asks for documents waits for it on the host, which is not to wait for the step before.
@@ -296,7 +296,7 @@ class FusedCausalLM(KeepsSignature):
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether nobody else can hold the normed hidden states, so that their gradient may be written over them."""
         path = self._hfpatch_norm_path
-        if path is None or _asks_for_hidden_states(self, kwargs):
+        if path is None or asks_for_hidden_states(self, kwargs):
             return False
         names = path.split(".")
         around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
@@ -343,8 +343,3 @@ def _plain_head(model) -> bool:
 def as_stock(loss: Tensor) -> Tensor:
     """In the dtype that transformers' loss has for any model, float64 ones too."""
     return loss.float()
-
-
-def _asks_for_hidden_states(model, kwargs) -> bool:
-    asked = kwargs.get("output_hidden_states")
-    return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)

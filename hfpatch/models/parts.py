@@ -25,7 +25,7 @@ from hfpatch.compat import (
     twin_of,
 )
 from hfpatch.models.answers import as_asked
-from hfpatch.models.asking import in_forward
+from hfpatch.models.asking import here
 from hfpatch.models.classes import replaced_forward
 from hfpatch.models.dead import is_dead, rotation_without_values
 from hfpatch.models.keeping import kept
@@ -336,12 +336,13 @@ class FreeEmbedding:
     """An embedding whose output wants no gradient where enable_input_require_grads() alone asks for one.
 
     A reentrant checkpoint needs that, hfpatch's does not: as a leaf the output would be kept all step, and the first layer
-    would compute its gradient for nobody. Called by hand it gives what was asked for: its caller may read that gradient.
+    would compute its gradient for nobody. Called by hand, or for hidden states, it gives what was asked for: the caller may read
+    that gradient.
     """
 
     def __call__(self, *args, **kwargs):
         out = super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf and in_forward()):
+        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf and here.embeds):
             return out
         hooks = forward_hooks(self)
         return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out

@@ -11,7 +11,16 @@ from hfpatch.compat import attention_of, compiled_by_itself, forward_mode, modul
 from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
-from hfpatch.models.asking import CAUSAL_NAME, Doubted, having, here, named, not_exchanged, our_attention
+from hfpatch.models.asking import (
+    CAUSAL_NAME,
+    Doubted,
+    asks_for_hidden_states,
+    having,
+    here,
+    named,
+    not_exchanged,
+    our_attention,
+)
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed, shown
@@ -64,8 +73,11 @@ class OurAttention(KeepsSignature):
         return self._hfpatch_ours and not self._hfpatch_mixers and known
 
     def _hfpatch_stock(self, kwargs):
-        out = super().forward(**kwargs)
-        if getattr(out, "router_logits", None) and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return super().forward(**kwargs)
+        with having(embeds=not asks_for_hidden_states(self, kwargs) and (here.embeds or not here.causal)):
+            out = super().forward(**kwargs)
+        if getattr(out, "router_logits", None):
             shares_balance(type(self), sequence_now(self.config, self.training))
         return out
 

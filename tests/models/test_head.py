@@ -148,6 +148,19 @@ def test_an_embedding_called_by_hand_gives_the_gradient_that_was_asked_for(way):
     tiny.numerics.assert_close(*(out.grad for out in kept), "what somebody who embeds the tokens himself gets")
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_hidden_states_have_the_gradient_that_was_asked_for(way):
+    """The first of them is what was embedded; in a frozen model (saliency) nothing else has one, and backward raised."""
+    stock = tiny.llama().requires_grad_(False)
+    ours, exact, kept = tiny.patched(stock, checkpointing=tiny.WAYS[way]), tiny.exact(stock), []
+    for model in (ours, stock, exact):
+        model.enable_input_require_grads()
+        out = model(**tiny.labelled(), output_hidden_states=True)
+        out.loss.backward()
+        kept.append(out.hidden_states[0].grad)
+    tiny.numerics.assert_close(*kept, "what was embedded")
+
+
 def test_an_embedding_of_the_familys_own_is_free_too():
     """Gemma's scales what it looks up."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
