@@ -58,8 +58,8 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
     modules = ask.modules
     direct = ask.goes_direct(x)
-    then = AsThen(layer, modules, session.weights.on, called=not direct)
-    tensors = ask.arguments.wanted() + then.trained()
+    then = AsThen(layer, modules, session.weights.on, called=not direct, looked=ask.looked)
+    tensors = ask.arguments.wanted() + then.wanted()
     kind = layer._hfpatch_index, layer.training
     known = ask.random = (
         ask.random

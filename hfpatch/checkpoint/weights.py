@@ -8,12 +8,15 @@ its modules went then (in training or not, with these adapters); where a tensor 
 gather weights around each call swap and refill them as they like: there the tensors of the moment are the same weights.
 """
 
+import weakref
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import (
+    ENGINE_MARKS,
     GONE,
     MADE_FROM,
     OF_ALL,
@@ -36,38 +39,82 @@ from hfpatch.ops._wide_sums import into, sums_in_matmul
 
 STANDS_FOR = "_hfpatch_stands_for"
 REPLACED = "given other values by its .data"
+_MARKS = {STANDS_FOR, *ENGINE_MARKS}
 _WIDE = {torch.float32, torch.float64}  # what sums of them are in
 _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other attributes
 
 
 class Place:
-    """Where a tensor of the layer lives, and which one it was in forward (None where an engine gathers it). twins: other places of
-    it in the layer (tied weights)."""
+    """Where a tensor of the layer lives. gathered: an engine puts another one there; twins: other places of it in the layer (tied
+    weights)."""
 
-    __slots__ = ("module", "name", "storage", "tensor", "version", "trained", "buffer", "twins")
+    __slots__ = ("module", "name", "buffer", "gathered", "twins")
 
-    def __init__(
-        self, module: nn.Module, name: str, tensor: Tensor, gathered: bool, moves: bool, buffer: bool, writes: int
-    ):
-        self.module, self.name, self.trained, self.buffer = module, name, tensor.requires_grad, buffer
-        self.tensor = None if gathered else tensor
-        self.version: int | None = writes  # None where its layer writes to it
-        self.storage = None if gathered or moves else storage_of(tensor)
+    def __init__(self, module: nn.Module, name: str, gathered: bool, buffer: bool):
+        self.module, self.name, self.buffer, self.gathered = module, name, buffer, gathered
         self.twins: list[tuple[nn.Module, str, bool]] = []
 
     def table(self) -> dict:
         """What holds it by its name now."""
         return _table(self.module, self.name, self.buffer)
 
-    def in_forward(self, now: Tensor) -> Tensor:
-        """The tensor that forward used; now: the one that is there. RuntimeError where it was written to since."""
-        if self.tensor is None:
-            return now
-        replaced = self.storage is not None and storage_of(self.tensor) != self.storage
-        if replaced or self.version not in (None, version(self.tensor)):
-            what = f"{type(self.module).__name__}.{self.name}"
-            raise edited(what, REPLACED if replaced else "modified in place")
-        return self.tensor
+
+class Places:
+    """Of the tensors that stand in a layer's modules, each once. Found once for as long as the same stand there."""
+
+    __slots__ = ("places", "at", "empty", "known")
+
+    def __init__(self, layer: nn.Module, modules: list[nn.Module]):
+        found: dict = {}
+        twins, self.empty = [], []
+        for module in modules:
+            own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
+            plain = [
+                n for n in values
+                if n not in OF_ALL and type(values[n]) not in _NO_TENSORS
+                and isinstance(values[n], Tensor) and not values[n].is_leaf
+            ]  # fmt: skip
+            for name in (*own, *buffers, *plain):
+                table = own if name in own else buffers if name in buffers else values
+                tensor = table[name]
+                if tensor is None:
+                    self.empty.append((table, name))
+                    continue
+                if id(tensor) in found:
+                    twins.append((id(tensor), (module, name, name in buffers), (table, name)))
+                    continue
+                if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
+                    tensor = table[name] = tensor.__dict__[STANDS_FOR]
+                gathered = name in plain or is_view_of_flat(tensor)
+                found[id(tensor)] = (Place(module, name, gathered, name in buffers), (table, name), tensor)
+        self.places, self.at = [row[0] for row in found.values()], [row[1] for row in found.values()]
+        tensors = [row[2] for row in found.values()]
+        if _is_sharded(layer, tensors) or fsdp2_units(modules[1:]):
+            for place in self.places:
+                place.gathered = True
+        for tensor, place, at in twins:
+            found[tensor][0].twins.append(place)
+            self.at.append(at)
+            tensors.append(found[tensor][2])
+        # What engines change is looked for at every call; and what holds the layer must not be held by what the layer holds.
+        same = not any(p.gathered or p.module is layer for p in self.places) and not _marked(tensors)
+        # Weakly: a replaced parameter goes at once.
+        self.known = [weakref.ref(t) for t in tensors] if same else None
+
+    def now(self) -> list[Tensor] | None:
+        """The tensors in these places, and in their twins behind them, where they are those that were found."""
+        if self.known is None or [1 for table, name in self.empty if table[name] is not None]:
+            return None
+        tensors = [table[name] for table, name in self.at]
+        for tensor, known in zip(tensors, self.known):
+            if known() is not tensor:
+                return None
+        return None if _marked(tensors) else tensors
+
+
+def _marked(tensors: list[Tensor]) -> bool:
+    """Whether an engine's mark is on one of them, or ours of what stands in for another."""
+    return bool([1 for t in tensors if (own := t.__dict__) and not _MARKS.isdisjoint(own)])
 
 
 def _table(module: nn.Module, name: str, buffer: bool) -> dict:
@@ -97,53 +144,68 @@ def _is_sharded(module: nn.Module, tensors) -> bool:
 class AsThen:
     """What a layer computes with, as it was at a forward of it: every tensor, each once, and the ways that its modules go.
 
-    places: where the tensors are. Sharding engines may hold the gathered weight as a plain attribute in place of the parameter
-    (FSDP1 does): those count too. forwards: what each class ran; modules: the layer's; streamed: whether its frozen weights wait
-    on the host (streamed.py), from where they come and go by `.data`; where they do not, who does that is somebody's edit.
-    called: whether modules inside it are called (models/direct.py calls none), whose ways matter then.
+    places: where the tensors are; looked: models.layer.Looked, which has them where it held. Of each place: tensors, the one there
+    (None where an engine gathers it), counts, how often it was written to (None where its layer writes to it), storages, what it
+    lay in, trained, whether it wanted a gradient. Sharding engines may hold the gathered weight as a plain attribute in place of
+    the parameter (FSDP1 does): those count too. forwards: what each class ran; modules: the layer's; streamed: whether its frozen
+    weights wait on the host (streamed.py), from where they come and go by `.data`; where they do not, who does that is somebody's
+    edit. called: whether modules inside it are called (models/direct.py calls none), whose ways matter then.
     """
 
-    __slots__ = ("layer", "kind", "modules", "tables", "merged", "places", "ways", "forwards", "called")
+    __slots__ = ("layer", "kind", "modules", "tables", "merged", "ways", "forwards", "called", "at", "there")
+    __slots__ += ("places", "tensors", "counts", "storages", "trained")
 
-    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool, called: bool = True):
+    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool, called: bool = True, looked=None):
         self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
         if called:
             self.tables = [module.__dict__ for module in modules]
             self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
             self.ways, self.merged = ways_of(self.tables), merged_into(self.tables)
-        found: dict = {}
-        twins = []
-        for module in modules:
-            own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
-            plain = [
-                n for n in values
-                if n not in OF_ALL and type(values[n]) not in _NO_TENSORS
-                and isinstance(values[n], Tensor) and not values[n].is_leaf
-            ]  # fmt: skip
-            for name in (*own, *buffers, *plain):
-                table = own if name in own else buffers if name in buffers else values
-                tensor = table[name]
-                if tensor is None:
-                    continue
-                if id(tensor) in found:
-                    twins.append((id(tensor), (module, name, name in buffers)))
-                    continue
-                if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
-                    tensor = table[name] = tensor.__dict__[STANDS_FOR]
-                gathered = name in plain or is_view_of_flat(tensor)
-                moves = streamed and not tensor.requires_grad
-                found[id(tensor)] = (module, name, tensor, gathered, moves, name in buffers)
-        sharded = _is_sharded(layer, [row[2] for row in found.values()]) or bool(fsdp2_units(modules[1:]))
-        counts = versions([row[2] for row in found.values()])
-        self.places = [Place(*row[:3], sharded or row[3], *row[4:], n) for row, n in zip(found.values(), counts)]
-        if twins:
-            by_tensor = dict(zip(found, self.places))
-            for tensor, place in twins:
-                by_tensor[tensor].twins.append(place)
+        found = None if looked is None else looked.places
+        there = None if found is None else found.now()
+        if there is None:
+            found = Places(layer, modules)
+            there = [table[name] for table, name in found.at]
+            if looked is not None and found.known is not None:
+                looked.places = found
+        self.places, self.at, self.there = found.places, found.at, None if found.known is None else there
+        tensors = there[: len(self.places)]
+        self.counts: list[int | None] = versions(tensors)
+        self.trained = [t.requires_grad for t in tensors]
+        self.tensors = [None if p.gathered else t for p, t in zip(self.places, tensors)]
+        moves = streamed and not all(self.trained)
+        self.storages = [
+            None if t is None or moves and not trained else storage_of(t)
+            for t, trained in zip(self.tensors, self.trained)
+        ]
 
-    def trained(self) -> list[Tensor]:
+    def wanted(self) -> list[Tensor]:
         """Its tensors that want a gradient, in the order of the places."""
-        return [p.table()[p.name] if p.tensor is None else p.tensor for p in self.places if p.trained]
+        rows = zip(self.places, self.tensors, self.trained)
+        return [p.table()[p.name] if t is None else t for p, t, trained in rows if trained]
+
+    def of(self, index: int, now: Tensor) -> Tensor:
+        """The tensor that forward used in a place; now: the one that is there. RuntimeError where it was written to since."""
+        tensor, storage, count = self.tensors[index], self.storages[index], self.counts[index]
+        if tensor is None:
+            return now
+        replaced = storage is not None and storage_of(tensor) != storage
+        if replaced or count not in (None, version(tensor)):
+            what = f"{type(self.places[index].module).__name__}.{self.places[index].name}"
+            raise edited(what, REPLACED if replaced else "modified in place")
+        return tensor
+
+    def stands(self) -> bool:
+        """Whether every place, none of them an engine's, has what it had then, as it was."""
+        if self.there is None:
+            return False
+        now = [table.get(name) for table, name in self.at]
+        return (
+            all(map(is_, now, self.there))
+            and versions(self.tensors) == self.counts
+            and [t.requires_grad for t in self.tensors] == self.trained
+            and [s if s is None else storage_of(t) for t, s in zip(self.tensors, self.storages)] == self.storages
+        )
 
     def refuse_others(self) -> None:
         """RuntimeError where the layer is made of other modules now."""
@@ -157,10 +219,10 @@ class AsThen:
 
     def ran(self) -> None:
         """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again."""
-        places = [p for p in self.places if p.tensor is not None]
-        for place, now in zip(places, versions([p.tensor for p in places]), strict=True):
-            if now != place.version:
-                place.version = None
+        theirs = [i for i, t in enumerate(self.tensors) if t is not None]
+        for i, now in zip(theirs, versions([self.tensors[i] for i in theirs]), strict=True):
+            if now != self.counts[i]:
+                self.counts[i] = None
 
 
 class AsInForward:
@@ -174,18 +236,26 @@ class AsInForward:
         try:
             if self.then.called:
                 self._go_as_then()
-            for place in self.then.places:
-                table = place.table()
-                now = table[place.name]
-                tensor = self._of(place, place.in_forward(now))
-                if tensor is not now:
-                    self._put(table, place.name, tensor)
-                for module, name, buffer in place.twins:
-                    self._put(_table(module, name, buffer), name, tensor)
+            if not self._stands():
+                self._put_back()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _stands(self) -> bool:
+        """Whether there is nothing to put back."""
+        return self.then.stands()
+
+    def _put_back(self) -> None:
+        for index, place in enumerate(self.then.places):
+            table = place.table()
+            now = table[place.name]
+            tensor = self._of(self.then.trained[index], self.then.of(index, now))
+            if tensor is not now:
+                self._put(table, place.name, tensor)
+            for module, name, buffer in place.twins:
+                self._put(_table(module, name, buffer), name, tensor)
 
     def _go_as_then(self) -> None:
         """Has the layer's modules go the ways that they went."""
@@ -202,9 +272,9 @@ class AsInForward:
                 self.classes.append((kind, vars(kind).get("forward", GONE)))
                 kind.forward = forward
 
-    def _of(self, place: Place, tensor: Tensor) -> Tensor:
+    def _of(self, trained: bool, tensor: Tensor) -> Tensor:
         """What stands for the tensor: itself, unless it was trained then and is frozen now, or the other way round."""
-        return tensor if tensor.requires_grad == place.trained else tensor.detach().requires_grad_(place.trained)
+        return tensor if tensor.requires_grad == trained else tensor.detach().requires_grad_(trained)
 
     def _put(self, table: dict, name: str, value) -> None:
         self.before.append((table, name, table[name] if name in table else GONE))
@@ -238,17 +308,24 @@ class WeightGradients(AsInForward):
     def __init__(self, then: AsThen, several: bool, by_hand: bool = False):
         super().__init__(then)
         self.several, self.by_hand, self.leaves, self.originals = several, by_hand, [], []
-        self.sums: list[Tensor | None] = [None for place in then.places if place.trained]
+        self.sums: list[Tensor | None] = [None] * sum(then.trained)
         self.index: dict[int, int] = {}  # of what stands in their place, by their ids
 
-    def _of(self, place: Place, tensor: Tensor) -> Tensor:
-        if not place.trained:
-            return super()._of(place, tensor)
+    def _stands(self) -> bool:
+        if not (self.by_hand and super()._stands()):
+            return False
+        self.originals = self.then.wanted()
+        self.index = {id(tensor): index for index, tensor in enumerate(self.originals)}
+        return True
+
+    def _of(self, trained: bool, tensor: Tensor) -> Tensor:
+        if not trained:
+            return super()._of(trained, tensor)
         index = len(self.originals)
         self.originals.append(tensor)
         if not self.by_hand:
             return self._stand_in(index, tensor)
-        tensor = super()._of(place, tensor)
+        tensor = super()._of(trained, tensor)
         self.index[id(tensor)] = index
         return tensor
 

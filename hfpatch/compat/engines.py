@@ -86,6 +86,9 @@ def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
         del own["ds_optim_param"]
 
 
+ENGINE_MARKS = "ds_id", "_is_flat_param", "_fsdp_flattened"  # on what engines hold parameters in
+
+
 def is_shard(parameter: Tensor) -> bool:
     """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row (FSDP1)."""
     return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__

@@ -31,6 +31,16 @@ def transforming() -> bool:
     return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
 
 
+def ops_are_seen() -> bool:
+    """Whether a mode, a profiler or a transform sees the operators that are called; True where unknown."""
+    c = torch._C
+    try:
+        modes = c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._are_functorch_transforms_active()
+        return bool(modes or torch.autograd._profiler_enabled())
+    except AttributeError:
+        return True
+
+
 def forward_mode() -> bool:
     """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False where unknown."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0

@@ -16,7 +16,7 @@ from hfpatch.models.arguments import Arguments
 from hfpatch.models.asking import Answering, Call, Noting, NotStopped, Stopped, asking, our_attention
 from hfpatch.models.block import Block
 from hfpatch.models.dead import add_up, as_found, can_go_without, idle, without_values
-from hfpatch.models.direct import Direct, can_be_direct
+from hfpatch.models.direct import Direct, direct_of
 from hfpatch.models.keeping import keeping
 from hfpatch.models.mixers import Mixer, standing_in
 from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
@@ -201,8 +201,8 @@ class Ask:
         if self.block is None:
             kwargs = self.arguments.kwargs
             alone = self.written is None and not self.arguments.wanted()
-            direct = alone and can_be_direct(self.layer, kwargs, x.device.type, self.looked)
-            self.block = (Direct if direct else Block)(self.layer, kwargs)
+            direct = direct_of(self.layer, kwargs, x, self.looked) if alone else None
+            self.block = direct or Block(self.layer).of_call(kwargs)
             self.asked = [self.block.asked]
         return self.block
 

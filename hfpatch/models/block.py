@@ -11,25 +11,36 @@ from hfpatch.models.asking import Call
 from hfpatch.models.dead import is_dead
 from hfpatch.models.keeping import known_sum, note, unread_sum
 from hfpatch.models.parts import FusedAttention, FusedRMSNorm, rotation, rotation_in
-from hfpatch.ops.attention import Pattern
+from hfpatch.ops.attention import CAUSAL
 
 
 class Block:
-    """The parts of one call of a layer: a module looks its own up slowly, and a layer has many tiles. kwargs: the layer's."""
+    """The parts of a layer: a module looks its own up slowly, and a layer has many tiles. `of_call` gives those of one call."""
 
-    def __init__(self, layer: nn.Module, kwargs: dict):
-        attn, mask = layer.self_attn, kwargs.get("attention_mask")
+    def __init__(self, layer: nn.Module):
+        attn = layer.self_attn
         self.norm, self.norm_behind, self.mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
         self.projections, self.out, self.head_dim = (attn.q_proj, attn.k_proj, attn.v_proj), attn.o_proj, attn.head_dim
         # use_kernels sets a forward whenever train() or eval() is called.
         behind = self.norm_behind
         self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self.rotate = (
-            rotation(rotation_in(attn._hfpatch_base.forward)) if isinstance(attn, FusedAttention) else rope_of(attn)
-        )
-        self.cos, self.sin = kwargs["position_embeddings"]
-        self.asked = Call(attn.scaling, Pattern() if mask is None else mask.pattern(), None)
+        self.attention = attn._hfpatch_base.forward if isinstance(attn, FusedAttention) else None
+        self.theirs = rope_of(attn) if self.attention is None else rotation_in(self.attention)
+        self.rotate = self.theirs if self.attention is None else rotation(self.theirs)
+        self.causal = Call(attn.scaling, CAUSAL, None)
+
+    def rotates_as_then(self) -> bool:
+        """Whether the fused attention's file has the rotation that it had: some replace it for the whole process."""
+        return rotation_in(self.attention) is self.theirs
+
+    def of_call(self, kwargs: dict):
+        """The same with what a call is given beside its input."""
+        call, mask = self.__class__.__new__(self.__class__), kwargs.get("attention_mask")
+        call.__dict__ |= self.__dict__
+        call.cos, call.sin = kwargs["position_embeddings"]
+        call.asked = self.causal if mask is None else Call(self.causal.scale, mask.pattern(), None)
+        return call
 
     def pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         h = self.norm(x_BtD)

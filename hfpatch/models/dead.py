@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hfpatch.checkpoint.quantised import base_of, dense_of
 from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
 from hfpatch.models.classes import LINEAR, forward_now, forwards_for_now, other_forward, package_of
-from hfpatch.ops.rope import rotated_back
+from hfpatch.ops.rope import ROPE
 
 
 def gradients_of_linear(
@@ -102,7 +102,7 @@ class DeadRotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq_BHTE, dk_BKTE):
         cos, sin = ctx.saved_tensors
-        return *rotated_back(dq_BHTE, dk_BKTE, cos, sin, ctx.dtype), None, None, None
+        return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None, None
 
 
 rotation_without_values = applying(DeadRotation)

@@ -6,38 +6,58 @@ less than half of the host's time. Values that no gradient reads are not compute
 B batch, t tokens of a tile, D hidden, F intermediate, H query heads, K key-value heads, E head dim; N = B*t.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfpatch.compat import autocast_dtype, is_fake, parameters_of, watched
+from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of, watched
 from hfpatch.models.block import Block
 from hfpatch.models.classes import CALL, LINEAR
-from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found
+from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found, rotates_into_what_came
+from hfpatch.ops._library import implementation
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
-from hfpatch.ops.rope import rotated_back
+from hfpatch.ops.rope import ROPE
 from hfpatch.ops.swiglu import ACTIVATIONS, SWIGLU, SWIGLU_BACK
 
 
+class _Ops(NamedTuple):
+    rope: object
+    norm: object
+    add_norm: object
+    norm_back: object
+    swiglu: object
+    swiglu_back: object
+
+
+_SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
+_AT_ONCE = _Ops(*map(implementation, _SEEN))  # the dispatcher takes a third of what they do on few tokens
+
+
+def _ops(x: Tensor) -> _Ops:
+    return _AT_ONCE if x.__class__ is Tensor and not ops_are_seen() else _SEEN
+
+
+_PLAIN = nn.Parameter, Tensor
+
+
 class _Norm:
-    """A fused norm's op and its backward."""
+    """How a fused norm is called, and its backward."""
 
     def __init__(self, module: FusedRMSNorm):
         eps, self.offset, self.cast = module._hfpatch_norm
-        self.eps, self.at = getattr(module, eps), [(module, parameters_of(module))]
+        self.rest, self.at = (getattr(module, eps), self.offset, self.cast), [(module, parameters_of(module))]
 
     @property
     def weight(self) -> Tensor | None:
         return _tensors(self.at, ("weight",))[0]
 
-    def __call__(self, x: Tensor, weight: Tensor | None):
-        return RMS_NORM(x, weight, self.eps, self.offset, self.cast)
-
-    def back(self, dy: Tensor, dsum: Tensor | None, x: Tensor, weight, rstd: Tensor, need_dx: bool, sums):
+    def back(self, op, dy: Tensor, dsum: Tensor | None, x: Tensor, weight, rstd: Tensor, need_dx: bool, sums):
         """dx, None where not needed."""
         need_dw = weight is not None and weight.requires_grad
         if not (need_dx or need_dw):
             return None
-        dx, dw = RMS_NORM_BACK(dy, dsum, x, weight, rstd, self.offset, need_dx, need_dw)
+        dx, dw = op(dy, dsum, x, weight, rstd, self.offset, need_dx, need_dw)
         if need_dw:
             sums.add(weight, dw)
         return dx if need_dx else None
@@ -47,15 +67,31 @@ class Direct(Block):
     """sums: checkpoint.weights.WeightGradients, which takes what weights get. What forward keeps for a backward is a list, which
     that backward empties: it frees each value behind its last use."""
 
-    def __init__(self, layer: nn.Module, kwargs: dict):
-        super().__init__(layer, kwargs)
+    def __init__(self, layer: nn.Module):
+        super().__init__(layer)
         mlp, norms = self.mlp, self.norms or ()
+        self.as_given = rotates_into_what_came(self.theirs)
         self.activation = ACTIVATIONS[mlp._hfpatch_activation]
         self.first, self.second = _Norm(self.norm), _Norm(self.norm_behind)
         self.of_heads = [_Norm(m) for m in norms]
         self.before = [(m, parameters_of(m)) for m in self.projections]
         self.behind = [(m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        self.angles: dict = {}  # of each tile
+
+    def of_call(self, kwargs: dict) -> "Direct":
+        call = super().of_call(kwargs)
+        call.angles = {}  # of each tile
+        return call
+
+    def fits(self) -> bool:
+        """Whether each weight is a parameter of its module's own, of no other library's kind (a sharded one, a quantised one), and
+        the widths are those that the fused ops take: what they say of others, they say when modules call them."""
+        weights = [own.get("weight") for _, own in (*self.before, *self.behind)]
+        if [w for w in weights if w.__class__ not in _PLAIN and not is_fake(w)]:
+            return False
+        gate, up = weights[4].shape, weights[5].shape
+        norms = [norm.at[0][1].get("weight") for norm in (self.first, self.second, *self.of_heads)]
+        widths = (gate[1], gate[1], self.head_dim, self.head_dim)
+        return gate == up and not [1 for w, n in zip(norms, widths) if w is not None and w.shape != (n,)]
 
     def _angles(self, a: int, b: int) -> tuple[Tensor, Tensor]:
         if (a, b) not in self.angles:
@@ -66,13 +102,14 @@ class Direct(Block):
     def pre(self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, dead: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E]. kept: takes what `pre_back` wants; dead: nobody reads q, k, v: there are none."""
         wq, bq, wk, bk, wv, bv = _tensors(self.before)
-        h, rstd = self.first(x_BtD, self.first.weight)
+        op = _ops(x_BtD)
+        h, rstd = op.norm(x_BtD, self.first.weight, *self.first.rest)
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
         if not dead or self.of_heads:
             q, k = [F.linear(h_ND, w, b).view(B, t, -1, self.head_dim) for w, b in ((wq, bq), (wk, bk))]
             if self.of_heads:
-                of_heads = [(x, *norm(x, norm.weight)) for norm, x in zip(self.of_heads, (q, k))]
+                of_heads = [(x, *op.norm(x, norm.weight, *norm.rest)) for norm, x in zip(self.of_heads, (q, k))]
                 (_, q, _), (_, k, _) = of_heads
                 of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
         if kept is not None:
@@ -81,7 +118,10 @@ class Direct(Block):
             kept += h_ND if read else None, rstd, q_dtype, of_heads
         if dead:
             return []
-        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), *self._angles(a, b))
+        q, k, angles = q.transpose(1, 2), k.transpose(1, 2), self._angles(a, b)
+        each = self.as_given and q.dtype is not k.dtype  # in its own dtype
+        dtype = q.dtype if self.as_given else None
+        q, k = self.rotate(q, k, *angles) if each else op.rope(q, k, *angles, False, dtype)
         return [q.transpose(1, 2), k.transpose(1, 2), F.linear(h_ND, wv, bv).view(B, t, -1, self.head_dim)]
 
     def pre_back(self, x_BtD: Tensor, a: int, b: int, kept: list, dparts: list[Tensor], need_x: bool, sums):
@@ -89,11 +129,12 @@ class Direct(Block):
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
         (wq, bq, wk, bk, wv, bv), norm = _tensors(self.before), self.first.weight
-        dq, dk = rotated_back(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), dtype)
+        op = _ops(x_BtD)
+        dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), True, dtype)
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         if of_heads:
             rows = zip(self.of_heads, (dq, dk), of_heads)
-            dq, dk = [n.back(dy, None, x, n.weight, r, True, sums) for n, dy, (x, r) in rows]
+            dq, dk = [n.back(op.norm_back, dy, None, x, n.weight, r, True, sums) for n, dy, (x, r) in rows]
             of_heads = rows = None
         need_h, N = need_x or (norm is not None and norm.requires_grad), x_BtD.shape[0] * x_BtD.shape[1]
         # In the order of autograd's sums, the last projection first.
@@ -102,18 +143,22 @@ class Direct(Block):
             part = _back(sums, dy.reshape(N, -1), h_ND, weight, bias, need_h)
             dh = dh.add_(part) if need_h else None
         h_ND = dq = dk = dy = part = None
-        return self.first.back(dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, sums) if need_h else None
+        return (
+            self.first.back(op.norm_back, dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, sums)
+            if need_h
+            else None
+        )
 
-    def _inside(self, x: Tensor, out_BtHE: Tensor, known: dict) -> tuple[Tensor, ...]:
+    def _inside(self, op: _Ops, x: Tensor, out_BtHE: Tensor, known: dict) -> tuple[Tensor, ...]:
         """The sum after attention and what it is normed to, [N, D], rstd; gate and up, [N, F]."""
         (wo, bo, wg, bg, wu, bu, _, _), weight = _tensors(self.behind), self.second.weight
         if "mid" in known:
             total = known["mid"][0]
-            normed, rstd = self.second(total, weight)
+            normed, rstd = op.norm(total, weight, *self.second.rest)
         else:
             B, t, H, E = out_BtHE.shape
-            h, second = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1), self.second
-            normed, rstd, total = ADD_RMS_NORM(h, x, weight, second.eps, second.offset, second.cast)
+            h = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1)
+            normed, rstd, total = op.add_norm(h, x, weight, *self.second.rest)
             h = None
         normed = normed.flatten(0, 1)
         if "gate_up" in known:
@@ -124,29 +169,31 @@ class Direct(Block):
 
     def post(self, x_BtD: Tensor, out_BtHE: Tensor, noted: dict | None = None) -> Tensor:
         """The layer's output. noted: takes the values whose names it has, [B, t, ...] each."""
-        total, _, _, gate, up = self._inside(x_BtD, out_BtHE, {})
+        op = _ops(x_BtD)
+        total, _, _, gate, up = self._inside(op, x_BtD, out_BtHE, {})
         found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
         for name in found.keys() & noted if noted else ():
             noted[name] = tuple(y.view(*total.shape[:2], -1) for y in found[name])
         found, (weight, bias) = None, _tensors(self.behind[3:])
-        return total + F.linear(SWIGLU(gate, up, self.activation), weight, bias).view(total.shape)
+        return total + F.linear(op.swiglu(gate, up, self.activation), weight, bias).view(total.shape)
 
     def post_back(self, x_BtD: Tensor, out_BtHE: Tensor, dy_BtD: Tensor, known: dict, sums) -> tuple[Tensor, Tensor]:
         """dx [B, t, D] and dout [B, t, H, E]. known: values that were noted, in the place of what makes them."""
         (wo, bo, wg, bg, wu, bu, wd, bd), weight = _tensors(self.behind), self.second.weight
-        total, normed, rstd, gate, up = self._inside(x_BtD, out_BtHE, known)
+        op = _ops(dy_BtD)
+        total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
         if not (wg.requires_grad or wu.requires_grad):
             normed = None  # as above
-        inner = SWIGLU(gate, up, self.activation) if wd.requires_grad else None
+        inner = op.swiglu(gate, up, self.activation) if wd.requires_grad else None
         dinner = _back(sums, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
         inner = None
-        dgate, dup = SWIGLU_BACK(dinner, gate, up, self.activation, True, True)
+        dgate, dup = op.swiglu_back(dinner, gate, up, self.activation, True, True)
         dinner = gate = up = None
         dnormed = _back(sums, dup, normed, wu, bu)
         dnormed.add_(_back(sums, dgate, normed, wg, bg))
         dgate = dup = normed = None
-        dx = self.second.back(dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, sums)
+        dx = self.second.back(op.norm_back, dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, sums)
         dnormed, N = None, dx.shape[0] * dx.shape[1]
         dout = _back(sums, dx.view(N, -1), out_BtHE.reshape(N, -1) if wo.requires_grad else None, wo, bo)
         return dx, dout.view(out_BtHE.shape)
@@ -169,22 +216,22 @@ def _back(sums, dy_NO: Tensor, x_NI: Tensor | None, weight: Tensor, bias: Tensor
     return dx
 
 
-def can_be_direct(layer: nn.Module, kwargs: dict, device: str, looked) -> bool:
-    """Whether this block, which was found to be one, has plain Linears, fused parts as they were made, and nobody who looks on.
-    looked: takes, and gives, what hangs on what stands in its modules alone."""
-    if autocast_dtype(device) is not None or watched(()) or nn.Linear.__call__ is not CALL:
-        return False
-    as_made = None if looked is None else looked.as_made
-    if as_made is None:
-        as_made = _all_as_made(layer)
+def direct_of(layer: nn.Module, kwargs: dict, x: Tensor, looked) -> Direct | None:
+    """Of a layer that was found to be a block: the same without modules, where its Linears are plain, its fused parts as they were
+    made, and nobody looks on; else None. looked: takes, and gives, what hangs on what stands in its modules alone."""
+    if autocast_dtype(x.device.type) is not None or watched(()) or nn.Linear.__call__ is not CALL:
+        return None
+    found = None if looked is None else looked.direct
+    if found is None:
+        found = Direct(layer) if _all_as_made(layer) else False
         if looked is not None:
-            looked.as_made = as_made
-    cos = kwargs["position_embeddings"][0]
-    if not (as_made and cos.ndim == 3):
-        return False
-    attn, mlp = layer.self_attn, layer.mlp
-    norms, linears = _norms_and_linears(layer)
-    return cos.shape[-1] == attn.head_dim and all(map(_plain, linears)) and _fits(mlp, norms, attn.head_dim)
+            looked.direct = found
+    cos, sin = kwargs["position_embeddings"]
+    if not (found and found.rotates_as_then() and found.fits()):
+        return None
+    B, T = x.shape[:2]
+    rotated = cos.shape == sin.shape and cos.shape in ((1, T, found.head_dim), (B, T, found.head_dim))
+    return found.of_call(kwargs) if rotated else None
 
 
 def _norms_and_linears(layer: nn.Module) -> tuple[list, list]:
@@ -208,19 +255,6 @@ def _all_as_made(layer: nn.Module) -> bool:
         and nn.Linear.forward is LINEAR
         and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__]
     )
-
-
-def _fits(mlp: FusedMLP, norms: list, head_dim: int) -> bool:
-    """Whether the widths are those that the fused ops take: what they say of others, they say when modules call them."""
-    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
-    of_norms = [(parameters_of(m).get("weight"), n) for m, n in zip(norms, (gate.shape[1],) * 2 + (head_dim,) * 2)]
-    return gate.shape == up.shape and all(w is None or w.shape == (n,) for w, n in of_norms)
-
-
-def _plain(linear: nn.Linear) -> bool:
-    """Whether its weight is a parameter of its own, of no other library's kind (a sharded one, a quantised one)."""
-    own = parameters_of(linear)
-    return "weight" in own and (own["weight"].__class__ in (nn.Parameter, Tensor) or is_fake(own["weight"]))
 
 
 def _as_made(norm: nn.Module) -> bool:

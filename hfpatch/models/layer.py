@@ -278,7 +278,8 @@ class TiledLayer(AskedLayer):
 class Looked:
     """What the modules in a layer said of how it runs, and `things`, all that stood in the layer and in them then. Held by the
     session: nothing here holds the layer. mixing: those by which tokens meet, where nothing in them is against tiles; unwatched:
-    nobody watches one; as_made: the fused parts are as they were made, None where nobody asked yet (models/direct.py)."""
+    nobody watches one; direct: the layer as a models.direct.Direct, False where it is none, None where nobody asked yet; places: of
+    their tensors (checkpoint/weights.py)."""
 
     inside: list
     things: Standing
@@ -286,7 +287,8 @@ class Looked:
     draws: bool
     mixing: list | None = None
     unwatched: bool = False
-    as_made: bool | None = None
+    direct: object = None
+    places: object = None
 
 
 def _runs_whole(layer: nn.Module, reason: str) -> str:

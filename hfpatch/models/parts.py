@@ -267,7 +267,7 @@ def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor,
 
 
 @cache
-def _rotates_into_what_came(theirs) -> bool:
+def rotates_into_what_came(theirs) -> bool:
     """Whether q and k come back in their own dtype where the angles' is wider (OLMo 2), not in the angles'."""
     try:
         with torch.no_grad():
@@ -279,7 +279,7 @@ def _rotates_into_what_came(theirs) -> bool:
 @cache
 def rotation(theirs):
     """What stands for `theirs`, a `rotation_in` an attention's forward: the fused op where all of a head is rotated."""
-    as_given = _rotates_into_what_came(theirs)
+    as_given = rotates_into_what_came(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and cos.ndim == 3 and cos.shape[-1] == q.shape[-1] and q.ndim == 4

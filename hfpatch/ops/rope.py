@@ -105,7 +105,7 @@ def _backward(ctx, dq, dk):
     q_in = dk[:, :0] if dq is None else dq
     k_in = dq[:, :0] if dk is None else dk
     dtype = ctx.dtypes[0] if ctx.dtypes[0] == ctx.dtypes[1] else None
-    q_out, k_out = _OP(q_in, k_in, cos, sin, not ctx.transpose, dtype)
+    q_out, k_out = ROPE(q_in, k_in, cos, sin, not ctx.transpose, dtype)
     return (
         None if dq is None else q_out.to(ctx.dtypes[0]),
         None if dk is None else k_out.to(ctx.dtypes[1]),
@@ -116,7 +116,7 @@ def _backward(ctx, dq, dk):
     )
 
 
-_OP = define(
+ROPE = define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose, ScalarType? dtype) -> (Tensor, Tensor)",
     _rope,
     _rope_fake,
@@ -126,13 +126,6 @@ _OP = define(
 _INPLACE = define(
     "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()", _rope_inplace, lambda q, k, cos, sin: None
 )
-
-
-def rotated_back(
-    dq_BHTE: Tensor, dk_BKTE: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gradients of q and k, of that dtype, from those of the rotated."""
-    return _OP(dq_BHTE, dk_BKTE, cos, sin, True, dtype)
 
 
 def rope(
@@ -170,4 +163,4 @@ def rope(
     if inplace and _dtypes(q, k, cos, dtype) == (q.dtype, k.dtype):
         _INPLACE(q, k, cos, sin)
         return q, k
-    return _OP(q, k, cos, sin, False, dtype)
+    return ROPE(q, k, cos, sin, False, dtype)

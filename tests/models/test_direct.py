@@ -50,7 +50,7 @@ def test_gradients_are_those_of_modules_to_the_bit(model, frozen, kept, used, mo
     got = tiny.step(tiny.patched(model, checkpointing=settings), tiny.labelled())
     assert used
     used.clear()
-    monkeypatch.setattr(ask, "can_be_direct", lambda *args: False)
+    monkeypatch.setattr(ask, "direct_of", lambda *args: None)
     # What is known changes no bit either: of a sum its two gradients are added in the norm's pass, as where it is not known.
     settings = hfpatch.Checkpointing(plain=0, tile=KEPT[kept]["tile"], keep=())
     wanted = tiny.step(tiny.patched(model, checkpointing=settings), tiny.labelled())
@@ -132,11 +132,14 @@ def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkey
     """A frozen projection's input would live on beside its own gradient."""
     inputs, alive = {}, []
     watch = lambda name, ys: inputs.update({name: StorageWeakRef(ys[0].untyped_storage())}) or ys  # noqa: E731
-    for norm, back, name in (("RMS_NORM", "rotated_back", "h"), ("ADD_RMS_NORM", "SWIGLU_BACK", "normed")):
-        run, run_back = getattr(direct, norm), getattr(direct, back)
-        monkeypatch.setattr(direct, norm, lambda *args, run=run, name=name: watch(name, run(*args)))
-        spy = lambda *args, run=run_back, name=name: alive.append(not inputs[name].expired()) or run(*args)  # noqa: E731
-        monkeypatch.setattr(direct, back, spy)
+    ops, spied = direct._AT_ONCE, {}
+    for norm, name in (("norm", "h"), ("add_norm", "normed")):
+        run = getattr(ops, norm)
+        spied[norm] = lambda *args, run=run, name=name: watch(name, run(*args))
+    seen = lambda name: alive.append(not inputs[name].expired())  # noqa: E731
+    spied["rope"] = lambda *args: (seen("h") if args[4] else None) or ops.rope(*args)
+    spied["swiglu_back"] = lambda *args: seen("normed") or ops.swiglu_back(*args)
+    monkeypatch.setattr(direct, "_AT_ONCE", ops._replace(**spied))
     ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
     for name, p in ours.named_parameters():
         p.requires_grad_(trained or "layers" not in name)
@@ -262,7 +265,7 @@ TIED = {
 def test_a_weight_with_two_names_in_a_layer_is_one(tied, tile, by_modules, monkeypatch):
     """`autograd.grad` gets all of its gradient, and writes nobody's."""
     if by_modules:
-        monkeypatch.setattr(ask, "can_be_direct", lambda *args: False)
+        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
     stock = tiny.llama(dtype=torch.float64)
     TIED[tied](stock)
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
