@@ -199,6 +199,7 @@ class ExchangedAttention(Attention):
 
     def backward(self, parts, douts, outs, lses, into) -> list:
         P, first, dsinks = self.sequence.size, 0, []
+        into[:] = [torch.empty_like(part) if dx is None else dx for part, dx in zip(parts, into)]
         for n, (heads, rounds, dout) in enumerate(zip(self.heads, self.rounds, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
 

@@ -107,7 +107,8 @@ class Attention:
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`.
+        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`, or in their place there: what a
+        kernel gives as it is needed is not copied. None in it: room is made.
 
         outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs; each is let go once it is used.
 
@@ -129,18 +130,24 @@ class Attention:
                 given = (dout, q, k, v) if plain else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
                 grads = attention_backward(*given, *mine, state, **heads.part(hs))
                 del mine, given
-                for whole, part, grad in zip(into[3 * n : 3 * n + 3], (hs, ks, ks), grads):
+                for j, like, part, grad in zip(range(3 * n, 3 * n + 3), (q, k, v), (hs, ks, ks), grads):
+                    if plain and grad.is_contiguous() and grad.dtype is like.dtype:
+                        into[j] = grad
+                        continue
+                    if into[j] is None:
+                        into[j] = torch.empty_like(like)
                     if plain:
-                        whole.copy_(grad)
+                        into[j].copy_(grad)
                     else:
-                        whole[:, :, part] = grad
-                    del grad
+                        into[j][:, :, part] = grad
+                like = grad = None
                 dsinks[-1] += grads[3:]
                 del grads
-            del out, lse
+            q = k = v = out = lse = None
         n = len(self.heads)
-        for mixer, x, dout, dx in zip(self.mixers, parts[3 * n :], douts[n:], into[3 * n :]):
-            mixer.backward(x, dout, dx)
+        for i, mixer in enumerate(self.mixers, 3 * n):
+            into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
+            mixer.backward(parts[i], douts[i - 2 * n], into[i])
         return [torch.cat(d) if d else None for d in dsinks]
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:

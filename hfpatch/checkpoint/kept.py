@@ -65,7 +65,7 @@ class Kept:
 
     @property
     def keep_inside(self) -> tuple[str, ...]:
-        return tuple(name for name in self.keep if name != "qkv")
+        return tuple([name for name in self.keep if name != "qkv"]) if self.keep else ()
 
     @staticmethod
     def on_device(x: Tensor) -> Saved:

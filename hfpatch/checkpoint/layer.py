@@ -340,7 +340,7 @@ class LayerCall(Kept):
             del parts
             outs, lses = (outs, lses) if outs else self._attend(values, again=True)
             dx, douts = self._post_back(x, outs, 0, [dy, *self.dextras], need_x, known, weights)
-            fresh = values if qkv_ticket and not self.qkv[0].resident else [torch.empty_like(p) for p in values]
+            fresh = values if qkv_ticket and not self.qkv[0].resident else [None] * len(values)
             dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
             del douts, outs, values
             back = back or self._pre_again(x, 0, need_x, weights, dead=True)[1]

@@ -156,7 +156,7 @@ class Standing:
             if module.__class__ is not kind or len(own) != len(names) or any(empty):
                 return False
             now = [None if v is but else v for v in own.values()] if module is layer else own.values()
-            if not (all(map(is_, now, values)) and all(map(is_, own, names))):
+            if not (all(map(is_, now, values)) and [*own] == names):
                 return False
             for table, keys, held in filled:
                 if len(table) != len(keys) or not all(map(is_, table, keys)):

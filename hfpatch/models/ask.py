@@ -217,7 +217,7 @@ def _within(contexts: list, run):
 
 def keepable(layer: nn.Module, answers: Answers, names: tuple[str, ...], device: str) -> tuple[str, ...]:
     """Ask.keepable before there is a call."""
-    if answers.mixers:
+    if answers.mixers or not names:
         return ()
     if autocast_dtype(device) is not None:
         return tuple(n for n in names if n == "qkv")

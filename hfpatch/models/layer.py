@@ -310,4 +310,5 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _cache_of(args, kwargs):
-    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Cache)), None)
+    found = [a for a in (*args, *kwargs.values()) if isinstance(a, Cache)]
+    return found[0] if found else None
