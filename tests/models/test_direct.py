@@ -2,13 +2,14 @@
 
 import gc
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
 import tiny
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
@@ -193,6 +194,10 @@ CHANGES = {
     "weight": lambda layer: setattr(
         layer.mlp.up_proj, "weight", torch.nn.Parameter(layer.mlp.up_proj.weight.detach() / 2)
     ),
+    "bias": lambda layer: setattr(
+        layer.mlp.up_proj, "bias", torch.nn.Parameter(torch.ones(tiny.config().intermediate_size))
+    ),
+    "tied": lambda layer: setattr(layer.self_attn.v_proj, "weight", layer.self_attn.k_proj.weight),
     "data": lambda layer: setattr(layer.mlp.up_proj.weight, "data", layer.mlp.up_proj.weight.data / 2),
 }
 
@@ -232,6 +237,46 @@ def test_a_model_that_ran_is_freed_at_once():
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_a_weight_that_is_replaced_is_freed_at_once():
+    ours = tiny.patched(tiny.llama())
+    tiny.step(ours, tiny.labelled())
+    up = ours.model.layers[1].mlp.up_proj
+    before = weakref.ref(up.weight)
+    up.weight = torch.nn.Parameter(torch.ones_like(up.weight))
+    assert before() is None
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def profiled(step):
+    with torch.profiler.profile() as profile:
+        step()
+    return [event.name for event in profile.events()]
+
+
+def by_mode(step):
+    with Names() as mode:
+        step()
+    return mode.names
+
+
+@pytest.mark.parametrize("names_in", [profiled, by_mode])
+def test_who_looks_at_ops_sees_the_fused_ones(names_in, used):
+    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
+    names = Counter(names_in(lambda: tiny.step(ours, tiny.labelled())))
+    assert used
+    for name in ("rope", "rms_norm", "add_rms_norm", "rms_norm_bwd", "swiglu", "swiglu_bwd"):
+        assert names[f"hfpatch::{name}"], (name, names)
 
 
 def test_what_a_module_notes_lives_no_longer():
