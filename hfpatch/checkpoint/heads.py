@@ -107,8 +107,8 @@ class Attention:
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`, or in their place there: what a
-        kernel gives as it is needed is not copied. None in it: room is made.
+        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`, or in their place there: what
+        a kernel gives as it is needed is not copied. None in it: room is made.
 
         outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs; each is let go once it is used.
 
