@@ -265,11 +265,9 @@ def attention(
 ):
     """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
     theirs = _of_another_thread(getattr(module, "config", None))
+    extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
     if theirs is not None:
-        own = inspect.unwrap(getattr(module, "_hfpatch_base", type(module)).forward)
-        function = ALL_ATTENTION_FUNCTIONS.get(theirs) or own.__globals__["eager_attention_forward"]
-        extra = {"softcap": softcap, "s_aux": s_aux}
-        kwargs |= {name: x for name, x in extra.items() if x is not None}
+        function, kwargs = ALL_ATTENTION_FUNCTIONS.get(theirs) or _own_eager(module), kwargs | extra
         return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if attention_mask is None and here.batch is not None and here.batch.sequence is not None:
         attention_mask = Mask(here.batch)  # accelerate's hooks take masks away; models with windows it refuses
@@ -278,8 +276,20 @@ def attention(
         dropout if module.training else 0.0,
     )  # fmt: skip
     if here.role is None and here.batch is not None and here.batch.weights:
-        return _eager(asked, *_mask_and_causal(asked))
+        function = _own_eager(module)  # families differ in what they call weights (sinks)
+        if function is None:
+            return _eager(asked)
+        mask = _whole_mask(asked)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+        return function(module, query, key, value, mask, scaling=asked.scale, dropout=dropout, **kwargs, **extra)
     return (_whole(asked) if here.role is None else here.role(asked)), None
+
+
+def _own_eager(module):
+    """The eager attention in the file of this module's class; None where it has none."""
+    own = inspect.unwrap(getattr(module, "_hfpatch_base", type(module)).forward)
+    return own.__globals__.get("eager_attention_forward")
 
 
 class _Attention(torch.autograd.Function):
@@ -355,7 +365,7 @@ def _plain(asked: Asked) -> Tensor:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2).contiguous()
-    return _eager(asked, mask, causal)[0]
+    return _eager(asked)[0]
 
 
 def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
@@ -365,7 +375,16 @@ def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
     return mask, getattr(asked.module, "is_causal", True) and same
 
 
-def _eager(asked: Asked, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _whole_mask(asked: Asked) -> Tensor | None:
+    """The whole mask, a causal one's too."""
+    mask, causal = _mask_and_causal(asked)
+    if mask is None and causal:
+        T = asked.q_BHTE.shape[2]
+        mask = torch.ones(T, T, dtype=torch.bool, device=asked.q_BHTE.device).tril()
+    return mask
+
+
+def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
     """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions have it."""
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     repeat = q.shape[1] // k.shape[1]
@@ -373,8 +392,7 @@ def _eager(asked: Asked, mask: Tensor | None, causal: bool) -> tuple[Tensor, Ten
     scores = q @ k.transpose(2, 3) * asked.scale
     if asked.softcap is not None:
         scores = asked.softcap * torch.tanh(scores / asked.softcap)
-    if mask is None and causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    mask = _whole_mask(asked)
     if mask is not None:
         least = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask

@@ -197,3 +197,22 @@ def test_a_family_that_reads_masks_itself_is_looked_at_without_a_verdict_too(nam
         given = batch() | {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
         given["attention_mask"][1, -5:] = 0
         assert_close(step(ours, given)[2], step(stock, given)[2])
+
+
+def test_attention_weights_are_the_familys_own():
+    """granite_swa gives them before its sinks take their share, gpt_oss after."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if "granite_swa" not in CONFIG_MAPPING:
+        pytest.skip("unknown to this transformers")
+    stock = families.small_model("granite_swa", torch.float32)
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE)
+    ids, shown = torch.arange(80).view(2, 40) % 60, torch.ones(2, 40, dtype=torch.long)
+    shown[0, :7] = 0
+    got, true = (m(ids, attention_mask=shown, output_attentions=True) for m in (ours, stock))
+    assert len(got.attentions) == len(true.attentions) == len(stock.model.layers)
+    for ours_BHTT, theirs_BHTT in zip(got.attentions, true.attentions):
+        # What padding attends to is nobody's.
+        torch.testing.assert_close(ours_BHTT[:, :, 7:], theirs_BHTT[:, :, 7:], rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(got.logits[:, 7:], true.logits[:, 7:], rtol=CLOSE, atol=CLOSE)
