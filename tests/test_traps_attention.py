@@ -183,7 +183,10 @@ def padded(side: str, batch: int = 3) -> dict:
     mask = torch.ones_like(input_ids)
     for row, n in ((0, 9), (1, 1)):
         where = slice(0, n) if side == "left" else slice(tiny.TOKENS - n, None)
-        input_ids[row, where], mask[row, where] = 0, 0
+        input_ids[row, where], mask[row, where] = (
+            2,
+            0,
+        )  # not pad_token_id: its embedding is zeros, which hide what it does
     labels = input_ids.masked_fill(mask == 0, -100)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels, "position_ids": positions}

@@ -18,10 +18,12 @@ from hfpatch.ops.attention import Documents
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that nobody sees, or None."""
+    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that nobody sees, or None; blind_BT:
+    tokens before a row's first visible one, which see nobody, or None where there is none whose output is read."""
 
     documents: Documents | None = None
     hidden_BT: Tensor | None = None
+    blind_BT: Tensor | None = None
 
 
 def _restarts(positions_BT: Tensor) -> Tensor:
@@ -119,7 +121,8 @@ def find_rows(
     inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu") if packed else None
 
     def find(*_):
-        """[B*T + 1]: where documents start; whether keys are hidden. Runs beside the layers, on what came with the batch."""
+        """[B*T + 2]: where documents start; whether keys are hidden, and some tokens blind. Runs beside the layers, on what came
+        with the batch."""
         starts_BT = torch.zeros(B, T, dtype=torch.bool, device=where)
         starts_BT[:, 0] = True
         if packed:
@@ -128,13 +131,14 @@ def find_rows(
             visible_BT = None if attention_mask is None else attention_mask.bool()
             counted = visible_BT is not None or cached or not padding
             starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
-        hidden = torch.zeros((), dtype=torch.bool, device=where)
+        hidden = blind = torch.zeros((), dtype=torch.bool, device=where)
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
             # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
             starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
             starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
             hidden = holes_BT.any()
+            blind = (left_BT if idle_BT is None else left_BT & ~idle_BT).any()
         if chunk is not None:
             at = torch.arange(T, device=where)
             index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
@@ -142,14 +146,15 @@ def find_rows(
                 # Where transformers found documents, it counts as their positions do, which may begin anywhere.
                 index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
             starts_BT |= index_BT % chunk == 0
-        return torch.cat([starts_BT.view(-1), hidden[None]])
+        return torch.cat([starts_BT.view(-1), hidden[None], blind[None]])
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
     if found is None:  # without values every row is one document
         return Rows()
-    starts = found[:-1].nonzero().flatten().tolist()
-    hidden_BT = _hidden(attention_mask, idle_BT)[2] if found[-1] else None
-    return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT)
+    starts = found[:-2].nonzero().flatten().tolist()
+    left_BT, _, holes_BT = _hidden(attention_mask, idle_BT) if found[-2:].any() else (None,) * 3
+    hidden_BT, blind_BT = holes_BT if found[-2] else None, left_BT if found[-1] else None
+    return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT, blind_BT)
 
 
 def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

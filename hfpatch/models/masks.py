@@ -7,7 +7,7 @@ returns a `Mask`, which the model hands to attention untouched.
 
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import CellType, FunctionType
 
@@ -94,7 +94,7 @@ class Mask:
     def pattern(self, softcap: float | None = None) -> Pattern:
         rows = self.batch.rows(self.chunk)
         window = self.window if self.window is not None and self.window < self.batch.T else None
-        return Pattern(rows.documents, window, rows.hidden_BT, softcap)
+        return Pattern(rows.documents, window, rows.hidden_BT, softcap, rows.blind_BT)
 
     def dense(self) -> Tensor | None:
         """As sdpa takes it: bool [B, 1, T, T], True where seen; None where plain causality says it all."""
@@ -106,7 +106,7 @@ class Mask:
             return allowed
         theirs = self.build()
         # A closure of its own may show keys that come later: only documents and hidden keys narrow it.
-        apart = Pattern(pattern.documents, None, pattern.hidden_BT).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
+        apart = replace(pattern, window=None).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
         causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
         return (apart | ~causal) & theirs if theirs is not None else apart
 

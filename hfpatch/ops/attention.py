@@ -43,9 +43,10 @@ def attention_ref(
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
     lse = scores.logsumexp(-1)
+    nobody = lse == float("-inf")  # seen: zeros
     if sinks_H is not None:
         lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
-    out = (scores - lse[..., None]).exp() @ v
+    out = (scores - lse.masked_fill(nobody, 0)[..., None]).exp() @ v
     return out.transpose(1, 2).to(q_BTHE.dtype), lse
 
 
@@ -335,6 +336,13 @@ def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
 
+def _blind(pattern: Pattern, lse: Tensor, out_BTHE: Tensor) -> Tensor | None:
+    """pattern.sees_nobody, of what a kernel gave."""
+    if pattern.hidden_BT is None and pattern.blind_BT is None:
+        return None
+    return pattern.sees_nobody(_per_head(lse, *out_BTHE.shape[:2]))
+
+
 def attention_forward(
     q_BTHE, k_BTKE, v_BTKE, *, scale: float, pattern: Pattern = CAUSAL, sinks_H: Tensor | None = None, backend: str
 ):
@@ -362,6 +370,9 @@ def attention_forward(
             out = out.transpose(1, 2)
         if out.shape[3] != v_BTKE.shape[3]:
             out = out[..., : v_BTKE.shape[3]].contiguous()
+    blind = _blind(pattern, lse, out)
+    if blind is not None:
+        out.masked_fill_(blind, 0)
     if sinks_H is not None:
         B, T = out.shape[:2]
         per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
@@ -380,6 +391,9 @@ def attention_backward(
     out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts them in.
     """
     chosen = _chosen(q, v, pattern, backend)
+    blind = _blind(pattern, lse, out)
+    if blind is not None:
+        dout_BTHE = dout_BTHE.masked_fill(blind, 0)
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     elif chosen == "flex":

@@ -1,0 +1,36 @@
+"""Padding whose output is read, as where a row's first token is labelled: the masked token before it predicts that."""
+
+import pytest
+import tiny
+import torch
+from families import small_model
+
+import hfpatch
+
+WAYS = {"tiled": tiny.TILED, "whole": hfpatch.Checkpointing(tile=64), "off": "off"}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("where", ["left", "hole", "row"])
+@pytest.mark.parametrize("way", ["tiled", "whole", "off"])
+def test_what_sees_nobody_gets_zeros(way, where, family):
+    """A masked token predicts the token behind it where that is labelled; what it attends to is hidden then: with a window of 4,
+    that of tokens in a hole as well."""
+    if family == "llama":
+        stock = tiny.llama(dtype=torch.float64)
+    else:
+        stock = small_model(family)
+        stock.set_attn_implementation("sdpa" if family == "mistral" else "eager")
+        stock.config.sliding_window = 4
+    at = {"left": slice(0, 9), "hole": slice(6, 15), "row": slice(None)}[where]
+    ids = torch.randint(
+        3, min(tiny.VOCAB, stock.config.vocab_size), (2, tiny.TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    mask = torch.ones_like(ids)
+    mask[1, at] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    ours = tiny.patched(stock, checkpointing=WAYS[way])
+    got, true = tiny.step(ours, batch), tiny.step(stock, batch)
+    for name, wanted in true.items():
+        assert torch.isfinite(wanted).all()
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name  # norms and rotation are in float32 in stock
