@@ -36,22 +36,23 @@ def test_what_sees_nobody_gets_zeros(way, where, family):
         assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name  # norms and rotation are in float32 in stock
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in ("llama4_text", "phi3") else pytest.param(f, marks=pytest.mark.long) for f in TILED]
-)
+SHORT = ("llama4_text", "phi3")
+# Gemma 2 has eager attention alone, whose NaN where nothing is seen spreads to all tokens.
+ALL = [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in TILED if f != "gemma2"]
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_every_position_is_transformers_own_under_any_mask(family):
-    """Those of masked tokens too. Stock's eager attention gives NaN where nothing is seen, as Gemma 2 has to take."""
+    """Those of masked tokens too."""
     stock, generator = small_model(family), torch.Generator().manual_seed(0)
     try:
         stock.set_attn_implementation("sdpa")
     except ValueError:
-        assert family in ("gpt_oss", "gemma2")
+        assert family == "gpt_oss"
     ours = tiny.patched(stock)
     ids = torch.randint(3, stock.config.vocab_size, (3, tiny.TOKENS), generator=generator)
     for _ in range(3):
         mask = (torch.rand(ids.shape, generator=generator) < 0.6).long()
         with torch.no_grad():
             got, wanted = (m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (ours, stock))
-        seen = ~wanted.isnan()
-        assert seen.any() and got.isfinite().all()
-        assert ((got - wanted)[seen].abs() <= 1e-5 * wanted[seen].abs().max()).all()
+        assert ((got - wanted).abs() <= 1e-5 * wanted.abs().max()).all()
