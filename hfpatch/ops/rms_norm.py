@@ -45,7 +45,7 @@ def add_rms_norm_ref(
 
 def _plain_fwd(x, weight, eps, offset, cast):
     x_wide = as_dtype(x, wide_dtype(x.dtype))
-    rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    rstd = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     dtype = _x_hat_dtype(x.dtype, weight, cast)
     x_hat = as_dtype(x_wide * (as_dtype(rstd, x.dtype) if cast == "rstd" else rstd), dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
