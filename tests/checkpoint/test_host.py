@@ -8,8 +8,8 @@ import torch
 
 import hfpatch
 
-MOST_OF_A_TILE = 720  # functions called, in Python and from it, for a tile's forward and backward
-MOST_OF_A_LAYER = 1660  # for a layer in one tile, looked through for adapters where PEFT is imported
+MOST_OF_A_TILE = 650  # functions called, in Python and from it, for a tile's forward and backward
+MOST_OF_A_LAYER = 1330  # for a layer in one tile, looked through for adapters where PEFT is imported
 
 
 def calls(layers: int, tiles: int) -> int:
