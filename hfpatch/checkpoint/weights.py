@@ -152,7 +152,7 @@ class AsThen:
     edit. called: whether modules inside it are called (models/direct.py calls none), whose ways matter then.
     """
 
-    __slots__ = ("layer", "kind", "modules", "tables", "merged", "ways", "forwards", "called", "at", "there")
+    __slots__ = ("layer", "kind", "modules", "tables", "merged", "ways", "forwards", "called", "at", "empty", "there")
     __slots__ += ("places", "tensors", "counts", "storages", "trained")
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool, called: bool = True, looked=None):
@@ -168,7 +168,8 @@ class AsThen:
             there = [table[name] for table, name in found.at]
             if looked is not None and found.known is not None:
                 looked.places = found
-        self.places, self.at, self.there = found.places, found.at, None if found.known is None else there
+        self.places, self.at, self.empty = found.places, found.at, found.empty
+        self.there = None if found.known is None else there
         tensors = there[: len(self.places)]
         self.counts: list[int | None] = versions(tensors)
         self.trained = [t.requires_grad for t in tensors]
@@ -202,10 +203,15 @@ class AsThen:
         now = [table.get(name) for table, name in self.at]
         return (
             all(map(is_, now, self.there))
+            and not self.filled()
             and versions(self.tensors) == self.counts
             and [t.requires_grad for t in self.tensors] == self.trained
             and [s if s is None else storage_of(t) for t, s in zip(self.tensors, self.storages)] == self.storages
         )
+
+    def filled(self) -> list[tuple[dict, str]]:
+        """Where something stands now and nothing did (a bias that a Linear was given since)."""
+        return [(table, name) for table, name in self.empty if table.get(name) is not None]
 
     def refuse_others(self) -> None:
         """RuntimeError where the layer is made of other modules now."""
@@ -250,12 +256,14 @@ class AsInForward:
     def _put_back(self) -> None:
         for index, place in enumerate(self.then.places):
             table = place.table()
-            now = table[place.name]
+            now = table.get(place.name)  # what was a parameter may be a buffer now, which this then hides
             tensor = self._of(self.then.trained[index], self.then.of(index, now))
             if tensor is not now:
                 self._put(table, place.name, tensor)
             for module, name, buffer in place.twins:
                 self._put(_table(module, name, buffer), name, tensor)
+        for table, name in self.then.filled():
+            self._put(table, name, None)
 
     def _go_as_then(self) -> None:
         """Has the layer's modules go the ways that they went."""

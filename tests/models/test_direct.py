@@ -226,6 +226,42 @@ def test_what_changes_behind_a_step_is_seen(change, monkeypatch):
     assert after.keys() != before.keys() or any(not torch.equal(after[n], before[n]) for n in before)
 
 
+def as_buffer(layer):
+    weight = layer.mlp.up_proj.weight.detach()
+    del layer.mlp.up_proj.weight
+    layer.mlp.up_proj.register_buffer("weight", weight / 2)
+
+
+EDITS = {
+    **{name: CHANGES[name] for name in ("weight", "bias", "tied")},
+    "bias of attention": lambda layer: setattr(
+        layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(tiny.config().hidden_size))
+    ),
+    "buffer": as_buffer,
+    "nothing": lambda layer: delattr(layer.mlp.up_proj, "weight"),
+}
+
+
+@pytest.mark.parametrize("by_modules", [False, True], ids=["direct", "by modules"])
+@pytest.mark.parametrize("tile", [8, tiny.TOKENS])
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_put_in_a_place_before_backward_changes_no_gradient(edit, tile, by_modules, monkeypatch):
+    """A bias where there was none was added as the layer ran again; what had been a parameter was looked for among those."""
+    if by_modules:
+        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
+    wanted, theirs = tiny.step(ours, tiny.labelled()), dict(ours.named_parameters())
+    ours.zero_grad()
+    loss, up = ours(**tiny.labelled()).loss, ours.model.layers[1].mlp.up_proj
+    EDITS[edit](ours.model.layers[1])
+    then = vars(up)["_parameters"].copy(), vars(up)["_buffers"].copy(), [*vars(up)]
+    loss.backward()
+    for name, p in theirs.items():
+        assert torch.equal(p.grad, wanted[name]), name
+    now = vars(up)["_parameters"], vars(up)["_buffers"], [*vars(up)]
+    assert now == then and "weight" not in vars(up)
+
+
 def test_a_model_that_ran_is_freed_at_once():
     ours = tiny.patched(tiny.llama())
     gc.collect()
