@@ -142,9 +142,11 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_declined(kwargs)
         if checkpointed:
             # transformers' own checkpointing runs layers again when this forward, and our attention with it, has gone.
-            rows = batch.rows()
-            if rows.documents is not None and rows.hidden_BT is None and kwargs.get("position_ids") is not None:
-                kwargs["attention_mask"] = None  # beside a mask it would not look for documents
+            rows, positions = batch.rows(), kwargs.get("position_ids")
+            if rows.documents is not None and rows.hidden_BT is None and positions is not None:
+                # Beside a mask it would not look for documents; without one padding before a row attends to itself.
+                if rows.blind_BT is None or packs(batch.B, positions, kwargs["attention_mask"], None):
+                    kwargs["attention_mask"] = None
             return self._hfpatch_stock(kwargs)
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found already.

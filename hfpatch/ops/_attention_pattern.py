@@ -58,7 +58,6 @@ class Pattern:
             allowed = allowed & ~self.blind_BT[:, queries.start : queries.stop, None]
         return allowed[:, None]
 
-
     def sees_nobody(self, lse_BHT: Tensor) -> Tensor | None:
         """[B, T, 1 or H, 1] of bool: queries whose output is zeros, by the log-sum-exp of their scores, in which hidden keys count
         for next to nothing; None where each sees itself."""
