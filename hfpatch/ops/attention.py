@@ -62,7 +62,7 @@ def _for_each_head(q, k, v):
 
 def _of_groups(K: int, *grads):
     """Gradients of the K heads that were repeated so: sums over those of the copies."""
-    return [x if x.shape[1] == K else x.view(x.shape[0], K, -1, *x.shape[2:]).sum(2) for x in grads]
+    return [x if x.shape[1] == K else x.unflatten(1, (K, -1)).sum(2) for x in grads]
 
 
 def _cpu_forward(q, k, v, scale):
