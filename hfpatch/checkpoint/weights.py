@@ -103,13 +103,18 @@ class Places:
 
     def now(self) -> list[Tensor] | None:
         """The tensors in these places, and in their twins behind them, where they are those that were found."""
-        if self.known is None or [1 for table, name in self.empty if table[name] is not None]:
+        if self.known is None or _filled(self.empty):
             return None
         tensors = [table[name] for table, name in self.at]
         for tensor, known in zip(tensors, self.known):
             if known() is not tensor:
                 return None
         return None if _marked(tensors) else tensors
+
+
+def _filled(empty: list[tuple[dict, str]]) -> list[tuple[dict, str]]:
+    """Those of these places where something stands now and nothing did (a bias that a Linear was given since)."""
+    return [(table, name) for table, name in empty if table.get(name) is not None]
 
 
 def _marked(tensors: list[Tensor]) -> bool:
@@ -203,15 +208,11 @@ class AsThen:
         now = [table.get(name) for table, name in self.at]
         return (
             all(map(is_, now, self.there))
-            and not self.filled()
+            and not _filled(self.empty)
             and versions(self.tensors) == self.counts
             and [t.requires_grad for t in self.tensors] == self.trained
             and [s if s is None else storage_of(t) for t, s in zip(self.tensors, self.storages)] == self.storages
         )
-
-    def filled(self) -> list[tuple[dict, str]]:
-        """Where something stands now and nothing did (a bias that a Linear was given since)."""
-        return [(table, name) for table, name in self.empty if table.get(name) is not None]
 
     def refuse_others(self) -> None:
         """RuntimeError where the layer is made of other modules now."""
@@ -262,7 +263,7 @@ class AsInForward:
                 self._put(table, place.name, tensor)
             for module, name, buffer in place.twins:
                 self._put(_table(module, name, buffer), name, tensor)
-        for table, name in self.then.filled():
+        for table, name in _filled(self.then.empty):
             self._put(table, name, None)
 
     def _go_as_then(self) -> None:

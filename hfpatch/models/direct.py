@@ -15,7 +15,7 @@ from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of,
 from hfpatch.models.block import Block
 from hfpatch.models.classes import CALL, LINEAR
 from hfpatch.models.parts import FusedAttention, FusedMLP, FusedRMSNorm, activation_as_found, rotates_into_what_came
-from hfpatch.ops._library import implementation
+from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
 from hfpatch.ops.rope import ROPE
 from hfpatch.ops.swiglu import ACTIVATIONS, SWIGLU, SWIGLU_BACK
@@ -31,7 +31,7 @@ class _Ops(NamedTuple):
 
 
 _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
-_AT_ONCE = _Ops(*map(implementation, _SEEN))  # the dispatcher takes a third of what they do on few tokens
+_AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])  # the dispatcher takes a third of what they do on few tokens
 
 
 def _ops(x: Tensor) -> _Ops:

@@ -18,7 +18,8 @@ LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-IMPLEMENTATIONS: dict = {}  # overload -> impl, for the planner, which looks inside where the CPU allocator does
+# overload -> impl: for the planner, which looks inside where the CPU allocator does, and for models/direct.py, past the dispatcher
+IMPLEMENTATIONS: dict = {}
 
 
 def use_kernel(*tensors: Tensor | None) -> bool:
@@ -67,11 +68,6 @@ def define(
     elif backward is not None:
         LIBRARY.impl(name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True)
     return op
-
-
-def implementation(op) -> Callable:
-    """What an op runs, without the dispatcher: where nobody sees ops (compat.ops_are_seen) and autograd records nothing."""
-    return IMPLEMENTATIONS[op]
 
 
 def _autograd_impl(op, impl, backward, setup_context):
