@@ -3,9 +3,9 @@
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded past V).
 The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient. HBM
 sees one read and one write if the rows in flight stay in L2 between the two: hence one program an SM for long rows (256
-KiB each at V = 128,256 in bf16), held to one by its 1,024 threads, with the loads of the next blocks under way while it
-computes (`forward_config`; profiles/kernels/ has the figures). Row offsets are int64. All arithmetic is float32; logits
-are upcast right after the load.
+KiB each at V = 128,256 in bf16), held to one by the registers of its 1,024 threads, with the loads of the next blocks
+under way while it computes (`forward_config`; profiles/kernels/ has the figures). Row offsets are int64. All arithmetic
+is float32; logits are upcast right after the load.
 A logit x becomes z = outer * u with u = tanh(inner * x), or x without SOFTCAP; what a row is asked for is at the head of
 ops/_linear_ce_chunk.py. Differences are taken of u, where they are exact near the largest, and then multiplied.
 """

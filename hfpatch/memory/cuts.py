@@ -10,12 +10,16 @@ ALIGNED = 128  # rows that matmuls of a tile come in
 
 def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
     """(count, tokens of each but the last) of tiles of at most `tile` tokens over all rows of the batch: as few as do, of one
-    length."""
+    length, in multiples of 128 tokens, or of a smaller power of two where that left less than half a tile for the last."""
     most = max(1, tile // batch)
     count = -(-tokens // most)
     step = -(-tokens // count)
-    if count > 1 and most > ALIGNED:
-        step = min(most, -(-step // ALIGNED) * ALIGNED)
+    aligned = ALIGNED if count > 1 and most > ALIGNED else 1
+    while aligned > 1:
+        rounded = -(-step // aligned) * aligned
+        if rounded <= most and 2 * (tokens - (count - 1) * rounded) >= rounded:
+            return count, rounded
+        aligned //= 2
     return -(-tokens // step), step
 
 

@@ -277,13 +277,21 @@ def test_best_interval_keeps_the_fewest_bytes(n, u, v):
     assert kept(best_interval(n, u, v)) <= kept(best) * 1.05
 
 
-def test_one_token_more_makes_no_tile_of_one_token():
-    for tokens, tile in ((131_073, 8192), (131_073, 16384), (8193, 8192), (1025, 1024)):
-        bounds = tile_bounds(1, tokens, tile)
-        lengths = [b - a for a, b in bounds]
-        assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
-        assert len(lengths) == -(-tokens // tile) and max(lengths) <= tile
-        assert max(lengths) - min(lengths) < 128 * len(lengths)  # all but the last come in multiples of 128 rows
+# One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the last tile is no crumb.
+@pytest.mark.parametrize("batch, tokens", [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)])
+@pytest.mark.parametrize("tile", [1024, 2048, 4096, 8192, 16384])
+def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
+    bounds = tile_bounds(batch, tokens, tile)
+    *others, last = [b - a for a, b in bounds]
+    assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
+    assert len(bounds) == -(-tokens // (tile // batch))
+    assert all(n == others[0] and n * batch <= tile for n in others) and (not others or others[0] / 2 <= last <= others[0])
+
+
+def test_tiles_come_in_whole_rows_of_matmuls():
+    """Multiples of 128 where the last tile then is none of few tokens, else of as large a power of two as leaves it half a tile."""
+    assert [tile_bounds(1, 131_073, tile)[0][1] for tile in (4096, 8192, 16384)] == [4032, 7808, 14592]
+    assert tile_bounds(1, 131_072, 8192)[0] == (0, 8192)
 
 
 def test_tiles_are_at_most_8192_rows():

@@ -304,6 +304,54 @@ def test_what_is_picked_without_a_trial(monkeypatch):
     assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
 
 
+# Of H100s with FlashAttention-3 and without, and an A100: seconds of (forward, backward) of each backend, None where it cannot run;
+# what is picked. One that is fast and wrong is left out, one direction alone does not decide, the first call compiles.
+@pytest.mark.parametrize(
+    "seconds, wrong, fastest",
+    [
+        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": (2, 4)}, (), "fa3"),
+        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": None}, (), "cudnn"),
+        ({"flash": (3, 7), "cudnn": (1, 10), "fa3": None}, (), "flash"),
+        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": (1, 1)}, ("fa3",), "cudnn"),
+        ({"flash": None, "cudnn": (2, 5), "fa3": None}, (), "cudnn"),
+        ({"flash": None, "cudnn": None, "fa3": None}, (), "efficient"),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_fastest_that_is_right_is_picked(seconds, wrong, fastest, groups, monkeypatch):
+    now, waits, heads, missing = 0.0, [], [], {name for name, found in seconds.items() if found is None}
+
+    def spend(name, direction):
+        nonlocal now
+        if seconds[name] is None:
+            raise RuntimeError(name)
+        now += seconds[name][direction] * (1000 if len(heads) < 2 else 1)
+
+    def backend(name):
+        def forward(q, k, v, scale):
+            spend(name, 0)
+            heads.append((q.shape[1], k.shape[1]))
+            out, lse, state = A._cpu_forward(q, k, v, scale)
+            return (out * 1.1 if name in wrong else out), lse, state
+
+        def backward(dout, q, k, v, out, lse, state, scale):
+            spend(name, 1 if q.shape[1] * groups == 4 else 0)
+            assert lse.is_contiguous()
+            return A._cpu_backward(dout, q, k, v, out, lse, state, scale)
+
+        return forward, backward
+
+    monkeypatch.setattr(A, "BACKENDS", {name: backend(name) for name in seconds})
+    monkeypatch.setattr(A, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(device))
+    A._measured.cache_clear()
+    asked = torch.device("cpu"), torch.bfloat16, 4, 2, 16, 128, groups
+    assert A._measured(*asked) == fastest == A._measured(*asked)
+    assert set(heads) <= {(4, 2)} and len(heads) == 3 * (3 - len(missing))  # all heads forward; once a shape
+    assert len(waits) == 6 * (3 - len(missing)) + len(missing)  # before and after each
+    A._measured.cache_clear()
+
+
 def test_widened_heads_go_to_fa2():
     """A backend is tried at the head dimension that the layer has: of others it may know none (cuDNN's backward: up to 128)."""
     q = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16, device="meta")
