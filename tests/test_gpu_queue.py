@@ -1,5 +1,6 @@
 """The GPU queue's entries, each run whole on a CPU at tiny size, and what their figures are made of."""
 
+import ast
 import csv
 import importlib.util
 import json
@@ -21,8 +22,12 @@ import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
+from hfpatch.memory import hardware  # noqa: E402
+from hfpatch.memory.flops import step_flops  # noqa: E402
+from hfpatch.memory.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
 from hfpatch.memory.policy import Policy  # noqa: E402
 from hfpatch.memory.presets import preset_config  # noqa: E402
+from hfpatch.memory.seconds import first_step, step_time  # noqa: E402
 from hfpatch.memory.shape import ModelShape  # noqa: E402
 
 # torchao and deepspeed warn on import of versions that are not ours to change.
@@ -91,6 +96,16 @@ def test_entry_at_small_size(name, tmp_path):
     assert [p.name for p in tmp_path.glob("*.png")] == (
         [] if name == "01b_float64" or name == "01c_model" else [f"{page.stem}.png"]
     )
+
+
+def test_entries_need_no_test_package():
+    """pytest runs in 01a alone, in a process of its own: a bare machine has none."""
+    tests = {path.stem for path in FOLDER.parents[1].glob("tests/*.py")} - {"twin"}
+    for path in (*FOLDER.glob("*.py"), FOLDER.parents[1] / "tests" / "twin.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+        assert not names & (tests | {"pytest"}), path.name
 
 
 def test_an_entry_refuses_a_machine_without_gpu(tmp_path, capsys, monkeypatch):
@@ -318,6 +333,59 @@ def test_every_part_is_made_of_entries_and_fits_nine_minutes():
     for part, jobs in slot.PARTS.items():
         assert {job.entry for job in jobs} <= {p.stem for p in FOLDER.glob("[0-9]*.py")}, part
         assert sum(job.seconds for job in jobs if not job.small) < 525
+
+
+# Seconds a process takes to import, build its model and compile, beside those of the plan's first step; a floor's measurements.
+START, FLOOR = 20, 10
+
+
+def test_a_slots_steps_end_in_time_by_the_plans_arithmetic(monkeypatch, tmp_path):
+    """On an H100: what an entry starts, at the closed form's seconds, ends before the slot stops it."""
+    gpu, spent = hardware.gpu_row("h100"), []
+
+    def price(sheet, cases, **environment):
+        total = START
+        for case in cases:
+            stock = case["impl"] != "hfpatch"
+            kept = {"offload": "host", **(case["checkpointing"] if isinstance(case.get("checkpointing"), dict) else {})}
+            config = preset_config(case.get("preset", "llama-3.1-8b")) | {"num_hidden_layers": case["layers"]}
+            shape = ModelShape.from_config(config)
+            policy = STOCK_CHECKPOINTING if stock else Policy(kept["offload"], tile=kept.get("tile", 8192))
+            sizes = {"batch": 1, "tokens": case["tokens"]}
+            memory = step_memory(shape, policy, **sizes)
+            once, _ = step_time(gpu, step_flops(shape, policy, **sizes), memory, policy, shape, **sizes)
+            first = sum(first_step(gpu, memory, policy, shape, tokens=case["tokens"]).values())
+            total += first + (case["warmup"] + case["steps"] + 1.5 * bool(case.get("split"))) * once.total
+            total += FLOOR * bool(case.get("floor"))
+        spent.append(total)
+        return [{"tokens": c["tokens"], "step_s": 1.0, "floor_s": 1.0, **c.get("label", {})} for c in cases]
+
+    monkeypatch.setattr(common, "device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(step, "run_cases", price)
+    for part, jobs in slot.PARTS.items():
+        for job in jobs:
+            if job.entry in ("05_step_128k", "07_short_steps", "08_longest", "13_qlora") and not job.small:
+                spent.clear()
+                module = load(job.entry)
+                monkeypatch.setattr(module.common.Sheet, "picture", lambda *args, **kwargs: None)
+                assert module.main([*job.arguments.split(), "--out", str(tmp_path)]) == 0
+                assert 0 < sum(spent) < job.seconds + slot.GRACE, (part, job, spent)
+
+
+def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path):
+    """A first timed step comes in any case, the rest where it fits; a case whose time is over is said not to have begun."""
+    args = common.parse(common.parser("03_models", "x"), ["--small", "--out", str(tmp_path)])
+    (case,) = step.small(common.Sheet(args), [{"impl": "hfpatch", "layers": 32, "tokens": 8192, "split": True}])
+    model = step.build(case, torch.device("cpu"))
+    runs = {"warmup": 3, "steps": 3, "split": True}
+    found = step.measure(model, case | runs | {"until": time.time() + 1e-3}, torch.device("cpu"))
+    assert len(found["steps_s"].split()) == 1 and found["first_step_s"] > 0 and "attention_s" not in found
+    found = step.measure(model, case | runs | {"until": time.time() + 1e3}, torch.device("cpu"))
+    assert len(found["steps_s"].split()) == 3 and "attention_s" in found
+    rows = []
+    step.run([case | {"until": time.time() - 1}], lambda case, result: rows.append(result))
+    assert "not started" in rows[0]["error"] and "step_s" not in rows[0]
 
 
 # Entries that need no torch: a good one, one that raises, one that ends the process, one that hangs with a child of its

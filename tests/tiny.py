@@ -1,4 +1,4 @@
-"""The tiny Llama of all tests, its float64 twin without casts, and the comparisons: ours against stock, both against the twin."""
+"""The tiny Llama of all tests, and the comparisons: ours against stock, both against a float64 twin (twin.py)."""
 
 import copy
 
@@ -8,8 +8,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from twin import ExactNorm, exact, exact_loss, with_exact_norms  # noqa: F401
 
 import hfpatch
 
@@ -102,42 +101,6 @@ def labelled(batch: int = 2, tokens: int = TOKENS) -> dict:
     return {"input_ids": input_ids, "labels": labels}
 
 
-class ExactNorm(LlamaRMSNorm):
-    """transformers' norm without its rounding to float32 of what comes in as float64."""
-
-    def forward(self, x):
-        if x.dtype != torch.float64:
-            return super().forward(x)
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits, target = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
-    if num_items_in_batch is None:
-        return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
-    return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
-
-
-def with_exact_norms(model: nn.Module) -> nn.Module:
-    """A copy of a stock model in its own dtype."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if type(module) in (LlamaRMSNorm, Qwen3RMSNorm):
-            module.__class__ = ExactNorm
-    return twin
-
-
-def exact(model: nn.Module) -> nn.Module:
-    """A float64 twin of a stock model: transformers' norm and loss go through float32 whatever comes in, here they do not."""
-    twin = with_exact_norms(model).double()
-    for module in twin.modules():
-        if hasattr(module, "lm_head") and hasattr(module, "loss_function"):
-            module.loss_function = _exact_loss
-    return twin
-
-
 def as_double(batch: dict) -> dict:
     return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
 
@@ -194,7 +157,7 @@ def stock_loss(model: nn.Module, labels: torch.Tensor, num_items_in_batch=None, 
     if next(model.parameters()).dtype != torch.float64:
         return model(labels=labels, num_items_in_batch=num_items_in_batch, use_cache=False, **inputs).loss
     logits = model(use_cache=False, **inputs).logits
-    return _exact_loss(logits, labels, logits.shape[-1], num_items_in_batch)
+    return exact_loss(logits, labels, logits.shape[-1], num_items_in_batch)
 
 
 def gradients(model: nn.Module) -> dict:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from cases import LLAMA_8B, OPS, TINY, Error, Widths, errors
 
 from hfpatch import ops
+from hfpatch.compat import flash3
 from hfpatch.ops.attention import CAUSAL, Documents, Pattern, attention_backward, attention_forward, attention_ref
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
@@ -147,6 +148,15 @@ def attention(sheet, what, key, dtype, T, widths: Widths, group: int, pattern: P
     note(sheet, f"attention {key}{what}", dtype, T, found, elements=q.numel(), group=group)
 
 
+def fa3() -> list[str]:
+    """Its key, where its package is installed."""
+    try:
+        flash3()
+    except RuntimeError:
+        return []
+    return ["fa3"]
+
+
 def patterns(T: int, device) -> dict:
     """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
     bounds = (0, T // 3, T // 3 + 1, T)
@@ -177,7 +187,7 @@ def main(argv=None) -> int:
                 jobs += [("loss", loss, (dtype, T, widths)), ("loss", loss, (dtype, T, widths, 0.9 if T > 1 else 0.0))]
     keys = {torch.float32: ["efficient"]} if args.cuda else {torch.float32: ["cpu"]}
     for dtype in dtypes[:-1]:
-        keys[dtype] = ["flash", "cudnn"] if args.cuda else ["cpu"]
+        keys[dtype] = ["flash", "cudnn", *fa3()] if args.cuda else ["cpu"]
     for dtype, names in keys.items():
         for T in (37,) if args.small else (1, 127, 1000, 4097):
             groups = (1,) if args.small else (1, 2)
@@ -198,14 +208,17 @@ def main(argv=None) -> int:
             break
         try:
             job(sheet, *arguments)
-        except RuntimeError as error:  # a backend may not be there, a size not fit: said, and the rest goes on
-            label = [str(a) for a in arguments if isinstance(a, (int, str, torch.dtype))]
-            sheet.skip(f"{name} {' '.join(label)}", common.one_line(error))
+        except RuntimeError as error:  # a backend may refuse a shape, a size not fit: said, and the rest goes on
+            label = " ".join([name, *(str(a) for a in arguments if isinstance(a, (int, str, torch.dtype)))])
+            if common.is_out_of_memory(error) or {"cudnn", "fa3", "efficient"}.intersection(map(str, arguments)):
+                sheet.skip(label, common.one_line(error))
+            else:
+                sheet.add(what=label, passed=False, error=common.one_line(error))
         common.clean()
     failed = [r for r in sheet.rows if not r["passed"]]
     sheet.page(f"Kernels against float64: {len(sheet.rows) - len(failed)} of {len(sheet.rows)} rows pass", WORDS)
     for row in failed:
-        print("  FAILED", row["what"], row["dtype"], row["tokens"], row["where"], row["share"])
+        print("  FAILED", *(row.get(k) for k in ("what", "dtype", "tokens", "where", "share", "error")))
     return 1 if failed else 0
 
 

@@ -3,12 +3,18 @@
 python scripts/gpu/01c_model.py --out $OUT
 """
 
+import contextlib
+import os
+import random
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to give the same bits again
 
 import common
 import step
@@ -17,6 +23,7 @@ from cases import Error
 
 import hfpatch
 from hfpatch import Checkpointing
+from hfpatch.checkpoint.device import CudaDevice
 from hfpatch.memory.policy import KEEPABLE
 
 sys.path.insert(0, str(common.ROOT / "tests"))
@@ -24,8 +31,10 @@ sys.path.insert(0, str(common.ROOT / "tests"))
 WORDS = """
 `model`: loss and every gradient of the patched model beside the stock one in the same dtype, both against a float64
 twin; `share` is the worst error over twice the stock's own, and `where` names it. `race`: gradients with
-checkpoints on the host against those with checkpoints on the GPU, run after run at a length with many tiles; a race
-shows as an error that moves. `sync`: a forward and backward after warm-up under
+checkpoints on the host against those with checkpoints on the GPU, run after run at a length with many tiles, torch's
+deterministic algorithms on, so that equal means to the bit (`spread`: two runs without copies). The runs that are
+`delayed` have random waits before copies, and before what copies wait for, of up to two milliseconds: whoever does not
+wait for a copy, or overwrites what one still reads, computes with other numbers. `sync`: a forward and backward after warm-up under
 torch.cuda.set_sync_debug_mode("error"); `host_ms` is when backward() returned, `device_ms` when the device was
 done: a host that waits takes as long as the device.
 """
@@ -65,12 +74,12 @@ def batch_of(model, T, device, seed=0):
 
 
 def against_float64(sheet, name, case, dtype, T, tile) -> None:
-    import tiny
+    from twin import exact
 
     device = sheet.args.device
     model = step.build(case, device, dtype)
     batch = batch_of(model, T, device)
-    twin = tiny.exact(model)
+    twin = exact(model)
     true = gradients(twin, batch)
     del twin
     common.clean()
@@ -95,8 +104,42 @@ def against_float64(sheet, name, case, dtype, T, tile) -> None:
         del got
 
 
+@contextlib.contextmanager
+def delays(seed: int):
+    """Within, streams stand still for a moment before a copy, and before an event that another stream waits for."""
+    chosen, real = random.Random(seed), (CudaDevice.on, CudaDevice.mark)
+
+    def wait(stream):
+        with torch.cuda.stream(stream):  # None: the current one
+            torch.cuda._sleep(chosen.choice((0, 20_000, 400_000, 4_000_000)))  # cycles, at about 2 GHz
+
+    def late(function):
+        def run(device, stream=None):
+            wait(stream)
+            return function(device, stream)
+
+        return run
+
+    CudaDevice.on, CudaDevice.mark = map(late, real)
+    try:
+        yield
+    finally:
+        CudaDevice.on, CudaDevice.mark = real
+
+
 def races(sheet, case, T, tile, runs) -> None:
-    """Host-tier gradients against GPU-tier ones: equal up to the order of the flash backward's atomic adds."""
+    """Host-tier gradients against GPU-tier ones."""
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*deterministic", UserWarning)
+            _races(sheet, case, T, tile, runs)
+    finally:
+        torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
+
+
+def _races(sheet, case, T, tile, runs) -> None:
     device = sheet.args.device
     model = step.build(case, device)
     batch = batch_of(model, T, device)
@@ -106,10 +149,19 @@ def races(sheet, case, T, tile, runs) -> None:
         spread = _apart(gradients(model, batch), base)
         hfpatch.apply(model, checkpointing=ways(tile)[way])
         for i in range(runs):
-            off = _apart(gradients(model, batch), base)
-            # bf16 gradients of equal sums differ in last digits; a tile of another layer's data differs by order one.
+            delayed = i > 0 and sheet.args.cuda
+            with delays(i) if delayed else contextlib.nullcontext():
+                off = _apart(gradients(model, batch), base)
+            # Nothing where two runs without copies agree to the bit; a tile of another layer's data differs by order one.
             sheet.add(
-                check="race", tokens=T, way=way, run=i, passed=off < max(1e-2, 4 * spread), share=off, spread=spread
+                check="race",
+                tokens=T,
+                way=way,
+                run=i,
+                delayed=delayed,
+                passed=off <= 4 * spread,
+                share=off,
+                spread=spread,
             )
     hfpatch.undo(model)
 

@@ -21,7 +21,7 @@ worst gradient. Target: 0.75 forward and backward from 8,192 tokens on, ahead of
 """
 # Lengths people train at, and one token more or less, where a tiling by powers of two falls over.
 TOKENS = (8192, 32768, 131072, 4096, 131073, 8191, 49999)
-COMPILED = (8192, 131072)  # each compilation takes seconds
+COMPILED = (8192, 131072)  # each compilation takes seconds: last
 
 
 def measure(sheet, op, impl, function, T, widths, small):
@@ -74,11 +74,11 @@ def main(argv=None) -> int:
     liger = liger_forms(args.device)
     if not liger:
         sheet.skip("liger", "not installed, or no GPU for it")
-    for T in lengths:
+    for T, compiled in [*((T, False) for T in lengths), *((T, True) for T in COMPILED if args.cuda and not args.small)]:
         for op in OPS.values():
             forms = {"hfpatch": op.ours, "eager": op.plain, "liger": liger.get(op.name)}
-            if T in COMPILED and args.cuda:
-                forms["compile"] = torch.compile(op.plain, dynamic=False)
+            if compiled:
+                forms = {"compile": torch.compile(op.plain, dynamic=False)}
             for impl, function in forms.items():
                 if function is None or sheet.late(f"{op.name} {impl} {T}"):
                     continue

@@ -147,6 +147,10 @@ def main(argv=None) -> int:
         for impl, function, masked in jobs:
             if sheet.late(f"{impl} {T}"):
                 continue
+            # Whole logits in bf16 and float32, and the gradients of both: none compiles for a size that cannot be.
+            if impl in ("eager", "compile") and args.cuda and 10 * T * widths.vocab > torch.cuda.mem_get_info()[1]:
+                sheet.skip(f"{impl} {T}", "whole logits are larger than the device")
+                continue
             try:
                 measure(sheet, impl, function, T, widths, masked, None if masked else truth)
             except Exception as error:  # a peer may run out of memory or refuse; ours may not

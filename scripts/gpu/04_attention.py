@@ -13,16 +13,17 @@ import common
 import torch
 from cases import LLAMA_8B, TINY, Error
 
+from hfpatch.compat import flash3
 from hfpatch.memory.cuts import heads_per_group
 from hfpatch.ops.attention import BACKENDS, attention_backward, attention_forward, attention_ref, pick
 
 WORDS = """
 Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops that the layer
-engine calls. `group` KV heads go through a call together; the times are those of all 8 KV heads, so rows of one
-length compare. TFLOP/s count the causal half: 2 T^2 H E forward, 2.5 times that backward. `scratch` is what one
-backward call holds beyond its gradients. `new_length_ms` is what the first calls of a length take beyond the second
-ones: cuDNN builds a plan for each, which batches of many lengths pay for again and again. Errors are relative to
-float64. `chosen` marks what the engine would take at that length.
+engine calls. `group` KV heads go through a call together (in the engine forward takes all 8, backward a group); the
+times are those of all 8 KV heads, so rows of one length compare. TFLOP/s count the causal half: 2 T^2 H E forward, 2.5
+times that backward. `scratch` is what one backward call holds beyond its gradients. `new_length_ms` is what the first
+calls of a length take beyond the second ones: cuDNN builds a plan for each, which batches of many lengths pay for again
+and again. Errors are relative to float64. `chosen` marks what the engine takes at that length, by its own measurement.
 """
 TOKENS = (8192, 131072, 32768)
 EXACT = 2048  # tokens of the comparison with float64, whose scores exist whole
@@ -34,26 +35,27 @@ def backends(args, sheet):
     if not args.cuda:
         return {"cpu": ("cpu", nothing, nothing)}
     found = {"FA2": ("flash", nothing, nothing), "cuDNN": ("cudnn", nothing, nothing)}
+    try:
+        flash3()
+        found["FA3"] = ("fa3", nothing, nothing)
+    except RuntimeError as error:  # its package is absent
+        sheet.skip("FA3", common.one_line(error))
+    # The engine never asks for FA4, which torch takes for the whole process.
     switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     back = getattr(torch.nn.attention, "restore_flash_attention_impl", None)
-    for name in ("FA3", "FA4"):
-        if switch is None or back is None:
-            sheet.skip(name, f"torch {torch.__version__} cannot switch its flash attention")
-            continue
-        try:
-            switch(name)
-            back()
-        except Exception as error:  # whatever an absent package makes it raise
-            sheet.skip(name, common.one_line(error))
-            continue
-        found[name] = ("flash", lambda name=name: switch(name), back)
+    try:
+        switch("FA4")
+        back()
+        found["FA4"] = ("flash", lambda: switch("FA4"), back)
+    except Exception as error:  # whatever an absent package, or function, makes it raise
+        sheet.skip("FA4", common.one_line(error))
     return found
 
 
 def inputs(T, heads, kv_heads, E, device, seed=0):
     g = torch.Generator(device=device).manual_seed(seed)
     sizes = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(1, T, n, E, device=device, generator=g).bfloat16() for n in sizes]
+    return [torch.randn(1, T, n, E, device=device, generator=g, dtype=torch.bfloat16) for n in sizes]
 
 
 def error_of(key, widths, device, T) -> dict:
@@ -72,7 +74,15 @@ def error_of(key, widths, device, T) -> dict:
     return {"err_out": found[0], "err_grad": max(found[1:])}
 
 
-def measure(sheet, name, key, T, group, widths):
+def chosen(T, group, widths, device) -> str | None:
+    """The key that the engine takes at this length, where its backward goes by so many KV heads."""
+    if heads_per_group(1, T, widths.heads, widths.kv_heads) != group:
+        return None
+    q, k, *_ = inputs(T, widths.heads, widths.kv_heads, widths.head_dim, device)
+    return pick(q, k, widths.kv_heads // group)
+
+
+def measure(sheet, name, key, T, group, widths, taken):
     device, scale = sheet.args.device, widths.head_dim**-0.5
     repeat = widths.heads // widths.kv_heads
     q, k, v, dout = inputs(T, widths.heads, widths.kv_heads, widths.head_dim, device)
@@ -103,11 +113,11 @@ def measure(sheet, name, key, T, group, widths):
     held = common.peak_bytes(lambda: attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend=key))
     grads = sum(t.numel() * t.element_size() for t in (q, k, v))
     one_way = 2 * T**2 * widths.heads * widths.head_dim
-    chosen = heads_per_group(1, T, widths.heads, widths.kv_heads) == group and pick(q, k) == key
     sheet.add(
         backend=name, tokens=T, group=group, fwd_ms=forward, bwd_ms=backward,
         fwd_tflop_s=one_way / forward / 1e9, bwd_tflop_s=2.5 * one_way / backward / 1e9,
-        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None, chosen=chosen, new_length_ms=new_length,
+        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None, chosen=taken == key and name != "FA4",
+        new_length_ms=new_length,
         lse_shape=str(tuple(lse.shape)), out_strides=str(tuple(out.stride())),
         **error_of(key, widths, device, 64 if sheet.args.small else EXACT),
     )  # fmt: skip
@@ -121,6 +131,7 @@ def main(argv=None) -> int:
     sheet.ceilings()
     widths, lengths = (TINY, (33,)) if args.small else (LLAMA_8B, args.tokens)
     groups = [n for n in (1, 2, 4, 8) if n <= widths.kv_heads and widths.kv_heads % n == 0]
+    taken = {(T, group): chosen(T, group, widths, args.device) for T in lengths for group in groups}
     for name, (key, on, off) in backends(args, sheet).items():
         assert key in BACKENDS
         on()
@@ -130,7 +141,7 @@ def main(argv=None) -> int:
                     if sheet.late(f"{name} {T} group {group}"):
                         continue
                     try:
-                        measure(sheet, name, key, T, group, widths)
+                        measure(sheet, name, key, T, group, widths, taken[T, group])
                     except RuntimeError as error:  # a backend may not take a shape, or need more memory than there is
                         sheet.skip(f"{name} {T} group {group}", common.one_line(error))
                     common.clean()

@@ -17,13 +17,13 @@ from hfpatch.memory.presets import preset_config
 WORDS = """
 bf16 parameters and gradients resident, random weights and tokens, no optimizer; inputs and attention outputs of the
 layers in pinned host memory. `floor_s`: the step's FLOPs (attention forward once, each layer's matmuls forward
-twice and backward once) at the rates of the layer's own matmuls and of attention per KV group, measured on this
-card just before; `floor_cube_s` takes an 8192-cube for the matmuls. `ratio` is step over floor. The split is of a
-recorded step; `other` is what no attention or matmul kernel nor a wait for copies covers. `beyond_gib`: alive
-beyond parameters and gradients when the total is highest. MFU counts the model's own causal FLOPs against the data
-sheet. Where the model's layers do not all fit, fewer run and the row says scaled: `step_whole_s` is then the step at
-its depth by the layers' own time. Targets of Llama-3.1-8B: ratio 1.12, 6.0 GiB beyond; under 50 s on an H100 where
-cuDNN or FA3 serves both directions.
+twice and backward once) at the rates of the layer's own matmuls and of attention, forward in one launch and backward
+per KV group, measured on this card just before; `floor_cube_s` takes an 8192-cube for the matmuls. `ratio` is step over
+floor. The split is of a recorded step, where there was time for one; `other` is what no attention or matmul kernel nor a
+wait for copies covers. `beyond_gib`: alive beyond parameters and gradients when the total is highest. MFU counts the
+model's own causal FLOPs against the data sheet. Where the model's layers do not all fit, fewer run and the row says
+scaled: `step_whole_s` is then the step at its depth by the layers' own time. Targets of Llama-3.1-8B: ratio 1.12, 6.0
+GiB beyond; under 50 s on an H100 where cuDNN or FA3 serves both directions.
 """
 COLUMNS = (
     "preset impl layers tokens scaled step_s step_whole_s tokens_s mfu floor_s ratio floor_cube_s attention_backend "
@@ -63,7 +63,7 @@ def main(argv=None) -> int:
         break
 
     def draw(axes):
-        done = [r for r in sheet.rows if "step_s" in r]
+        done = [r for r in sheet.rows if "attention_s" in r]
         parts = ("attention_s", "matmul_s", "other_s", "copy_wait_s")
         for i, row in enumerate(done):
             left = 0.0

@@ -30,13 +30,14 @@ def main(argv=None) -> int:
     made = common.parser("07_short_steps", __doc__)
     made.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     made.add_argument("--layers", type=int, default=32)
-    made.add_argument("--steps", type=int, default=5, help="steps that are timed, after two that are not")
+    made.add_argument("--steps", type=int, default=5, help="steps that are timed")
+    made.add_argument("--warmup", type=int, default=2, help="steps before them")
     made.add_argument("--tiers", nargs="+", default=["host", "gpu", "auto"], choices=["host", "gpu", "auto"])
     made.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
-    base = {"layers": args.layers, "warmup": 2, "steps": args.steps, "split": True, "host_gib": args.host_gib}
+    base = {"layers": args.layers, "warmup": args.warmup, "steps": args.steps, "split": True, "host_gib": args.host_gib}
     kept = {
         tier: {"offload": tier, "every": 1, "save_attention": True, "plain": 0, "keep": []} for tier in ("host", "gpu")
     }

@@ -40,6 +40,8 @@ def private_huge(nbytes: int):
 
 def pinning(sheet, name: str, make, nbytes: int) -> None:
     device, cuda = sheet.args.device, sheet.args.cuda
+    torch.zeros(1, device=device)  # the first use of the device takes a second
+    common.synchronize()
     start = time.perf_counter()
     memory = make(nbytes)
     host = torch.frombuffer(memory, dtype=torch.uint8)

@@ -17,8 +17,8 @@ def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:
     weights = {(Q, D): 1, (KV, D): 2, (D, Q): 1, (I, D): 2, (D, I): 1}  # (out, in): how many
     total = {"forward": 0.0, "input gradient": 0.0, "weight gradient": 0.0}
     for (out, into), count in weights.items():
-        w = torch.randn(out, into, device=device).bfloat16()
-        x, dy = (torch.randn(rows, n, device=device).bfloat16() for n in (into, out))
+        w = torch.randn(out, into, device=device, dtype=torch.bfloat16)
+        x, dy = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for n in (into, out))
 
         def run(i, mark, w=w, x=x, dy=dy):
             x @ w.t()
@@ -34,22 +34,23 @@ def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:
 
 
 def attention_seconds(shape, tokens: int, device, backend: str | None = None) -> dict:
-    """Seconds of one layer's attention, forward and backward, called per group of KV heads as the layer engine does."""
-    group = heads_per_group(1, tokens, shape.num_heads, shape.num_kv_heads)
-    heads, groups = group * (shape.num_heads // shape.num_kv_heads), shape.num_kv_heads // group
-    E, scale = shape.head_dim, shape.head_dim**-0.5
-    q, dout = (torch.randn(1, tokens, heads, E, device=device).bfloat16() for _ in range(2))
-    k, v = (torch.randn(1, tokens, group, E, device=device).bfloat16() for _ in range(2))
-    backend = backend or pick(q, k)
+    """Seconds of one layer's attention as the layer engine calls it: forward of all heads, backward of each group of KV heads."""
+    H, K, E, scale = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5
+    group = heads_per_group(1, tokens, H, K)
+    hs, ks, groups = slice(0, group * (H // K)), slice(0, group), K // group
+    q, dout = (torch.randn(1, tokens, H, E, device=device, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, tokens, K, E, device=device, dtype=torch.bfloat16) for _ in range(2))
+    backend = backend or pick(q, k, groups)
 
     def run(i, mark):
         out, lse, state = attention_forward(q, k, v, scale=scale, backend=backend)
+        part = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs], lse[:, hs].contiguous()]
         mark()
-        attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend=backend)
+        attention_backward(*part, state, scale=scale, backend=backend)
         mark()
 
     forward, backward = common.timed(run, budget_ms=400, least=2, most=10)
-    return {"backend": backend, "group": group, "forward": forward * groups / 1e3, "backward": backward * groups / 1e3}
+    return {"backend": backend, "group": group, "forward": forward / 1e3, "backward": backward * groups / 1e3}
 
 
 def floor(shape, tokens: int, device, small: bool) -> dict:

@@ -15,10 +15,13 @@ a dict:
     split, floor    also record one step's kernels; also measure the least time on this card first
     ballast_gib     device memory taken away first, for layers that are not there
     host_gib        host memory to plan with, where the machine's own figure grows as it is used
+    until           time.time() at which nothing more is begun: a first timed step comes in any case, further ones, warm-up
+                    steps and the split only where they fit
 """
 
 import contextlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -316,26 +319,32 @@ def measure(model, case, device) -> dict:
     batch = {"input_ids": ids, "labels": ids}
     found: dict = {}
     before = torch.cuda.memory_allocated() - owned_bytes(model) if device.type == "cuda" else 0
-    host = HostWatch()
+    host, last = HostWatch(), 0.0
+    fits = lambda steps: time.time() + steps * last < case.get("until", math.inf)  # noqa: E731
     try:
-        start = time.perf_counter()
         for i in range(case.get("warmup", 1)):
+            if i and not fits(2):
+                break
+            start = time.perf_counter()
             loss = one_step(model, batch)
             common.synchronize()
-            if i == 0:
-                found["first_step_s"] = time.perf_counter() - start
+            last = time.perf_counter() - start
+            found.setdefault("first_step_s", last)
             model.zero_grad(set_to_none=True)
         watch = GradWatch(model)
         seconds, halves = [], []
         # The first timed step is also the one whose memory is followed: the counters cost microseconds.
-        for _ in range(case.get("steps", 2)):
+        for i in range(case.get("steps", 2)):
+            if i and not fits(1):
+                break
             clock = common.Clock()
             common.synchronize()
             start = time.perf_counter()
             clock.mark()
             loss = one_step(model, batch, clock.mark)
             common.synchronize()
-            seconds.append(time.perf_counter() - start)
+            last = time.perf_counter() - start
+            seconds.append(last)
             halves.append(clock.gaps_ms())
             if watch is not None:
                 found |= watch.close(before)
@@ -354,7 +363,7 @@ def measure(model, case, device) -> dict:
             "policy": policy_of(model),
             "pinned_gib": pinned_gib(model),
         }
-        if case.get("split"):
+        if case.get("split") and fits(1.5):  # recording costs some of it
             found |= kernel_split(model, batch)
     finally:
         found |= host.close()
@@ -368,6 +377,9 @@ def run(cases: list[dict], write) -> None:
     model, made = None, None
     for case in cases:
         result = {"device": common.device_name(device)}
+        if time.time() > case.get("until", math.inf):
+            write(case, result | {"error": "not started: the time of this run was over"})
+            continue
         try:
             if case.get("floor"):
                 from floor import floor
@@ -419,7 +431,8 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
         return rows
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("cases.json", "results.jsonl")]
-        files[0].write_text(json.dumps(cases))
+        until = time.time() + sheet.left()
+        files[0].write_text(json.dumps([{**case, "until": until} for case in cases]))
         worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
         ended = None
         while ended is None:

@@ -5,7 +5,7 @@
 # machine's own. bitsandbytes is left out: it unpacks to 125 MB, and a tree that travels has 64 MiB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-[ $# -gt 0 ] || set -- liger-kernel cut-cross-entropy torchao trl peft datasets 'dill<0.4.2' 'multiprocess<0.70.20'
+[ $# -gt 0 ] || set -- liger-kernel cut-cross-entropy torchao trl peft datasets 'dill<0.4.2' 'multiprocess<0.70.20' pytest pluggy iniconfig
 platforms=()
 for tag in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
 rm -f .whl/*.whl # one version of each: two would stop the installation

@@ -278,14 +278,18 @@ def test_best_interval_keeps_the_fewest_bytes(n, u, v):
 
 
 # One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the last tile is no crumb.
-@pytest.mark.parametrize("batch, tokens", [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)])
+@pytest.mark.parametrize(
+    "batch, tokens", [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)]
+)
 @pytest.mark.parametrize("tile", [1024, 2048, 4096, 8192, 16384])
 def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
     bounds = tile_bounds(batch, tokens, tile)
     *others, last = [b - a for a, b in bounds]
     assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
     assert len(bounds) == -(-tokens // (tile // batch))
-    assert all(n == others[0] and n * batch <= tile for n in others) and (not others or others[0] / 2 <= last <= others[0])
+    assert all(n == others[0] and n * batch <= tile for n in others) and (
+        not others or others[0] / 2 <= last <= others[0]
+    )
 
 
 def test_tiles_come_in_whole_rows_of_matmuls():
