@@ -53,7 +53,7 @@ class _Here(threading.local):
     batch: Batch | None = None  # what the mask function describes
     declined = False  # whether the stack around runs as transformers has it
     causal = False  # whether a causal model's own forward runs around this one
-    embeds = False  # whether a patched model's forward runs that hands nobody what it embedded
+    embeds = None  # the patched model whose forward runs, where that hands nobody what it embedded
     # What its caller said: some models drop positions before their layers (Mamba, Bloom).
     positions: Tensor | None = None
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)

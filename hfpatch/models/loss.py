@@ -133,7 +133,8 @@ class FusedCausalLM(KeepsSignature):
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(causal=True, embeds=not asks_for_hidden_states(self, kwargs)), _positions_told(kwargs):
+        embeds = None if asks_for_hidden_states(self, kwargs) else self
+        with having(causal=True, embeds=embeds), _positions_told(kwargs):
             out = super().forward(**kwargs)
         if getattr(out, "aux_loss", None) is not None:
             out["aux_loss"] = once(out.aux_loss)

@@ -337,15 +337,16 @@ class FreeEmbedding:
 
     A reentrant checkpoint needs that, hfpatch's does not: as a leaf the output would be kept all step, and the first layer
     would compute its gradient for nobody. Called by hand, or for hidden states, it gives what was asked for: the caller may read
-    that gradient.
+    that gradient; and in a frozen model, where backward has no other leaf to go to.
     """
 
     def __call__(self, *args, **kwargs):
         out = super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf and here.embeds):
+        if torch.compiler.is_compiling() or not (out.requires_grad and out.is_leaf and here.embeds is not None):
             return out
         hooks = forward_hooks(self)
-        return out.detach() if hooks and all(map(asks_for_input_gradients, hooks)) else out
+        asked = hooks and all(map(asks_for_input_gradients, hooks))
+        return out.detach() if asked and any(p.requires_grad for p in here.embeds.parameters()) else out
 
 
 class _Sliced:

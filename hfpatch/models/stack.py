@@ -75,7 +75,7 @@ class OurAttention(KeepsSignature):
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(embeds=not asks_for_hidden_states(self, kwargs) and (here.embeds or not here.causal)):
+        with having(embeds=None if asks_for_hidden_states(self, kwargs) else here.embeds if here.causal else self):
             out = super().forward(**kwargs)
         if getattr(out, "router_logits", None):
             shares_balance(type(self), sequence_now(self.config, self.training))

@@ -161,6 +161,18 @@ def test_hidden_states_have_the_gradient_that_was_asked_for(way):
     tiny.numerics.assert_close(*kept, "what was embedded")
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+@pytest.mark.parametrize("part", ["causal", "stack"])
+def test_a_frozen_model_has_a_backward_where_input_gradients_were_asked_for(part, way):
+    """Which reaches nobody, in stock too; the loss had no graph, so that backward raised."""
+    ours = tiny.patched(tiny.llama().requires_grad_(False), checkpointing=tiny.WAYS[way])
+    ours.enable_input_require_grads()
+    batch = tiny.labelled()
+    loss = ours(**batch).loss if part == "causal" else ours.model(batch["input_ids"]).last_hidden_state.sum()
+    loss.backward()
+    assert all(p.grad is None for p in ours.parameters())
+
+
 def test_an_embedding_of_the_familys_own_is_free_too():
     """Gemma's scales what it looks up."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
