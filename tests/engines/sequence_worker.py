@@ -59,7 +59,7 @@ def batch(kind: str, B: int) -> dict:
         given["attention_mask"][0, -5:] = given["attention_mask"][-1, 11:13] = 0
         if B > 1:
             given["attention_mask"][1, :4] = 0
-            labels[1, :5] = -100
+            labels[1, :4] = -100  # and what sees nobody predicts the first token
     elif kind == "half":
         labels[:, T // 2 :] = -100
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()

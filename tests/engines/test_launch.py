@@ -134,6 +134,7 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
         assert report["resumed"] == report["losses"]
     more = {
         "plain without offload",
+        "lora, begun late",
         "plain, stage 2",
         "tied, stage 1",
         "lora, stage 2 with offload",

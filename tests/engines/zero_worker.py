@@ -18,11 +18,16 @@ import hfpatch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gradients(kind: str, offload: dict, stage: int = 3) -> dict[str, torch.Tensor]:
-    """Two accumulated backward passes a rank through deepspeed.initialize; whole gradients, on every rank."""
+def gradients(kind: str, offload: dict, stage: int = 3, late: bool = False) -> dict[str, torch.Tensor]:
+    """Two accumulated backward passes a rank through deepspeed.initialize; whole gradients, on every rank. late: the model took a
+    step without it before."""
     from deepspeed.utils import safe_get_full_grad
 
     model = common.variant(kind)
+    if late:
+        model(**common.micro_batches()[0]).loss.backward()
+        torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
+        model.zero_grad()
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage, **offload},
@@ -62,6 +67,7 @@ def main(folder: str) -> None:
     host = {"device": "cpu"}
     found = {k: common.worst(k, gradients(k, {"offload_param": host, "offload_optimizer": host})) for k in common.KINDS}
     found["plain without offload"] = common.worst("plain", gradients("plain", {}))
+    found["lora, begun late"] = common.worst("lora", gradients("lora", {}, late=True))
     found["plain, stage 2"] = common.worst("plain", gradients("plain", {}, stage=2))
     found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
     found["lora, stage 2 with offload"] = common.worst("lora", gradients("lora", {"offload_optimizer": host}, stage=2))
