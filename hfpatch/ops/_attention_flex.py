@@ -73,9 +73,9 @@ def _mask(
 ) -> tuple[list, Tensor, Tensor]:
     """(a BlockMask but for its function, first_BT, hidden_BT), once a batch for all layers; never [T, T].
 
-    length: T and what is filled up behind it, which no token before it sees.
+    length: T and what is filled up behind it, which no token before it sees, and which sees itself alone.
     """
-    first_BT = pad(_first_seen(Pattern(documents, window), B, T, device), (0, length - T))
+    first_BT = pad(_first_seen(Pattern(documents, window), B, T, device), (0, length - T), value=T)
     hidden = torch.zeros(B, T, dtype=torch.bool, device=device) if hidden_BT is None else hidden_BT
     hidden = pad(hidden, (0, length - T))
     some, whole = (_counted(blocks) for blocks in _blocks_of(first_BT, hidden))

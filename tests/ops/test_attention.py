@@ -79,14 +79,22 @@ def test_documents(dtype):
 def _hidden():
     hidden = torch.zeros(2, 45, dtype=torch.bool)
     hidden[0, 7:9], hidden[1, 40:], hidden[0, 30] = True, True, True  # holes and right padding
+    # What sees nobody: a row's first tokens, a document of one, the end of a hole longer than the window.
+    hidden[1, :2], hidden[0, 3], hidden[1, 20:33] = True, True, True
     return hidden
+
+
+def _blind():
+    blind = torch.zeros(2, 45, dtype=torch.bool)
+    blind[0, :3], blind[1] = True, True  # padding before a row, and a row of nothing else
+    return blind
 
 
 # Each alone and all together; the window ends within a block and crosses documents; v narrower and wider than q.
 @pytest.mark.parametrize("E_v", [16, 8, 24])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents", "documents hidden_BT",
-                                   "documents window hidden_BT softcap"])  # fmt: skip
+                                   "blind_BT", "documents window hidden_BT softcap blind_BT"])  # fmt: skip
 @pytest.mark.parametrize("sinks", [False, True])
 def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     monkeypatch.setattr("hfpatch.ops._attention_blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
@@ -94,7 +102,7 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     v, dout = (torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout))
     bounds = (0, 3, 4, 45, 60, 90)
     every = {"documents": A.Documents(bounds, torch.tensor(bounds, dtype=torch.int32)), "window": 9, "softcap": 2.0,
-             "hidden_BT": _hidden()}  # fmt: skip
+             "hidden_BT": _hidden(), "blind_BT": _blind()}  # fmt: skip
     pattern = {name: every[name] for name in names.split()}
     documents = pattern.pop("documents", None)
     sink = torch.linspace(-2, 2, 4, dtype=torch.float64).to(dtype) if sinks else None
@@ -108,17 +116,20 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     out, lse, state = A.attention_forward(q, k, v, **asked)
     grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
     assert [g.dtype for g in grads] == [dtype] * len(grads)
-    lse = A._per_head(lse, 2, 45)
+    # A kernel has a log-sum-exp of its own for what sees nobody.
+    seen = asked["pattern"].allowed(range(45), range(45), 2, 45, "cpu").any(-1)
+    lse, *theirs = (torch.where(seen, x, 0) for x in (A._per_head(lse, 2, 45), plain[1], exact[1]))
+    plain, exact = ((x[0], y, *x[2:]) for x, y in zip((plain, exact), theirs))
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact):
         check(got, p, e, name, dtype, 45)
 
 
 @pytest.mark.parametrize("E_v", [16, 8])
-@pytest.mark.parametrize("names", ["softcap", "hidden_BT", "documents window hidden_BT softcap"])
+@pytest.mark.parametrize("names", ["softcap", "hidden_BT", "blind_BT", "documents window hidden_BT softcap blind_BT"])
 def test_flex_attention_in_torchs_plain_code(names, E_v, monkeypatch):
     """What a GPU compiles: its masks by blocks of 16, its score function and its backward from out and lse, with sinks."""
     monkeypatch.setattr(flex, "SIZE", 16)
-    test_patterns(names, torch.float64, E_v, True, monkeypatch, "flex")
+    test_patterns(names, torch.float64, E_v, names != "hidden_BT", monkeypatch, "flex")
 
 
 def test_blocks_of_a_flex_mask():
@@ -135,6 +146,13 @@ def test_blocks_of_a_flex_mask():
         assert torch.equal(some | whole, blocks.flatten(4).any(4)), pattern
         assert not (whole & ~blocks.flatten(4).all(4)).any() and not (some & whole).any()
         assert whole.any() == (pattern.window is None)
+
+
+def test_what_fills_up_a_length_sees_itself_alone():
+    """Behind a row's tokens: without a start it was computed against all of them, the most of a window's work at 131,073 tokens."""
+    _, *seen_by = flex._mask(None, 64, None, 1, 4097, 4608, torch.device("cpu"))
+    some, whole = flex._blocks_of(*seen_by)
+    assert (some | whole).sum(-1).max() == 4 == 512 // flex.SIZE
 
 
 def test_flex_attention_compiled(monkeypatch):
