@@ -164,8 +164,16 @@ def test_chunks_fill_the_processors(processors, hidden_size):
     found = loop.rows_that_fill(2048, tokens, hidden_size, processors, a_pass)
     least = min(map(seconds, range(128, 2049, 128)))
     assert found % 128 == 0 and (seconds(found) == least if found < 2048 else 15 * seconds(found) <= 16 * least)
-    known = {(108, 4096): 1664, (132, 4096): 2048, (132, 3072): 1408, (132, 5120): 1664}
-    assert found == known.get((processors, hidden_size), found)
+    # As profiles/kernels/README.md has them.
+    shorter = {
+        (108, 2048): 1664,
+        (108, 4096): 1664,
+        (132, 3072): 1408,
+        (132, 5120): 1664,
+        (148, 3072): 1536,
+        (148, 5120): 1792,
+    }
+    assert found == shorter.get((processors, hidden_size), 2048)
 
 
 def test_chunks_are_those_of_the_device_they_run_on(monkeypatch):
