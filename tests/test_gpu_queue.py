@@ -1,6 +1,7 @@
 """The GPU queue's entries, each run whole on a CPU at tiny size, and what their figures are made of."""
 
 import ast
+import contextlib
 import csv
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
+from hfpatch.checkpoint.device import CudaDevice  # noqa: E402
 from hfpatch.memory import hardware  # noqa: E402
 from hfpatch.memory.flops import step_flops  # noqa: E402
 from hfpatch.memory.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
@@ -371,6 +374,32 @@ def test_a_slots_steps_end_in_time_by_the_plans_arithmetic(monkeypatch, tmp_path
                 monkeypatch.setattr(module.common.Sheet, "picture", lambda *args, **kwargs: None)
                 assert module.main([*job.arguments.split(), "--out", str(tmp_path)]) == 0
                 assert 0 < sum(spent) < job.seconds + slot.GRACE, (part, job, spent)
+
+
+def test_copies_are_delayed_on_the_streams_they_use(monkeypatch):
+    """Played: a wait on the stream that copies, and on the one that others wait for; none afterwards."""
+    now, waits = [None], []
+
+    @contextlib.contextmanager
+    def on(stream):
+        before, now[0] = now[0], stream or now[0]
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: waits.append((now[0], cycles)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    device, real = CudaDevice(torch.device("cuda")), (CudaDevice.on, CudaDevice.mark)
+    with load("01c_model").delays(0):
+        for _ in range(20):
+            with device.on("copies"):
+                assert now == ["copies"]
+            device.mark("copies"), device.mark()
+    assert [stream for stream, _ in waits] == ["copies", "copies", None] * 20 and len(
+        {cycles for _, cycles in waits}
+    ) > 2
+    assert (CudaDevice.on, CudaDevice.mark) == real
 
 
 def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path):
