@@ -107,8 +107,10 @@ def gpu_named(device_name: str) -> Gpu | None:
     if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
         return None
     plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
-    rows = [gpu for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])]
-    return rows[0] if rows else None
+    rows = [
+        (name.partition("-")[2] in plain, gpu) for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])
+    ]
+    return max(rows, key=lambda row: row[0])[1] if rows else None  # of two memories the one that is named
 
 
 _BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)

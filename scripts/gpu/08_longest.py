@@ -21,7 +21,8 @@ WORDS = """
 Each length is one forward and backward of Llama-3.1-8B's shape on the real card, without optimizer. A whole step of
 32 layers at 524,288 tokens takes a quarter of an hour, so `run` layers run and `ballast_gib` of the card is taken
 away for the parameters and gradients of the others: what a layer holds does not depend on how many there are, and
-`needs_host_gib` counts the checkpoints of all. The rows at full depth run every layer. A length fits where the step
+`needs_host_gib` counts the checkpoints of all. The rows at full depth run every layer. `step_s` is of a process's first
+step: pinning and compiling are in it. A length fits where the step
 ends; `kept` says with which checkpoints.
 """
 COLUMNS = (

@@ -15,7 +15,8 @@ WORDS = """
 32 layers of 8B's widths, the base in 4 bits (NF4 of nf4.py: plain torch, so its time is above that of bitsandbytes'
 kernels; 0.516 bytes a weight), rank 16 on every Linear, adapters in bf16, no optimizer. `cap_gib` is all the device
 memory that the process may take. trl is TRL's selective checkpointing with transformers' offload and TRL's fused head;
-liger its kernels with the same offload. Each implementation goes on to the next length while one fits.
+liger its kernels with the same offload. Each implementation goes on to the next length while one fits. From 100,000
+tokens on the step is its process's first: pinning and compiling are in it.
 """
 RIVALS = {"trl": "offload", "liger": "offload"}
 COLUMNS = (

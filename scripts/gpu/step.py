@@ -345,6 +345,7 @@ def measure(model, case, device) -> dict:
             common.synchronize()
             last = time.perf_counter() - start
             seconds.append(last)
+            found.setdefault("first_step_s", last)  # without a warm-up: it pinned and compiled
             halves.append(clock.gaps_ms())
             if watch is not None:
                 found |= watch.close(before)

@@ -13,7 +13,7 @@ from hfpatch.memory.choice import choose
 from hfpatch.memory.cuts import loss_chunk_rows
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.hardware import GPUS, gpu_row
+from hfpatch.memory.hardware import GPUS, gpu_named, gpu_row
 from hfpatch.memory.limits import parse_bytes
 from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import PRESETS, preset_config
@@ -251,6 +251,13 @@ def test_shape_refuses_in_one_sentence(change, word):
 def test_hardware_rows():
     assert gpu_row("A100-80GB") is gpu_row("a100") is GPUS["a100-80gb"]
     assert gpu_row("RTX 4090") is GPUS["rtx4090"]
+    # As drivers give them; two cards of one name differ by their memory, and its rate.
+    for name, row in (
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("AMD Instinct MI300X", "mi300x"),
+    ):  # fmt: skip
+        assert gpu_named(name) is GPUS[row]
+    assert gpu_named("NVIDIA H100 PCIe") is gpu_named("NVIDIA A10") is None
     with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*'gtx' came"):
         gpu_row("gtx")
     assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
