@@ -56,6 +56,7 @@ class _Here(threading.local):
     embeds = None  # the patched model whose forward runs, where that hands nobody what it embedded
     # What its caller said: some models drop positions before their layers (Mamba, Bloom).
     positions: Tensor | None = None
+    uncached = False  # whether it asked for no cache, nor against one
     sequence = None  # checkpoint.exchange.Sequence that the caller says shares rows (models/parallel.py)
     # The model that is asked for a loss, its labels, whether they are to be shifted, their count.
     target: tuple | None = None

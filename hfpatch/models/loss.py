@@ -63,10 +63,12 @@ def not_its_own_loss(model: nn.Module) -> str | None:
     return None
 
 
-def _positions_told(kwargs):
-    """Within, the stack knows the positions that its causal model was given, which some drop (Mamba, Bloom)."""
+def _told(kwargs):
+    """Within, the stack knows what its causal model was given: positions, which some drop (Mamba, Bloom), and no cache, where
+    models between make one (Idefics)."""
     given = kwargs.get("position_ids")
-    return having(positions=here.positions if given is None else given)
+    uncached = here.uncached or kwargs.get("past_key_values") is None and kwargs.get("use_cache") is None
+    return having(positions=here.positions if given is None else given, uncached=uncached)
 
 
 class TellsPositions(KeepsSignature):
@@ -76,7 +78,7 @@ class TellsPositions(KeepsSignature):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with _positions_told(kwargs):
+        with _told(kwargs):
             return super().forward(**kwargs)
 
 
@@ -134,7 +136,7 @@ class FusedCausalLM(KeepsSignature):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         embeds = None if asks_for_hidden_states(self, kwargs) else self
-        with having(causal=True, embeds=embeds), _positions_told(kwargs):
+        with having(causal=True, embeds=embeds), _told(kwargs):
             out = super().forward(**kwargs)
         if getattr(out, "aux_loss", None) is not None:
             out["aux_loss"] = once(out.aux_loss)

@@ -194,7 +194,16 @@ class OurAttention(KeepsSignature):
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
         sequence = sequence_now(config, self.training)
-        cached = cache is None and use_cache is None and sequence is None and bool(getattr(config, "use_cache", False))
+        for_nobody = here.uncached and self.training and torch.is_grad_enabled() and _empty(cache)
+        if for_nobody:  # a model around this one made it
+            cache = use_cache = kwargs["past_key_values"] = kwargs["use_cache"] = None
+        cached = (
+            for_nobody
+            or cache is None
+            and use_cache is None
+            and sequence is None
+            and bool(getattr(config, "use_cache", False))
+        )
         of_rows = cached and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B
         if of_rows and mask.shape[1] != T:
             # Beside its cache transformers cuts a mask to the tokens, and hides what it is short of.
@@ -247,8 +256,8 @@ class OurAttention(KeepsSignature):
                     "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
                     "pass use_cache=False, which isolates the documents."
                 )
-            empty = cache is None or type(cache) is DynamicCache and not cache.get_seq_length()
-            prefill = empty and T > 1 and not torch.is_grad_enabled() and self._hfpatch_session is not None
+            fills = cache is None or _empty(cache)
+            prefill = fills and T > 1 and not torch.is_grad_enabled() and self._hfpatch_session is not None
             if not (prefill and self._hfpatch_prefill):
                 return None
             positions = None  # beside a cache transformers looks for no documents, and what restarts was refused
@@ -327,6 +336,10 @@ class OurAttention(KeepsSignature):
 def _given(kwargs):
     """The ids, or what is embedded already."""
     return kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
+
+
+def _empty(cache) -> bool:
+    return type(cache) is DynamicCache and not cache.get_seq_length()
 
 
 def _full_attention(config) -> bool:

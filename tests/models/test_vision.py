@@ -41,6 +41,7 @@ OURS = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 6
         "vision_end_token_id": 63, "boi_token_index": 61, "eoi_token_index": 62, "mm_tokens_per_image": 4}  # fmt: skip
 PATCHES = {"pixel_values": (16, 96)}  # of a 16 x 16 image, two frames of three colours
 PIXELS = {"pixel_values": (1, 3, 16, 16)}
+OF_A_ROW = {"pixel_values": (1, 1, 3, 16, 16)}
 # Layers of the language tower, tokens of the image, what comes with it, whether its layers run tile by tile.
 MODELS = {
     "qwen3_vl": (2, 4, PATCHES, True),  # three positions a token, image features added behind the first layers
@@ -48,6 +49,7 @@ MODELS = {
     "mistral3": (2, 4, PIXELS, True),
     "llava": (2, 16, PIXELS, True),
     "llama4": (4, 4, PIXELS, True),  # the loss is computed around the model that has the head
+    "idefics3": (2, 4, OF_A_ROW, True),
     "gemma3": (6, 4, PIXELS, False),  # its image tokens see each other both ways, by a mask of its own
 }
 
@@ -111,3 +113,16 @@ def test_an_image_and_text(name, capsys):
     assert (max(found) <= 16) == MODELS[name][3]
     said = "run whole, their inputs offloaded: a mask that is made outside of it."
     assert capsys.readouterr().err.count(said) == (not MODELS[name][3])
+
+
+def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole():
+    """Idefics 2 and 3 and SmolVLM make one in training too, around the language tower."""
+    stock, batch = small("idefics3")
+    ours, found = copy.deepcopy(stock), []
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16))
+    lengths(find_decoder(ours).layers[-1].mlp, found)
+    out, wanted = ours(**batch), stock(**batch)
+    assert wanted.past_key_values is not None and max(found) <= 16
+    out.loss.backward(), wanted.loss.backward()
+    assert_close({n: p.grad for n, p in ours.named_parameters()}, {n: p.grad for n, p in stock.named_parameters()})
+    assert ours(**batch, use_cache=True).past_key_values is not None, "where it was asked for"
