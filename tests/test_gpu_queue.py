@@ -518,3 +518,12 @@ def test_the_readme_names_every_entry():
 def test_cases_survive_json():
     case = {"impl": "hfpatch", "tokens": 8, "checkpointing": {"offload": "host", "every": 1, "save_attention": True}}
     assert json.loads(json.dumps(case)) == case
+
+
+def test_mfu_of_a_timed_step_is_that_of_the_plan(monkeypatch):
+    """On a device with a data sheet, which no CPU is: there alone it raised, behind the step that was timed."""
+    shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
+    found = hfpatch.plan("llama-3.1-8b", seq_len=8192, gpu="h100", placement="gpu8bit")
+    assert step.mfu_of(shape, 8192, found.step_seconds) is None
+    monkeypatch.setattr(common, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert step.mfu_of(shape, 8192, found.step_seconds) == pytest.approx(found.mfu)

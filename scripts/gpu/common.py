@@ -26,8 +26,6 @@ sys.path.insert(0, str(ROOT))  # a clone that was not installed
 GiB = 1 << 30
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "torchao", "accelerate")
 JOURNAL = "HFPATCH_GPU_ROWS"  # the variable that names a file to which every sheet of a run appends its rows too
-# Dense bf16 FLOP/s of the vendors' data sheets, for MFU alone; shares in the tables are of rates measured in the run.
-DATASHEET = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 
 def parser(entry: str, doc: str) -> argparse.ArgumentParser:

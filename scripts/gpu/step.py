@@ -266,12 +266,12 @@ def kernel_split(model, batch) -> dict:
 
 
 def mfu_of(shape, tokens: int, seconds: float) -> float | None:
-    """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted."""
-    from hfpatch.training.callback import step_flops
+    """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted; None of a device that
+    has none."""
+    from hfpatch.training.callback import model_flops, published_peak
 
-    name = common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    rate = next((rate for part, rate in common.DATASHEET.items() if part in name), None)
-    return step_flops(shape, tokens, tokens**2) / seconds / rate if rate else None
+    rate = published_peak(common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    return model_flops(shape, 1, tokens) / seconds / rate if rate else None
 
 
 @contextlib.contextmanager
