@@ -5,9 +5,12 @@ import contextlib
 import csv
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -480,6 +483,30 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
     }
     with tarfile.open(out / "slot1.tar.gz") as pack:
         assert "slot1/00_01_good/01_good.csv" in pack.getnames()
+
+
+@pytest.mark.parametrize("pip", [True, False])
+def test_wheels_are_used_where_there_is_no_pip_too(pip, tmp_path):
+    """Two of them, and a broken one that keeps neither out; in a tree of its own with an entry that imports them."""
+    (tmp_path / "scripts" / "gpu").mkdir(parents=True), (tmp_path / ".whl").mkdir()
+    (tmp_path / "scripts" / "gpu" / "slot.py").write_text("import one, two; print(one.__name__, two.__name__)")
+    script = tmp_path / "scripts" / "gpu" / "slot.sh"
+    script.write_text((FOLDER / "slot.sh").read_text())
+    for name in ("one", "two"):
+        with zipfile.ZipFile(tmp_path / ".whl" / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            wheel.writestr(
+                f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.dist-info/RECORD", "")
+    (tmp_path / ".whl" / "broken-1-py3-none-any.whl").write_text("none")
+    python = tmp_path / "python"
+    without = "" if pip else '[ "$2" != pip ] || exit 1; '
+    python.write_text(f'#!/bin/sh\n{without}exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    ran = subprocess.run(["bash", script], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+    assert ran.stdout.split() == ["one", "two"] and "broken-1-py3-none-any.whl does not install" in ran.stderr
 
 
 def test_a_slot_whose_time_is_over_says_what_it_left_out(tmp_path, capsys):

@@ -10,6 +10,9 @@ if compgen -G '.whl/*.whl' >/dev/null; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     install() { "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$@"; }
+    # An environment that uv made has no pip; a wheel is a zip of what goes there.
+    "$PYTHON" -m pip --version >/dev/null 2>&1 ||
+        install() { for wheel; do "$PYTHON" -m zipfile -e "$wheel" "$site" || return; done; }
     # All at once is quickest; one that does not fit this machine must not keep the others out.
     install .whl/*.whl 2>/dev/null || for wheel in .whl/*.whl; do
         install "$wheel" 2>/dev/null || echo "hfpatch: $wheel does not install here; what needs it is left out." >&2
