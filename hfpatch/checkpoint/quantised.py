@@ -72,9 +72,10 @@ def is_written_out(module: nn.Module) -> bool:
 
 
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
-    """The shape with the LoRA adapters that this layer trains, where it trains nothing else."""
+    """The shape with the LoRA adapters that this layer, or model, trains, where it trains nothing else."""
     trained = {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    ranks = [p.shape[0] for n, p in trained.items() if ".lora_A." in n]
+    sizes = (getattr(p, "ds_shape", p.shape) for n, p in trained.items() if ".lora_A." in n)  # ZeRO-3 holds shards
+    ranks = [size[0] for size in sizes if len(size) == 2]  # FSDP1's are flat
     if shape is None or not ranks or not all(".lora_" in name for name in trained):
         return shape
     known = {n for i in shape.kinds for n in layer_linears(shape, i)}

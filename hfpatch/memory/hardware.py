@@ -48,6 +48,12 @@ class Gpu:
         return self.peak_flops if self.measured else MATMUL_SHARE * self.peak_flops
 
     @property
+    def data_sheet_flops(self) -> float:
+        """What MFU is a share of: the data sheet's peak, also of a card whose rates were measured, where it is in the table."""
+        known = gpu_named(self.name) if self.measured else None
+        return (known or self).peak_flops
+
+    @property
     def link_rate(self) -> float:
         """Bytes/s that pinned copies are planned with, one direction."""
         return self.link if self.measured else LINK_SHARE * self.link

@@ -21,9 +21,10 @@ SUM_BYTES, SUM_BYTES_ONCE = 6, 2
 # Rows of keys that one block of a flash attention backward works through, and the share of its time that a launch waits
 # for its last block: list scheduling wastes at most one block a launch (Graham, 1969), half of one is assumed.
 BLOCK_ROWS, TAIL_SHARE = 128, 0.5
-# Python's own time for a tile of a layer, forward and backward: 7.6 and 32 ms for 16 tiles, timed on a CPU over operations
-# that compute nothing. The device waits for it where its own work on the tile is shorter.
-HOST_SECONDS_PER_TILE = (7.6e-3 + 32e-3) / 16
+# Python's own time, forward and backward, for a layer in tiles, for each of them, and for a layer that keeps everything: timed on a
+# CPU over small tensors (profiles/host, whose last rows of hfpatch and of stock layers these give). The device waits for it where
+# its own work is shorter.
+HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_TILE, HOST_SECONDS_PLAIN = 0.92e-3, 0.66e-3, 0.94e-3
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,8 @@ def step_time(
     total = matmul + attend + fore + back + sums + loss + waits
     wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down)
 
-    python_wait = max(0.0, n * count * HOST_SECONDS_PER_TILE - forward - backward - wait)
+    python = n * (HOST_SECONDS_PER_LAYER + count * HOST_SECONDS_PER_TILE) + (shape.num_layers - n) * HOST_SECONDS_PLAIN
+    python_wait = max(0.0, python - forward - backward - wait)
 
     optimizer = optimizer_seconds(gpu, memory, stays)
     exchange = 0.0

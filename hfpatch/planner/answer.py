@@ -121,7 +121,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
         tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
-        mfu=flops.model / time.total / run.gpu.peak_flops,
+        mfu=flops.model / time.total / run.gpu.data_sheet_flops,
         policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},

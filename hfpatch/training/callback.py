@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hfpatch.checkpoint.device import arrived
+from hfpatch.checkpoint.quantised import as_trained
 from hfpatch.compat import is_sharded_by_zero3, parallelism_config
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import GiB, ModelShape
@@ -81,7 +82,7 @@ class Callback(TrainerCallback):
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
         try:
-            self._shape = ModelShape.from_config(model.config)
+            self._shape = as_trained(ModelShape.from_config(model.config), model)
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
             self._shape = None
         optimizer = kwargs.get("optimizer")
@@ -94,7 +95,7 @@ class Callback(TrainerCallback):
         self._loader = kwargs.get("train_dataloader")
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))
-        self._trained = _trained_share(model)
+        self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
         state_of = getattr(args, "distributed_state", None)
         self._plans = _planner(model, optimizer) if getattr(state_of, "distributed_type", "") == "NO" else None
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
@@ -233,7 +234,7 @@ def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0,
     """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation left out).
 
     attention_share: what packed documents leave of a full row's causal attention. trained: share of the weights that
-    get a gradient; a frozen one costs 4 FLOPs a token instead of 6.
+    get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with adapters knows that by itself).
     """
     flops = step_flops(shape, "off", batch=batch, tokens=tokens)
     return (flops.model - flops.model_attention) * (4 + 2 * trained) / 6 + flops.model_attention * attention_share

@@ -146,6 +146,7 @@ def test_a_patched_model_is_sized_by_what_it_trains():
         found = as_trained(shape, layer)
         assert found.trained_parameters == replace(shape, adapters=adapters).trained_parameters
         assert found.adapters.base == adapters.base
+        assert as_trained(shape, made).adapters == found.adapters, "the callback asks of the whole model"
         torch.nn.Module.requires_grad_(layer.input_layernorm)  # a norm is trained as well
         assert as_trained(shape, layer) is shape
 

@@ -1,6 +1,8 @@
 """FLOPs by the closed form: windows, experts, what runs again, and what nobody reads."""
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,16 @@ from hfpatch.memory.formula import step_memory
 from hfpatch.memory.hardware import GPUS, GiB
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import SUM_BYTES, SUM_BYTES_ONCE, _elementwise, step_time, tails
+from hfpatch.memory.seconds import (
+    HOST_SECONDS_PER_LAYER,
+    HOST_SECONDS_PER_TILE,
+    HOST_SECONDS_PLAIN,
+    SUM_BYTES,
+    SUM_BYTES_ONCE,
+    _elementwise,
+    step_time,
+    tails,
+)
 from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import resident
 
@@ -173,3 +184,15 @@ def test_published_steps_stand_beside_the_step_model(gpu, model, ranks, tokens, 
     planned = step_time(row, flops, memory, policy, shape, stays, **sizes)[0].total
     measured = seconds or flops.model / (0.22 * row.peak_flops)
     assert low <= measured / planned <= high
+
+
+def test_the_hosts_seconds_are_those_that_were_timed():
+    """The step model had what a tile took before blocks were written out, three times as much."""
+    with open(Path(__file__).resolve().parents[2] / "profiles" / "host" / "results.csv") as file:
+        rows = list(csv.DictReader(file))
+    timed = {(r["who"], int(r["tiles"])): (int(r["us_forward"]) + int(r["us_backward"])) * 1e-6 for r in rows}
+    ours = [who for who, tiles in timed if tiles == 16][-1]
+    for tiles in (1, 16):
+        planned = HOST_SECONDS_PER_LAYER / tiles + HOST_SECONDS_PER_TILE
+        assert planned == pytest.approx(timed[ours, tiles], rel=0.01)
+    assert pytest.approx(timed["stock", 1], rel=0.01) == HOST_SECONDS_PLAIN

@@ -491,6 +491,7 @@ def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
     found = measure.measure_this()
     assert (found.name, found.processors, found.memory_bytes) == ("NVIDIA H100 SXM", 132, 79 * GiB)
     assert (found.matmul_flops, found.link_rate, found.peer_rate) == (1.0, 3.0, 5.0)  # measured: no share of them
+    assert found.data_sheet_flops == GPUS["h100"].peak_flops, "MFU is the share that the callback gives"
 
 
 def test_starts_at_once():
