@@ -384,6 +384,41 @@ def test_a_slots_steps_end_in_time_by_the_plans_arithmetic(monkeypatch, tmp_path
                 assert 0 < sum(spent) < job.seconds + slot.GRACE, (part, job, spent)
 
 
+def test_liger_is_gone_from_a_process_that_goes_on(monkeypatch):
+    """Its patch of one model puts its classes into the family's file, where the next entry's model would find them."""
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name == "become")
+    monkeypatch.setattr(step, "checkpoint", lambda *_: None)
+    case, rows = {"preset": "llama-tiny", "layers": 2, "tokens": 48, "steps": 1, "changes": {"vocab_size": 128}}, []
+    for impl in ("liger", "stock", "hfpatch"):
+        step.run([case | {"impl": impl}], lambda case, result: rows.append(result))
+    liger, *others = rows
+    assert "error" in liger and "Liger" not in liger["error"]  # applied, and no GPU for its kernels
+    assert not any("error" in row for row in others), others
+
+
+def test_the_split_of_a_device_is_read_from_its_events(monkeypatch):
+    """Played: two streams, a wait of half a second for a copy between two matmuls, in the profiler's own words and microseconds."""
+    kind = torch.autograd.DeviceType
+    rows = [
+        ("cutlass_80_tensorop_bf16_s16816gemm", 7, 0.0, 1e6, kind.CUDA),
+        ("Memcpy HtoD (Pinned -> Device)", 13, 0.5e6, 1.5e6, kind.CUDA),
+        ("void flash_fwd_kernel", 7, 1.5e6, 3e6, kind.CUDA), ("cudaLaunchKernel", 0, 0.0, 9e6, kind.CPU),
+    ]  # fmt: skip
+    events = [
+        SimpleNamespace(name=n, device_resource_id=s, time_range=SimpleNamespace(start=a, end=b), device_type=d)
+        for n, s, a, b, d in rows
+    ]
+    played = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: played)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(step, "one_step", lambda *_: None)
+    found = step.kernel_split(torch.nn.Linear(1, 1), {})
+    assert (found["split_step_s"], found["matmul_s"], found["attention_s"], found["copies_s"]) == (3.0, 1.0, 1.5, 1.0)
+    assert found["copy_wait_s"] == 0.5 and found["other_s"] == 0.0
+
+
 def test_copies_are_delayed_on_the_streams_they_use(monkeypatch):
     """Played: a wait on the stream that copies, and on the one that others wait for; none afterwards."""
     now, waits = [None], []
@@ -410,8 +445,9 @@ def test_copies_are_delayed_on_the_streams_they_use(monkeypatch):
     assert (CudaDevice.on, CudaDevice.mark) == real
 
 
-def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path):
-    """A first timed step comes in any case, the rest where it fits; a case whose time is over is said not to have begun."""
+def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path, monkeypatch):
+    """A first timed step comes in any case, the rest where it fits; a case whose time is over is said not to have begun. A
+    recorded step that fails takes nothing away."""
     args = common.parse(common.parser("03_models", "x"), ["--small", "--out", str(tmp_path)])
     (case,) = step.small(common.Sheet(args), [{"impl": "hfpatch", "layers": 32, "tokens": 8192, "split": True}])
     model = step.build(case, torch.device("cpu"))
@@ -422,6 +458,9 @@ def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path):
     )
     found = step.measure(model, case | runs | {"until": time.time() + 1e3}, torch.device("cpu"))
     assert len(found["steps_s"].split()) == 3 and "attention_s" in found
+    monkeypatch.setattr(step, "kernel_split", lambda *_: 1 / 0)
+    found = step.measure(model, case | runs, torch.device("cpu"))
+    assert found["step_s"] > 0 and "ZeroDivisionError" in found["split_error"]
     rows = []
     step.run([case | {"until": time.time() - 1}], lambda case, result: rows.append(result))
     assert "not started" in rows[0]["error"] and "step_s" not in rows[0]

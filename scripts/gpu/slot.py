@@ -44,12 +44,13 @@ class Job:
         return "--small" in self.arguments.split()
 
 
-STEP = "impl kept layers tokens step_s tokens_s mfu beyond_gib error"
+STEP = "impl kept layers tokens step_s tokens_s mfu beyond_gib split_error error"
 SMALL = (
     "01b_float64", "01c_model", "02a_elementwise", "02b_loss", "03_models", "04_attention", "05_step_128k",
     "06_offload_peer", "07_short_steps", "08_longest", "09_gpu8bit", "12_tiles", "13_qlora",
 )  # fmt: skip
-FULL = "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s copy_wait_s other_s beyond_gib host_used_gib error"
+FULL = "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s copy_wait_s other_s beyond_gib host_used_gib"
+FULL += " split_error error"
 PARTS = {
     1: [
         # Small ones share a process: importing and starting the device cost more than they do. The first compiles every kernel,

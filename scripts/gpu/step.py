@@ -86,6 +86,9 @@ def checkpoint(model, offload: bool) -> None:
         enable({"use_reentrant": False})
 
 
+LIGERS: dict = {}  # of each family's file into which Liger put its classes for the whole process, what was there before
+
+
 def become(model, case) -> str:
     """Makes the model what the case asks for; returns what was done, in a line."""
     impl, kept = case["impl"], case.get("checkpointing", "auto" if case["impl"] == "hfpatch" else "plain")
@@ -101,6 +104,8 @@ def become(model, case) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         if not getattr(model, "_liger_applied", False):
+            family = sys.modules[type(model.get_base_model() if case.get("lora") else model).__module__]
+            LIGERS.setdefault(family, dict(vars(family)))
             _apply_liger_kernel_to_instance(model=model.get_base_model() if case.get("lora") else model)
             model._liger_applied = True
     if impl == "trl":
@@ -365,7 +370,10 @@ def measure(model, case, device) -> dict:
             "pinned_gib": pinned_gib(model),
         }
         if case.get("split") and fits(1.5):  # recording costs some of it
-            found |= kernel_split(model, batch)
+            try:
+                found |= kernel_split(model, batch)
+            except Exception as error:  # a machine may keep its counters to itself: what was timed stays
+                found["split_error"] = common.one_line(error)
     finally:
         found |= host.close()
         model.zero_grad(set_to_none=True)
@@ -374,6 +382,15 @@ def measure(model, case, device) -> dict:
 
 def run(cases: list[dict], write) -> None:
     """Measures each case; write(result) at once. The model is kept while cases ask for the same one."""
+    try:
+        _run(cases, write)
+    finally:
+        for family, before in LIGERS.items():
+            vars(family).update(before)
+        LIGERS.clear()
+
+
+def _run(cases: list[dict], write) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, made = None, None
     for case in cases:
