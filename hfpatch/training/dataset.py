@@ -115,8 +115,10 @@ def prepare(
     side: str = "right",
     pad_id: int = 0,
     name: str = "train",
+    windows: dict = packing.FULL,
 ) -> Prepared:
-    """Rows of at most seq_length tokens from the chosen documents. Raises ValueError where no label is left."""
+    """Rows of at most seq_length tokens from the chosen documents. windows: as packing.attention_share takes them.
+    Raises ValueError where no label is left."""
     documents = np.asarray(documents, dtype=np.int64)
     lengths = tokens.offsets[documents + 1] - tokens.offsets[documents]
     done = packing.cut(lengths, seq_length, long_rows=long_rows, side=side)
@@ -143,7 +145,7 @@ def prepare(
         f"{len(done.pieces) - len(kept):,} without a label, {tokens.malformed:,} malformed"
     )
     per_token = tokens.text_bytes / max(1, int(tokens.offsets[-1]))
-    share = packing.attention_share(rows, seq_length) if packed else 1.0
+    share = packing.attention_share(rows, seq_length, windows) if packed else 1.0
     return Prepared(dataset, summary, per_token, share)
 
 

@@ -1,7 +1,12 @@
 """Which pieces of which documents go into which row of the batch. No torch here: lengths in, pieces out."""
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass
+
+from hfpatch.memory.flops import attended
+
+FULL = {0: 1}  # a layer that sees all tokens, however many there are of it
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,11 @@ def pack(pieces, limit: int) -> list[list[Piece]]:
     return rows
 
 
-def attention_share(rows, limit: int) -> float:
-    """What causal attention costs over isolated documents, as a share of whole rows: sum of squares / limit^2."""
+def attention_share(rows, limit: int, windows=FULL) -> float:
+    """What causal attention costs over isolated documents, as a share of whole rows. windows: how many layers see how many tokens
+    (0: all); a window of a few tokens costs much the same in either."""
     if not rows:
         return 1.0
-    return sum(p.length**2 for row in rows for p in row) / (len(rows) * limit**2)
+    lengths = Counter(p.length for row in rows for p in row)
+    pairs = lambda length: sum(k * attended(length, w) for w, k in windows.items())  # noqa: E731
+    return sum(n * pairs(length) for length, n in lengths.items()) / (len(rows) * pairs(limit))

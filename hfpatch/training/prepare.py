@@ -12,7 +12,8 @@ from transformers.activations import ACT2FN
 
 from hfpatch.memory.limits import check_sizes
 from hfpatch.memory.presets import preset_config
-from hfpatch.training import chat, context, dataset, placement, sources, tokenizer
+from hfpatch.memory.shape import ModelShape
+from hfpatch.training import chat, context, dataset, packing, placement, sources, tokenizer
 from hfpatch.training.tokens import fingerprint_of, tokenize
 
 
@@ -288,6 +289,14 @@ class Datasets:
     fingerprint: str
 
 
+def _windows(config) -> dict[int, int]:
+    """How many layers of the model see how many tokens (0: all), as far as a closed form knows."""
+    try:
+        return ModelShape.from_config(config.get_text_config()).window_counts()
+    except ValueError:
+        return packing.FULL
+
+
 def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> Datasets:
     """Tokenizes (or finds in the cache), splits, cuts and packs, for the model of this config. Raises ValueError."""
     pad, size = pad_id(config, tokenizer), config.get_text_config().vocab_size
@@ -317,7 +326,7 @@ def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> 
                 raise ValueError("hfpatch: --validation_split needs two documents or more, one came; give --eval_data.")
             kept, chosen = dataset.split(len(tokens), data.validation_split, seed)
             held = tokens
-        prepared = dataset.prepare(tokens, kept, seq_length=data.seq_length, **cut)
+        prepared = dataset.prepare(tokens, kept, seq_length=data.seq_length, windows=_windows(config), **cut)
         summaries.append(prepared.summary)
         made, share, digest = prepared.dataset, prepared.attention_share, tokens.fingerprint
     bytes_per_token = 0.0

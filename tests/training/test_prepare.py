@@ -2,7 +2,7 @@
 
 import datasets
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
 from hfpatch.training import prepare, sources
 from hfpatch.training.arguments import DataArguments
@@ -26,11 +26,11 @@ def hub(monkeypatch):
     return asked
 
 
-def load(tokenizer, tmp_path, **flags):
+def load(tokenizer, tmp_path, config=LlamaConfig, **flags):
     data = DataArguments(seq_length=32, packing=True, cache_dir=str(tmp_path / "cache"), **flags)
     told = []
     train = prepare.source(data.data, data, digest=not data.streaming)
-    return prepare.load_datasets(data, train, tokenizer, LlamaConfig(vocab_size=300), seed=0, say=told.append), told
+    return prepare.load_datasets(data, train, tokenizer, config(vocab_size=300), seed=0, say=told.append), told
 
 
 def documents(made, tokenizer):
@@ -45,6 +45,15 @@ def test_hub_data_set(hub, tokenizer, tmp_path, streaming):
     assert documents(made.train, tokenizer) == sorted(row["text"] for row in ROWS[:30])
     [line] = [line for line in told if "malformed row" in line]
     assert "someone/texts:31: 'text' must be a string, NoneType came" in line
+
+
+def test_packed_rows_know_the_models_windows(tokenizer, tmp_path):
+    """For MFU: what a window of 4 tokens sees of a row is hardly less over short documents."""
+    (tmp_path / "a.txt").write_text("a = 1\nb = 2\n" * 20)
+    flags = {"data": [str(tmp_path / "a.txt")], "text_unit": "line"}
+    whole, _ = load(tokenizer, tmp_path, **flags)
+    narrow, _ = load(tokenizer, tmp_path, lambda **sizes: MistralConfig(**sizes, sliding_window=4), **flags)
+    assert whole.attention_share < 0.2 < 0.5 < narrow.attention_share < 1.0
 
 
 def test_hub_data_set_that_is_not_there(hub):
