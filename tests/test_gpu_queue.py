@@ -390,7 +390,7 @@ def test_liger_is_gone_from_a_process_that_goes_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name == "become")
     monkeypatch.setattr(step, "checkpoint", lambda *_: None)
     case, rows = {"preset": "llama-tiny", "layers": 2, "tokens": 48, "steps": 1, "changes": {"vocab_size": 128}}, []
-    for impl in ("liger", "stock", "hfpatch"):
+    for impl in ("liger", "hfpatch"):
         step.run([case | {"impl": impl}], lambda case, result: rows.append(result))
     liger, *others = rows
     assert "error" in liger and "Liger" not in liger["error"]  # applied, and no GPU for its kernels
@@ -524,7 +524,7 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
         assert "slot1/00_01_good/01_good.csv" in pack.getnames()
 
 
-@pytest.mark.parametrize("pip", [True, False])
+@pytest.mark.parametrize("pip", [pytest.param(True, marks=pytest.mark.long), False])
 def test_wheels_are_used_where_there_is_no_pip_too(pip, tmp_path):
     """Two of them, and a broken one that keeps neither out; in a tree of its own with an entry that imports them."""
     (tmp_path / "scripts" / "gpu").mkdir(parents=True), (tmp_path / ".whl").mkdir()
