@@ -33,7 +33,8 @@ class Resident:
 
     parameters, optimizer: on the GPU. gradients: on the GPU, None where they are the step's own (all of them, kept).
     host: on the machine, for all its ranks. link: over one GPU's host link each step. host_optimizer: bytes of host
-    memory that the optimizer step walks through, 0 where it runs on the GPU.
+    memory that the optimizer step walks through, 0 where it runs on the GPU. passed: of parameters, those that it does not (frozen
+    ones, copies, what is gathered for a while).
     """
 
     parameters: int = 0
@@ -42,6 +43,7 @@ class Resident:
     host: int = 0
     link: int = 0
     host_optimizer: int = 0
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
     if stays.host_optimizer:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
     own = memory.gradients if stays.gradients is None else stays.gradients
-    return (4 * own + 2 * (stays.parameters + stays.optimizer)) / gpu.bandwidth
+    return (4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)) / gpu.bandwidth
 
 
 # Triton compiles 1,518 forms of the kernels in about 240 s of a core (profiles/kernels); a step meets about a dozen.

@@ -88,7 +88,7 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
             host = shape.over(shape.frozen_bytes_of)
             base += WEIGHT_SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
         moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
-        return Resident(base, None, moments, host=gpus * host)
+        return Resident(base, None, moments, host=gpus * host, passed=base - T * shape.trained_itemsize(2))
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.body_parameters
     largest = max(layer, shape.embedding_parameters)
@@ -101,16 +101,17 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         return Resident(2 * P, None, 4 * P)
     if name == "adamw-fp32":
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its peak; a tiled one drops its own.
-        return Resident(4 * P + 2 * (P if whole else largest), None, 8 * P)
+        copies = 2 * (P if whole else largest)
+        return Resident(4 * P + copies, None, 8 * P, passed=copies)
     if name == "zero3-offload":
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter read, 14 written.
         live = 2 * min(P, LIVE_PARAMETERS)
         return Resident(live, 2 * largest, 0, host=18 * P, link=6 * share, host_optimizer=30 * P)
     if name == "zero3":
         live = 2 * min(P, LIVE_PARAMETERS)
-        return Resident(2 * share + live, 2 * share + 2 * largest, 12 * share)
+        return Resident(2 * share + live, 2 * share + 2 * largest, 12 * share, passed=live)
     # FSDP2: the layer that runs and the next one gathered in bf16, and the root unit (embedding, norm, head) all step.
     gathered = 2 * (2 * layer + root)
     if name == "fsdp2":
-        return Resident(4 * share + gathered, 4 * share + 2 * largest, 8 * share)
+        return Resident(4 * share + gathered, 4 * share + 2 * largest, 8 * share, passed=gathered)
     return Resident(gathered, 2 * largest + 4 * largest // gpus, 0, host=16 * P, link=12 * share, host_optimizer=28 * P)

@@ -21,7 +21,7 @@ from hfpatch.memory.formula import Moment, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import FIRST_STEP_BUDGET
+from hfpatch.memory.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
 from hfpatch.memory.shape import ModelShape
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
@@ -518,3 +518,13 @@ def test_a_plan_is_its_caller_s_own():
     for told in (first.gpu_bytes, first.seconds, first.policy, first.split):
         told.clear()
     assert json.dumps(plan("llama-3.1-8b", **asked).to_dict()) == expected
+
+
+@pytest.mark.parametrize("base", ["bf16", "4bit"])
+def test_an_optimizer_walks_no_frozen_weight(base):
+    """As the callback plans the same run, which is told what is trained alone."""
+    shape = dataclasses.replace(ModelShape.from_config(preset_config("llama-3.1-8b")), adapters=Adapters(16, base))
+    stays, memory = resident("gpu8bit", shape, 1, Policy()), step_memory(shape, Policy(), batch=1, tokens=8192)
+    alone = Resident(shape.trained_parameters * shape.trained_itemsize(2), None, stays.optimizer)
+    gpu = GPUS["rtx4090"]
+    assert optimizer_seconds(gpu, memory, stays) == optimizer_seconds(gpu, memory, alone) < 1e-3
