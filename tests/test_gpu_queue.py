@@ -328,6 +328,8 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     assert with_it == said.gpu_peak_bytes - said.gpu_bytes["slack"]
     seconds = plan.planned(row | {"placement": "gpu8bit"}, plan.gpu_row("h100"))["seconds"]
     assert seconds == pytest.approx(said.step_seconds)
+    alone = plan.planned(row, plan.gpu_row("h100"))["seconds"]  # of a step that ran forward and backward
+    assert seconds - alone == pytest.approx(said.seconds["optimizer"])
 
 
 def test_another_family_takes_the_same_path(tmp_path):

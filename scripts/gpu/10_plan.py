@@ -66,7 +66,8 @@ def planned(row: dict, gpu) -> dict | None:
     # A length that takes minutes is timed without a warm-up: what a first step takes beside a step's own is in it.
     cold = row.get("first_step_s") and row["first_step_s"] == row.get("step_s")
     more = sum(first_step(gpu, memory, policy, shape, tokens=tokens).values()) if cold else 0.0
-    return {"gpu": peak, "host": memory.host, "seconds": time.total + more}
+    step = time.total if row.get("placement") else time.total - time.optimizer  # which no such row ran
+    return {"gpu": peak, "host": memory.host, "seconds": step + more}
 
 
 def measured(row: dict) -> dict:
