@@ -8,16 +8,17 @@ and tensors that the others need not compute again; where it is short, what cost
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 from hfpatch.memory.cuts import head_groups
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import GiB, ModelShape, StepMemory, step_memory
 from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
-from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE_FREE, Checkpointing, Policy, auto_tile
+from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE, LOSS_WORKSPACE_FREE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.seconds import step_time
 
 TILES = (1024, 2048, 4096, 8192, 16384)
+LOSSES = (LOSS_WORKSPACE, 2 * LOSS_WORKSPACE, LOSS_WORKSPACE_FREE)
 DENSE_TILE = 2048  # up to which weights of 4 bits may be written out for all tiles at once
 # Of the free device memory, for blocks that the allocator cannot join and what the closed form does not see.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
@@ -40,12 +41,13 @@ def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: flo
 @dataclass(frozen=True)
 class Option:
     """A policy and what it costs: bytes on the device beyond parameters and gradients at any moment, on the host, seconds
-    of a step without its optimizer."""
+    of a step without its optimizer, and those of them in which it waits for copies."""
 
     policy: Policy
     device: int
     host: int
     seconds: float
+    wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Search:
         self.scarce = scarce
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
         self.price, self.memory, self.best, self.least = map(cache, (self.price, self.memory, self.best, self.least))
+        self.losses = self._losses()
 
     def budget(self, gpu_free: int | None, host_free: int | None, n_ranks: int = 1) -> Budget:
         """What there is for one of n_ranks that share the machine's free bytes."""
@@ -116,7 +119,15 @@ class Search:
         memory, option = self.memory(policy)
         flops = step_flops(self.shape, policy, batch=self.sizes["batch"], tokens=self.sizes["tokens"])
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
-        return replace(option, seconds=time.total - time.optimizer)
+        return replace(option, seconds=time.total - time.optimizer, wait=time.copy_wait)
+
+    def _losses(self) -> dict[int, float]:
+        """Workspaces of the loss, that of the fewest bytes first, then others: the seconds each takes off a step."""
+        of_one = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in LOSSES]
+        taken = lambda o: self.memory(o.policy)[0].moments[0].beyond  # noqa: E731
+        first = min(of_one, key=lambda o: (taken(o), -o.policy.loss_bytes))
+        spared = {o.policy.loss_bytes: first.seconds - o.seconds for o in of_one}
+        return {first.policy.loss_bytes: 0.0} | {nbytes: seconds for nbytes, seconds in spared.items() if seconds > 0}
 
     # -- what settings allow -----------------------------------------------------------------------------------------
     def places(self) -> tuple:
@@ -125,10 +136,10 @@ class Search:
         return ("gpu", "host") if self.settings.offload == "auto" else (self.settings.offload,)
 
     def spans(self, several: bool) -> list:
-        """(every, save_attention): every layer's input first, then those of fewer layers where several is set."""
+        """(every, save_attention): every layer's input, or, where several is set, those of fewer layers."""
         every, save = self.settings.every, self.settings.save_attention
         if every != "auto":
-            spans = (every,)
+            spans = () if several else (every,)
         else:
             spans = _intervals(self.shape.num_layers) if several and save is not True else () if several else (1,)
         saves = (True, False) if save == "auto" else (save,)
@@ -156,14 +167,23 @@ class Search:
         return range(self.shape.num_layers + 1)
 
     def bases(self, several: bool):
-        """Every policy but for `plain`, `park`, `stream_attention`, `by_group` and `wide`."""
+        """Every policy but for `plain`, `park`, `stream_attention`, `by_group`, `wide` and larger workspaces of the loss."""
         weights = "host" if self.settings.weights == "host" else "gpu"
         packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
                     for keep in self.keeps() if every == 1 else [()]:
-                        base = Policy(place, every, save, False, tile, keep=keep, weights=weights)
+                        base = Policy(
+                            place,
+                            every,
+                            save,
+                            False,
+                            tile,
+                            keep=keep,
+                            weights=weights,
+                            loss_bytes=next(iter(self.losses)),
+                        )
                         yield base
                         if packed and tile <= DENSE_TILE and tile < self.sizes["batch"] * self.sizes["tokens"]:
                             yield replace(base, dense=True)
@@ -194,17 +214,23 @@ class Search:
             tries = [self] if budget.device is not None else _cautious(self)
             found = next((option for one in tries if (option := one.best(budget))), None)
             if found is not None:
-                return _larger_loss(self, found, budget)
-        found = _larger_loss(self, self.least(budget), replace(budget, device=None))
+                return found if budget.device is not None else self._larger_loss(found)
+        found = self._larger_loss(self.least(budget))
         if not budget.admits_host(found):
             raise ValueError(_host_too_small(self, found, budget))
         return found
 
     def best(self, budget: Budget) -> Option | None:
         """The fastest that fits, None where nothing does."""
-        found = self._fitting(budget, several=False) or self._fitting(budget, several=True)
+        found = self._fitting(budget, several=False)
+        fastest = min(found, key=lambda o: o.seconds, default=None)
+        kept = self.settings.keep not in ("auto", ())  # as asked, which segments do not
+        if fastest is None or not kept and (fastest.wait or not fastest.policy.plain):
+            # Fewer inputs are fewer copies too, and room for one more plain layer, where hardly one fits.
+            found += self._fitting(budget, several=True)
         if not found:
             return None
+        found += self._refined(found, budget)
         least = min(o.seconds for o in found)
 
         def taste(option: Option):
@@ -226,36 +252,63 @@ class Search:
         return min((o for o in found if o.seconds <= SAME * least), key=taste)
 
     def _fitting(self, budget: Budget, several: bool) -> list[Option]:
-        """One option a base, attention streamed where it does not fit otherwise."""
-        bases = list(self.bases(several))
-        ways = [[base, *self.streamed(base)] for base in bases] + [self.wide(base) for base in bases]
-        found = (next((o for way in tries if (o := self._most_plain(way, budget))), None) for tries in ways)
+        """One option a base, its streamed ways where it does not fit otherwise."""
+        found: list = []
+        for base in self.bases(several):
+            option = self._most_plain(base, budget)
+            others = [*(() if option else self.streamed(base)), *self.wide(base)]
+            found += [option, *(self._most_plain(way, budget) for way in others)]
         return [option for option in found if option]
+
+    def _refined(self, found: list[Option], budget: Budget) -> list[Option]:
+        """The same with more of the logits at a time and, where they wait for copies, with attention run again in more layers:
+        those that are shorter than any before."""
+        least, more = min(o.seconds for o in found), []
+        found = sorted(found, key=lambda o: o.seconds)
+        for (nbytes, spared), one in product(list(self.losses.items())[: 1 if self.scarce else None], found):
+            if one.seconds - one.wait - spared >= least:
+                continue
+            policy = _with(one.policy, loss_bytes=nbytes)
+            option = self.price(policy)
+            option = option if budget.admits(option) else self._most_plain(policy, budget)
+            tries = [] if option is None else [option]
+            if tries and option.wait and self._may_attend_again(option.policy):
+                policy, tiled = option.policy, self.shape.num_layers - option.policy.plain
+                tries += [self.price(_with(policy, again=k)) for k in range(policy.again + 1, tiled)]
+            for other in tries:
+                if other.seconds < least and budget.admits(other):
+                    least, more = other.seconds, [*more, other]
+        return more
 
     def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
         """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
-        after which no tiled layer needs its working set."""
+        after which no tiled layer needs its working set, and the first ones, where the others keep more than what these add."""
         low, high = self.plains()[0], self.plains()[-1]
-        option = lambda plain: self.memory(self._within_host(_with(base, plain=plain), budget))[1]  # noqa: E731
+        option = lambda plain: self.memory(self._within(_with(base, plain=plain), budget))[1]  # noqa: E731
         admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
-        if admitted(high):
-            most = high
-        elif admitted(low):
-            most = _first(lambda i: not admitted(i + 1), low, high - 1)
-        else:
-            return None
-        return self.price(option(most).policy) if budget.admits_host(option(most)) else None
+        # Of segments it falls once a segment.
+        nexts = lambda i: (option(k).device for k in {i + 1, min(i + base.every, high - 1)})  # noqa: E731
+        falls = lambda i: base.offload == "gpu" and min(nexts(i)) < option(i).device  # noqa: E731
+        beyond = lambda i: not admitted(i) and not (i < high and falls(i))  # noqa: E731
+        most = high if admitted(high) or beyond(low) else _first(beyond, low, high) - 1
+        fits = admitted(most) and budget.admits_host(option(most))
+        return self.price(option(most).policy) if fits else None
 
-    def _within_host(self, policy: Policy, budget: Budget) -> Policy:
-        """The policy with attention outputs of as many layers as the host has room for, where settings leave that open."""
-        admits = lambda again: budget.admits_host(self.memory(_with(policy, again=again))[1])  # noqa: E731
-        tiled = self.shape.num_layers - policy.plain
+    def _may_attend_again(self, policy: Policy) -> bool:
+        """Whether settings leave it open how many layers run attention again."""
         saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
-        if self.settings.save_attention != "auto" or not saves or policy.by_group or tiled < 2:
+        return self.settings.save_attention == "auto" and saves and self.shape.num_layers - policy.plain > 1
+
+    def _within(self, policy: Policy, budget: Budget) -> Policy:
+        """The policy with attention outputs of as many layers as there is room for, where settings leave that open."""
+        if not self._may_attend_again(policy):
             return policy
-        if budget.admits_host(self.memory(policy)[1]) or not admits(tiled - 1):
-            return policy
-        return replace(policy, again=_first(admits, 1, tiled - 1))
+        tiled, single = self.shape.num_layers - policy.plain, self.sizes["batch"] * self.sizes["tokens"] <= policy.tile
+        admits = lambda again: budget.admits_host(self.memory(_with(policy, again=again))[1])  # noqa: E731
+        again = 0 if admits(0) or not admits(tiled - 1) else _first(admits, 1, tiled - 1)
+        if single and not budget.admits_device(self.memory(_with(policy, again=again))[1]):
+            again = tiled - 1  # then none is on its way beside another
+        return _with(policy, again=again)
 
     def least(self, budget: Budget) -> Option:
         """The fewest bytes on the device that the host admits, nothing kept for speed; seconds decide between equal ones."""
@@ -264,7 +317,7 @@ class Search:
             asked = self.settings.keep != "auto"
             bases = (base for base in self.bases(several) if asked or not base.keep)
             ways = [way for base in bases for way in (base, *self.streamed(base))]
-            return [self.price(self._within_host(replace(way, plain=self.plains()[0]), budget)) for way in ways]
+            return [self.price(self._within(replace(way, plain=self.plains()[0]), budget)) for way in ways]
 
         every, several = priced(several=False), ()
         found = [o for o in every if budget.admits(o)]
@@ -277,6 +330,12 @@ class Search:
         found = [o for o in found if o.policy.save_attention] or found
         fewest = min(o.device for o in found)
         return min((o for o in found if o.device <= 1.001 * fewest), key=lambda o: (o.seconds, o.device))
+
+    def _larger_loss(self, option: Option) -> Option:
+        """The option with as much of the loss's logits at a time as takes no more, where nobody knows what is free or the least is
+        asked for."""
+        others = (self.price(replace(option.policy, loss_bytes=nbytes)) for nbytes in self.losses)
+        return min((o for o in others if o.device <= option.device), key=lambda o: o.seconds)
 
 
 def _intervals(num_layers: int) -> list[int]:
@@ -325,20 +384,6 @@ def decide(
     """
     search = Search(checkpointing, shape, **sizes)
     return search.decide(search.budget(gpu_free, host_free, n_ranks))
-
-
-def _larger_loss(search: Search, option: Option, budget: Budget) -> Option:
-    """The option with more of the loss's logits at a time, where that makes the step shorter and fits, if need be with a plain
-    layer or two fewer; where nobody knows what is free, or the least is asked for, where the step takes no more for it."""
-    policy, most = option.policy, LOSS_WORKSPACE_FREE
-    fewer = min(2, policy.plain) if budget.device is not None and search.settings.plain == "auto" else 0
-    found = [option]
-    while most > policy.loss_bytes:
-        found += (search.price(replace(policy, plain=policy.plain - k, loss_bytes=most)) for k in range(fewer + 1))
-        most //= 2
-    known = budget.device is not None
-    fits = (o for o in found if known and budget.admits(o) or o.device <= option.device)
-    return min(fits, key=lambda o: o.seconds)
 
 
 def _cautious(search: Search) -> list[Search]:

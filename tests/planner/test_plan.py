@@ -452,7 +452,7 @@ def test_a_policy_is_said_in_words():
     )
     assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
-    found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(every=4))
+    found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing("host", every=4))
     assert "keep one input in 4 on the host" in policy_text(found.policy) and "in 4, as asked" in found.why
     assert (
         "are not kept, as asked" in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
