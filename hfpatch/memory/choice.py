@@ -224,8 +224,8 @@ class Search:
         """The fastest that fits, None where nothing does."""
         found = self._fitting(budget, several=False)
         fastest = min(found, key=lambda o: o.seconds, default=None)
-        kept = self.settings.keep not in ("auto", ())  # as asked, which segments do not
-        if fastest is None or not kept and (fastest.wait or not fastest.policy.plain):
+        fixed = self.scarce or self.settings.keep not in ("auto", ())  # as asked, which segments do not
+        if fastest is None or not fixed and (fastest.wait or not fastest.policy.plain):
             # Fewer inputs are fewer copies too, and room for one more plain layer, where hardly one fits.
             found += self._fitting(budget, several=True)
         if not found:

@@ -25,6 +25,7 @@ BLOCK_ROWS, TAIL_SHARE = 128, 0.5
 # CPU over small tensors (profiles/host, whose last rows of hfpatch and of stock layers these give). The device waits for it where
 # its own work is shorter.
 HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_TILE, HOST_SECONDS_PLAIN = 0.92e-3, 0.66e-3, 0.94e-3
+FORWARD_SHARE = 0.3  # of the host's time for a tile, by the same rows
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,9 @@ def step_time(
     total = matmul + attend + fore + back + sums + loss + waits
     wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down)
 
-    python = n * (HOST_SECONDS_PER_LAYER + count * HOST_SECONDS_PER_TILE) + (shape.num_layers - n) * HOST_SECONDS_PLAIN
+    again = n - -(-n // policy.every) if n else 0  # in segments, forward once more
+    each = HOST_SECONDS_PER_LAYER + count * HOST_SECONDS_PER_TILE
+    python = (n + FORWARD_SHARE * again) * each + (shape.num_layers - n) * HOST_SECONDS_PLAIN
     python_wait = max(0.0, python - forward - backward - wait)
 
     optimizer = optimizer_seconds(gpu, memory, stays)

@@ -13,6 +13,7 @@ from hfpatch.memory.hardware import GPUS, GiB
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import (
+    FORWARD_SHARE,
     HOST_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_TILE,
     HOST_SECONDS_PLAIN,
@@ -195,4 +196,15 @@ def test_the_hosts_seconds_are_those_that_were_timed():
     for tiles in (1, 16):
         planned = HOST_SECONDS_PER_LAYER / tiles + HOST_SECONDS_PER_TILE
         assert planned == pytest.approx(timed[ours, tiles], rel=0.01)
+        forward = 1e-6 * next(int(r["us_forward"]) for r in rows if r["who"] == ours and r["tiles"] == "16")
+        assert pytest.approx(forward / timed[ours, 16], rel=0.01) == FORWARD_SHARE
     assert pytest.approx(timed["stock", 1], rel=0.01) == HOST_SECONDS_PLAIN
+    # Segments run forward once more: of a small model, which waits for the host, a step is longer for it.
+    shape, sizes = shape_of("llama-tiny"), {"batch": 1, "tokens": 256}
+    waits = [
+        step_time(GPUS["h100"], step_flops(shape, p, **sizes), step_memory(shape, p, **sizes), p, shape, **sizes)[
+            0
+        ].total
+        for p in (Policy("gpu", save_attention=False), Policy("gpu", 2, False))
+    ]
+    assert waits[1] > 1.1 * waits[0]
