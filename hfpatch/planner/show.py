@@ -37,7 +37,7 @@ def policy_text(policy, num_layers: int | None = None) -> str:
 def _points(plan) -> list[str]:
     """Of the frontier those that are a hundredth faster than the one before and not as large as what was chosen, and that."""
     shown = []
-    for point in plan.frontier:
+    for point in sorted(plan.frontier, key=lambda point: point["gpu_peak_bytes"]):
         seconds, peak = point["step_seconds"], point["gpu_peak_bytes"]
         if abs(peak / plan.gpu_peak_bytes - 1) > 0.1 and (not shown or seconds < 0.99 * shown[-1][1]):
             shown.append((peak, seconds, ""))

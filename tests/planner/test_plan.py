@@ -443,6 +443,9 @@ def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():
     points = [{"gpu_peak_bytes": n * GiB, "step_seconds": seconds} for n, seconds in steps]
     chosen = SimpleNamespace(frontier=points, gpu_peak_bytes=77 * GiB, step_seconds=14.1)
     assert _points(chosen) == ["16.3 s in 5.0 GiB", "14.2 s in 14.0 GiB", "14.1 s in 77.0 GiB (chosen)"]
+    # A whole step's peak stands at another moment than that of what layers keep: none is larger and slower than one before.
+    chosen.frontier = [points[0], {"gpu_peak_bytes": 15 * GiB, "step_seconds": 15.0}, *points[1:]]
+    assert _points(chosen) == ["16.3 s in 5.0 GiB", "14.2 s in 14.0 GiB", "14.1 s in 77.0 GiB (chosen)"]
 
 
 def test_a_policy_is_said_in_words():
