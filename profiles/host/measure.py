@@ -4,7 +4,9 @@
 
 A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each runs in a process of its own
 that answers round by round, so that what else the machine does meets all of them; the ratios are those of one round. What a layer
-costs is a step of five layers less one of one layer. Beside the microseconds stand calls of functions, in Python and from it.
+costs is a step of five layers less one of one layer. Beside the microseconds stand calls of functions, in Python and from it, and
+what torch's ops take of them: those of a step, inside fused ops too, called again one behind the other with nothing in between. What
+is left is the host's own; `own` compares that, as `ratio` compares all.
 """
 
 import csv
@@ -13,9 +15,10 @@ import statistics
 import subprocess
 import sys
 
-LAYERS, TILES, ROUNDS, STEPS = 4, 16, 11, 8
+LAYERS, TILES, ROUNDS, STEPS = 4, 16, 33, 8
 WORKER = f"""
 import inspect, sys, time, torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.set_num_threads(1)
 kind, tiles = sys.argv[1], int(sys.argv[2])
@@ -40,6 +43,40 @@ def step(model):
     return half - began, time.thread_time() - half
 def low(times):
     return sorted(times)[len(times) // 4] * 1e6
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.fused = [], {{}}
+        if kind == "ours":
+            from hfpatch.ops._library import IMPLEMENTATIONS
+            self.fused = IMPLEMENTATIONS
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {{}}
+        if op in self.fused:
+            with self:
+                return self.fused[op](*args, **kwargs)
+        self.calls.append((self.bound(op, args, kwargs), args, kwargs))
+        return op(*args, **kwargs)
+    def bound(self, op, args, kwargs):
+        # As Python code calls it, where that takes these arguments: an overload's own call takes longer.
+        name = op._schema.name.split("::")[1]
+        for where in (torch, torch.Tensor, torch.nn.functional):
+            try:
+                getattr(where, name)(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+                return getattr(where, name)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                pass
+        return op
+def ops_of(model):
+    with Ops() as seen:
+        step(model)
+    return seen.calls
+@torch.no_grad()
+def again(ops):
+    began = time.thread_time()
+    for op, args, kwargs in ops:
+        op(*args, **kwargs)
+    return time.thread_time() - began
 def calls(model):
     count = [0]
     def counted(frame, event, _):
@@ -52,8 +89,12 @@ few, many = made(1), made(1 + {LAYERS})
 for model in (few, many) * 3:
     step(model)
 print((calls(many) - calls(few)) / {LAYERS} / tiles, flush=True)
+ops = [ops_of(model) for model in (few, many)]
 for _ in sys.stdin:
-    times = [[low(way) for way in zip(*[step(model) for _ in range({STEPS})])] for model in (few, many)]
+    times = [
+        [*(low(way) for way in zip(*[step(model) for _ in range({STEPS})])), low([again(o) for _ in range({STEPS})])]
+        for model, o in zip((few, many), ops)
+    ]
     print(*[(m - f) / {LAYERS} / tiles for f, m in zip(*times)], flush=True)
 """
 PEERS = {"stock": "stock", "stock with checkpointing": "checkpointing"}
@@ -72,7 +113,7 @@ class Process:
         return [float(x) for x in self.process.stdout.readline().split()]
 
     def round(self) -> list[float]:
-        """Microseconds forward and backward, of a layer in one tile or of a tile."""
+        """Microseconds forward, backward and of torch's ops alone, of a layer in one tile or of a tile."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self.read()
@@ -87,11 +128,15 @@ def main(trees: dict[str, str]) -> None:
         for key, process in rows.items():
             found[key].append(process.round())
     first, table = next(iter(trees)), csv.writer(sys.stdout)
-    table.writerow(["who", "tiles", "us_forward", "us_backward", "ratio", "ratio_low", "ratio_high", "calls"])
+    table.writerow(
+        ["who", "tiles", "us_forward", "us_backward", "us_ops", "ratio", "ratio_low", "ratio_high", "own", "calls"]
+    )
     for (name, n), times in found.items():
-        low, ratio, high = statistics.quantiles([sum(t) / sum(b) for t, b in zip(times, found[first, n])], n=4)
+        pairs = [*zip(times, found[first, n])]
+        low, ratio, high = statistics.quantiles([sum(t[:2]) / sum(b[:2]) for t, b in pairs], n=4)
+        own = statistics.median((t[0] + t[1] - t[2]) / (b[0] + b[1] - b[2]) for t, b in pairs)
         us = [f"{statistics.median(way):.0f}" for way in zip(*times)]
-        table.writerow([name, n, *us, *(f"{r:.2f}" for r in (ratio, low, high)), f"{rows[name, n].calls:.0f}"])
+        table.writerow([name, n, *us, *(f"{r:.2f}" for r in (ratio, low, high, own)), f"{rows[name, n].calls:.0f}"])
 
 
 if __name__ == "__main__":
