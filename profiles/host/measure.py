@@ -5,8 +5,8 @@
 A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each runs in a process of its own
 that answers round by round, so that what else the machine does meets all of them; the ratios are those of one round. What a layer
 costs is a step of five layers less one of one layer. Beside the microseconds stand calls of functions, in Python and from it, and
-what torch's ops take of them: those of a step, inside fused ops too, called again one behind the other with nothing in between. What
-is left is the host's own; `own` compares that, as `ratio` compares all.
+what torch's ops take of them: those of a step, inside fused ops too, called again one behind the other, nothing in between. What is
+left is the host's own; `own` compares that, as `ratio` compares all.
 """
 
 import csv
