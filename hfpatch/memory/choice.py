@@ -282,13 +282,14 @@ class Search:
 
     def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
         """The policy with as many plain layers as fit: each makes the step shorter, and takes more bytes, but for the last one,
-        after which no tiled layer needs its working set, and the first ones, where the others keep more than what these add."""
+        after which no tiled layer needs its working set, and the first ones, where the others keep more than what these add, or
+        run attention again for want of room on the host."""
         low, high = self.plains()[0], self.plains()[-1]
         option = lambda plain: self.memory(self._within(_with(base, plain=plain), budget))[1]  # noqa: E731
         admitted = lambda plain: budget.admits_device(option(plain))  # noqa: E731
         # Of segments it falls once a segment.
         nexts = lambda i: (option(k).device for k in {i + 1, min(i + base.every, high - 1)})  # noqa: E731
-        falls = lambda i: base.offload == "gpu" and min(nexts(i)) < option(i).device  # noqa: E731
+        falls = lambda i: min(nexts(i)) < option(i).device  # noqa: E731
         beyond = lambda i: not admitted(i) and not (i < high and falls(i))  # noqa: E731
         most = high if admitted(high) or beyond(low) else _first(beyond, low, high) - 1
         fits = admitted(most) and budget.admits_host(option(most))

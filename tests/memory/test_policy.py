@@ -210,6 +210,17 @@ def test_no_policy_that_fits_is_faster(model, layers, batch, tokens, link, adapt
     assert_no_policy_is_faster(small(model, layers, adapters=adapters), batch, tokens, link)
 
 
+def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
+    """Without one the host has no room for all of attention's outputs, and running attention again takes more of the device."""
+    gpu = dataclasses.replace(GPUS["a100-80gb"], link=188e9)
+    search = Search(Checkpointing(), small("Qwen/Qwen3-30B-A3B", 4, vocab_size=262208), batch=1, tokens=17897, gpu=gpu)
+    budget = Budget(5_299_623_184, 918_617_216, None)
+    kept = Policy("host", tile=16384, keep=("mid",), wide=True, loss_bytes=1 << 30)
+    none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
+    assert budget.admits(one) and not budget.admits_host(none)
+    assert search.best(budget).seconds <= SAME * one.seconds
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(40))
 def test_no_policy_that_fits_is_faster_than_what_is_chosen_of_any_model(seed):
