@@ -170,20 +170,12 @@ class Search:
         """Every policy but for `plain`, `park`, `stream_attention`, `by_group`, `wide` and larger workspaces of the loss."""
         weights = "host" if self.settings.weights == "host" else "gpu"
         packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
+        fixed = {"weights": weights, "loss_bytes": next(iter(self.losses))}
         for place in self.places():
             for every, save in self.spans(several):
                 for tile in self.tiles():
                     for keep in self.keeps() if every == 1 else [()]:
-                        base = Policy(
-                            place,
-                            every,
-                            save,
-                            False,
-                            tile,
-                            keep=keep,
-                            weights=weights,
-                            loss_bytes=next(iter(self.losses)),
-                        )
+                        base = Policy(place, every, save, False, tile, keep=keep, **fixed)
                         yield base
                         if packed and tile <= DENSE_TILE and tile < self.sizes["batch"] * self.sizes["tokens"]:
                             yield replace(base, dense=True)

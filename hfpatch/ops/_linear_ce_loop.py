@@ -79,12 +79,12 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not is_fake(x)
 
 
-def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int, best=lambda size: size) -> list[tuple[int, int]]:
+def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int, best=None) -> list[tuple[int, int]]:
     """[start, end) of each chunk: multiples of 128 rows that fit workspace_bytes, as few as that allows, of one length.
 
     A last chunk may exceed the others by what the budget leaves over, so that one token more than a round number
-    does not cost one chunk more. A budget of less than 128 rows gives chunks as long as it allows. best: of several chunks
-    the length to take, from the most that fits.
+    does not cost one chunk more. A budget of less than 128 rows gives chunks as long as it allows. best: a
+    function giving the length of several chunks from the most that fits; None: that.
     """
     most = workspace_bytes // row_bytes
     if most < 1:
@@ -93,7 +93,7 @@ def chunk_bounds(tokens: int, row_bytes: int, workspace_bytes: int, best=lambda 
             f"leaves {max(0, workspace_bytes):,}; raise it."
         )
     size = most // ROWS * ROWS or most
-    if tokens > most and size > ROWS:
+    if best is not None and tokens > most and size > ROWS:
         size = best(size)
     count = max(1, -(-(tokens - (most - size)) // size)) if tokens else 0
     if count > 1 and size > ROWS:
@@ -263,7 +263,7 @@ def sweep(
     # Ranks that share the vocabulary have the same chunks, whatever their devices.
     processors = processors_of(hidden_ND) if shard is None and need_dx else None
     best = lambda size: rows_that_fill(size, kept_count, hidden_size, processors, need_dw * ROWS_OF_A_PASS)  # noqa: E731
-    bounds = chunk_bounds(kept_count, row_bytes, room, *([best] if processors else []))
+    bounds = chunk_bounds(kept_count, row_bytes, room, best if processors else None)
 
     weight_work_VD, bias_work_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
     rows = max((end - start for start, end in bounds), default=0)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from cases import LLAMA_8B, OPS, TINY, Error, Widths, errors
 
 from hfpatch import ops
-from hfpatch.compat import flash3
 from hfpatch.ops.attention import CAUSAL, Documents, Pattern, attention_backward, attention_forward, attention_ref
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
@@ -148,15 +147,6 @@ def attention(sheet, what, key, dtype, T, widths: Widths, group: int, pattern: P
     note(sheet, f"attention {key}{what}", dtype, T, found, elements=q.numel(), group=group)
 
 
-def fa3() -> list[str]:
-    """Its key, where its package is installed."""
-    try:
-        flash3()
-    except RuntimeError:
-        return []
-    return ["fa3"]
-
-
 def patterns(T: int, device) -> dict:
     """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
     bounds = (0, T // 3, T // 3 + 1, T)
@@ -187,7 +177,7 @@ def main(argv=None) -> int:
                 jobs += [("loss", loss, (dtype, T, widths)), ("loss", loss, (dtype, T, widths, 0.9 if T > 1 else 0.0))]
     keys = {torch.float32: ["efficient"]} if args.cuda else {torch.float32: ["cpu"]}
     for dtype in dtypes[:-1]:
-        keys[dtype] = ["flash", "cudnn", *fa3()] if args.cuda else ["cpu"]
+        keys[dtype] = ["flash", "cudnn", *([] if common.why_no_fa3() else ["fa3"])] if args.cuda else ["cpu"]
     for dtype, names in keys.items():
         for T in (37,) if args.small else (1, 127, 1000, 4097):
             groups = (1,) if args.small else (1, 2)

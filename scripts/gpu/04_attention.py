@@ -13,7 +13,6 @@ import common
 import torch
 from cases import LLAMA_8B, TINY, Error
 
-from hfpatch.compat import flash3
 from hfpatch.memory.cuts import heads_per_group
 from hfpatch.ops.attention import BACKENDS, attention_backward, attention_forward, attention_ref, pick
 
@@ -35,11 +34,11 @@ def backends(args, sheet):
     if not args.cuda:
         return {"cpu": ("cpu", nothing, nothing)}
     found = {"FA2": ("flash", nothing, nothing), "cuDNN": ("cudnn", nothing, nothing)}
-    try:
-        flash3()
+    absent = common.why_no_fa3()
+    if absent:
+        sheet.skip("FA3", absent)
+    else:
         found["FA3"] = ("fa3", nothing, nothing)
-    except RuntimeError as error:  # its package is absent
-        sheet.skip("FA3", common.one_line(error))
     # The engine never asks for FA4, which torch takes for the whole process.
     switch = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     back = getattr(torch.nn.attention, "restore_flash_attention_impl", None)

@@ -120,6 +120,17 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
 
 
+def why_no_fa3() -> str | None:
+    """None where FlashAttention-3 can be asked for, else why not, in a line."""
+    from hfpatch.compat import flash3
+
+    try:
+        flash3()
+    except RuntimeError as error:  # its package is absent
+        return one_line(error)
+    return None
+
+
 # --- timing ---------------------------------------------------------------------------------------------------------
 
 
