@@ -224,6 +224,14 @@ def test_autocast_has_the_dtypes_of_stock(way):
         tiny.numerics.assert_close(got[name], plain[name], true[name], name, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_autocast_leaves_float64_as_it_is(way):
+    """As torch has it: a model in float64 computes there what it computes elsewhere."""
+    stock = tiny.llama(dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiny.assert_equal_in_double(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+
+
 @pytest.mark.parametrize("way", ["off", "tiled"])
 def test_bf16_weights(way):
     stock = tiny.llama(dtype=torch.bfloat16)

@@ -37,12 +37,17 @@ def test_positions_that_do_not_restart_start_no_document(kind, way):
     tiny.assert_as_good(tiny.patched(stock, checkpointing=WAYS[way]), stock, given)
 
 
-@pytest.mark.parametrize("kind", ["jump", "fraction"])
-def test_positions_beside_the_cache_that_transformers_makes(kind):
-    """A loop of one's own says nothing of a cache, so transformers makes one and looks for no documents, in training too."""
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["jump", "repeat"])
+def test_positions_beside_the_cache_that_transformers_makes(kind, checkpointed, way):
+    """A loop of one's own says nothing of a cache, so transformers makes one and looks for no documents, in training too; but
+    under its own checkpointing it makes none."""
     stock = tiny.llama(dtype=torch.float64)
     ids, found = tiny.ids(1), []
-    for model in (tiny.patched(stock, checkpointing=tiny.TILED), tiny.exact(stock)):
+    for model in (tiny.patched(stock, checkpointing=WAYS[way]), tiny.exact(stock)):
+        if checkpointed:
+            tiny.checkpoint(model)
         model.train()(input_ids=ids, labels=ids, position_ids=positions(kind)).loss.backward()
         found.append(tiny.gradients(model))
     tiny.assert_same_in_double(*found)

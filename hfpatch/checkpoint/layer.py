@@ -111,9 +111,9 @@ class LayerCall(Kept):
         # Detached: a view taken without a graph says that it wants a gradient, and has none.
         x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
         parts = self._random("pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead))
-        dtype = self.autocast[0]
-        n = 3 * len(self.ask.asked)  # a mixer casts its input itself
-        return parts if dtype is None else [x.to(dtype) for x in parts[:n]] + parts[n:]
+        dtype, n = self.autocast[0], 3 * len(self.ask.asked)  # a mixer casts its input itself, autocast leaves float64
+        cast = lambda x: x if dtype is None or x.dtype == torch.float64 else x.to(dtype)  # noqa: E731
+        return [*map(cast, parts[:n]), *parts[n:]]
 
     def _attend(self, parts: list[Tensor], again: bool = False):
         forward = partial(self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again)

@@ -203,6 +203,7 @@ class OurAttention(KeepsSignature):
             and use_cache is None
             and sequence is None
             and bool(getattr(config, "use_cache", False))
+            and not (self.training and getattr(self, "gradient_checkpointing", False))
         )
         of_rows = cached and isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == B
         if of_rows and mask.shape[1] != T:
