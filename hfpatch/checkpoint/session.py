@@ -26,7 +26,7 @@ from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND, at_place, place_of
+from hfpatch.memory.hardware import PIN_BYTES_PER_SECOND, Gpu, at_place, place_of
 from hfpatch.memory.limits import environment_number
 from hfpatch.memory.policy import KEEPABLE, LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.memory.seconds import step_time
@@ -48,6 +48,15 @@ def arrival_counts() -> bool:
     """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a plain layer and a tiled one
     it is not the same, and ranks choose by their own memory and lengths."""
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _local_ranks() -> int:
+    return environment_number("LOCAL_WORLD_SIZE", 1, 1)
+
+
+def _beside_others(gpu: Gpu | None) -> Gpu | None:
+    """A card as one of those whose processes share this machine."""
+    return gpu and dataclasses.replace(gpu, sharing=_local_ranks())
 
 
 def say(line: str) -> None:
@@ -213,7 +222,9 @@ class Session:
                     step_flops(self.shape, policy, **sizes),
                     step_memory(self.shape, policy, **sizes, itemsize=dtype.itemsize),
                 )
-                time, _ = step_time(gpu, *taken, policy, self.shape, stays, **sizes, itemsize=dtype.itemsize)
+                time, _ = step_time(
+                    _beside_others(gpu), *taken, policy, self.shape, stays, **sizes, itemsize=dtype.itemsize
+                )
                 return time.total - time.optimizer, time.optimizer
         return None
 
@@ -276,7 +287,7 @@ class Session:
                 room.alone = False
         option = decide(
             settings, self.shape if whole else self._shared(), batch=B, tokens=T, itemsize=x.element_size(),
-            gpu_free=free[0], host_free=free[1], gpu=gpu, able=able,
+            gpu_free=free[0], host_free=free[1], gpu=_beside_others(gpu), able=able,
         )  # fmt: skip
         alone = not (whole or sharded) and group is None and self.sequence is None
         if alone and settings.weights == "auto" and self.shape.adapters and self.owner() is not None:
@@ -298,7 +309,7 @@ class Session:
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, what this session's own pool holds in wait counted as free."""
-        free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
+        free, ranks = memory.host_free(), _local_ranks()
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 

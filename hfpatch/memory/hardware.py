@@ -18,6 +18,9 @@ CONTEXT_BYTES = 1 * GiB
 HOST_BYTES_PER_SECOND = 200e9
 # Registering host memory with the driver, pages made on the way, bytes/s of one process. Assumed.
 PIN_BYTES_PER_SECOND = 3 * GiB
+# Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4 drive (Samsung PM9A3, U.2).
+DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
+DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Gpu:
     attention_forward, attention_backward: causal attention with head dim 128 at 16k tokens and more, FLOP/s counted
     over the causal half. processors: that run one block of attention each (SMs, compute units). measured: the rates were
     taken on this machine, so no share is applied to them. peer: one direction of the links to the machine's other GPUs, 0
-    where they meet over the host link.
+    where they meet over the host link. sharing: GPUs that use the machine's disk at once.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Gpu:
     processors: int = 108
     measured: bool = False
     peer: float = 0.0
+    sharing: int = 1
 
     @property
     def matmul_flops(self) -> float:
@@ -62,6 +66,11 @@ class Gpu:
     def peer_rate(self) -> float:
         """Bytes/s that exchanges between the GPUs of a machine are planned with, one direction."""
         return (self.peer if self.measured else LINK_SHARE * self.peer) if self.peer else self.link_rate
+
+    @property
+    def disk_rates(self) -> tuple[float, float]:
+        """Bytes/s that files are planned to be written and read with, this GPU's share."""
+        return DISK_WRITES / self.sharing, DISK_READS / self.sharing
 
     @property
     def usable_bytes(self) -> int:

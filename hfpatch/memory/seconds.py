@@ -215,26 +215,34 @@ def _seconds(gpu: Gpu, flops: Flops) -> tuple[float, float]:
     return flops.matmul / gpu.matmul_flops, attend
 
 
-def _copy_wait(gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple) -> tuple[float, float, float]:
+def _copy_wait(
+    gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple, files: tuple = (0, 0)
+) -> tuple[float, float, float]:
     """Seconds that copies take beyond the work which they hide behind, and those of that work, forward and backward: a third of
     what the mathematics needs is forward. total: seconds of the work; fore: of its forward, beside matmuls and attention; up,
-    down: bytes to the host and to the device, in forward and in backward; each direction of the link hides behind its own pass."""
+    down: bytes to the host and to the device, in forward and in backward; each direction of the link hides behind its own pass.
+    files: bytes of them written to a disk in forward and read in backward."""
     needed = (flops.model - flops.model_attention) / gpu.matmul_flops
     forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
     passes = forward, total - forward
-    waits = (max(0.0, max(u, d) / gpu.link_rate - hides) for u, d, hides in zip(up, down, passes))
+    on_link = (max(u, d) / gpu.link_rate for u, d in zip(up, down))
+    on_disk = (n / rate for n, rate in zip(files, gpu.disk_rates))
+    waits = (max(0.0, link - hides, disk - hides) for link, disk, hides in zip(on_link, on_disk, passes))
     return sum(waits), *passes
 
 
-def counted_time(gpu: Gpu, flops: Flops, memory: StepMemory, stays, tails: float = 0.0) -> StepTime:
+def counted_time(
+    gpu: Gpu, flops: Flops, memory: StepMemory, stays, tails: float = 0.0, *, on_disk: bool = False
+) -> StepTime:
     """The seconds of a step whose bytes were counted (flops.moved_forward, moved_backward), whoever's code it runs. What it keeps
     on the host goes there once and comes back once; no time of Python's is known. stays: a placement's bytes;
-    tails: seconds of attention's launches (`tails`)."""
+    tails: seconds of attention's launches (`tails`); on_disk: that it is kept in files."""
     matmul, attend = _seconds(gpu, flops)
     fore, back = flops.moved_forward / gpu.bandwidth, flops.moved_backward / gpu.bandwidth
     third = stays.link / 3
     up, down = (memory.host, third), (third, memory.host + third)
-    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back + tails, fore, up, down)
+    files = (memory.host, memory.host) if on_disk else (0, 0)
+    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back + tails, fore, up, down, files)
     optimizer = optimizer_seconds(gpu, memory, stays)
     return StepTime(matmul, attend, tails, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
 
@@ -274,7 +282,8 @@ def step_time(
     first, second = weight_bytes(shape, policy, itemsize)
     up, down = (to_host, third), (third + first, to_gpu + third + second)
     total = matmul + attend + fore + back + sums + loss + waits
-    wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down)
+    files = (to_host, to_gpu) if tiled and policy.offload == "disk" else (0, 0)
+    wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down, files)
 
     again = n - -(-n // policy.every) if n else 0  # in segments, forward once more
     each = HOST_SECONDS_PER_LAYER + count * HOST_SECONDS_PER_TILE

@@ -88,6 +88,16 @@ class Run:
     checkpointing: Checkpointing | str
 
     @property
+    def on_disk(self) -> bool:
+        """Whether checkpoints wait in files."""
+        return self.checkpointing not in WHOLE and self.checkpointing.directory is not None
+
+    @property
+    def rates(self) -> Gpu:
+        """The GPU beside the machine's others."""
+        return replace(self.gpu, sharing=self.gpus)
+
+    @property
     def ranks(self) -> int:
         return getattr(self.shape, "ranks", 1)
 
@@ -111,7 +121,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     }  # fmt: skip
     parts["slack"] = reserve(sum(parts.values()))
     peak = sum(parts.values())
-    on_host = 0 if isinstance(policy, Policy) and policy.offload == "disk" else memory.host
+    on_host = 0 if run.on_disk else memory.host
     host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)

@@ -12,7 +12,7 @@ from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import GiB, ModelShape, step_memory
-from hfpatch.memory.hardware import GPUS
+from hfpatch.memory.hardware import DISK, GPUS
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.seconds import first_step, step_time
 from hfpatch.memory.shape import UnknownFamily
@@ -48,7 +48,7 @@ def _search(*asked, **sizes) -> Search:
 def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
     itemsize = PLACEMENTS[placement].itemsize
     sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
-    search = _search(settings, run.shape, gpu=run.gpu, **sizes)
+    search = _search(settings, run.shape, gpu=run.rates, **sizes)
     return search, search.budget(*_free(run, stays, itemsize), run.gpus)
 
 
@@ -108,7 +108,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.gpu, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
+    time, moved = step_time(run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
     why = why_not or _why(run, policy)
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
@@ -128,7 +128,7 @@ def _why(run: Run, policy) -> str:
     if run.checkpointing.aim == "least":
         reasons = ["the least memory of the GPU, as asked"]
     elif policy.offload == "disk":
-        reasons = ["checkpoints wait in files, as asked"]
+        reasons = [f"checkpoints wait in files, as asked, on {DISK}"]
     elif policy.offload == "gpu":
         reasons = ["checkpoints stay on the GPU: it has room for them, or the host has none"]
     else:
@@ -241,8 +241,7 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
         offer("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
     if run.checkpointing not in WHOLE and run.checkpointing.offload in ("auto", "host"):
         disk = replace(run.checkpointing, offload="./checkpoints")
-        offer("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names,
-              "checkpoints at the disk's speed instead of the link's")  # fmt: skip
+        offer("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:
         offer("--batch 1", replace(run, batch=1), names, f"{run.batch} accumulation steps for the same batch")
     for gpus in (2, 4, 8):

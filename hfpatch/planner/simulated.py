@@ -320,7 +320,10 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
     tile = _tile(policy)
     slow = counted.carries_states and run.seq_len > 4 * tile
-    memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, policy, slow)
+    stepped = (
+        replace(policy, offload="host") if run.on_disk else policy
+    )  # where bytes that leave the device are counted
+    memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
     why = "simulated: no closed form describes this model"
     why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
@@ -334,7 +337,7 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
 
     def under(name):
         stays = resident(name, counted, run.gpus, policy)
-        time = counted_time(run.gpu, flops, memory, stays)
+        time = counted_time(run.rates, flops, memory, stays, on_disk=run.on_disk)
         return assembled(run, name, policy, why, memory, flops, time, stays.link + 2 * memory.host)
 
     plans = [under(name) for name in names]

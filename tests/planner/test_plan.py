@@ -18,7 +18,7 @@ from hfpatch.memory import choice
 from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import Flops
 from hfpatch.memory.formula import Moment, StepMemory, step_memory
-from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
+from hfpatch.memory.hardware import DISK_READS, DISK_WRITES, GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.memory.policy import Checkpointing, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
@@ -170,6 +170,24 @@ def test_settings_reach_the_policy(tmp_path):
         "loss_bytes": 2 << 30,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
+
+
+def test_files_are_planned_at_the_disk_s_rate(tmp_path):
+    """What goes into files takes the disk's seconds, which the machine's GPUs share; the search writes less there."""
+    asked = {"every": 1, "save_attention": True, "tile": 4096, "plain": 0, "keep": ()}
+    found = {
+        gpus: plan("llama-3.1-8b", **RUN | {"gpus": gpus}, placement="fsdp2",
+                   checkpointing=Checkpointing(offload=str(tmp_path), **asked))
+        for gpus in (8, 16)
+    }  # fmt: skip
+    out = 32 * (2 * 2 * 4096 + 4 * 32) * 131072  # inputs, attention outputs and lse of each of eight ranks
+    more = found[16].seconds["copy_wait"] - found[8].seconds["copy_wait"]
+    assert more == pytest.approx(8 * (out / DISK_WRITES + (found[8].link_bytes - out) / DISK_READS), rel=0.01)
+
+    free = {name: plan("llama-3.1-8b", **RUN | {"seq_len": 65536, "host_ram": "512GiB"}, checkpointing=Checkpointing(offload=place))
+            for name, place in (("host", "host"), ("disk", str(tmp_path)))}  # fmt: skip
+    assert free["disk"].seconds["copy_wait"] < 0.05 * free["disk"].step_seconds
+    assert free["disk"].step_seconds > free["host"].step_seconds
 
 
 def test_models_in_every_form(tmp_path):
@@ -324,6 +342,26 @@ def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
     for shape in map(ModelShape.from_config, (preset_config("deepseek-ai/DeepSeek-V3"), preset_config("llama-3.2-1b"))):
         sharded = resident("fsdp2", shape, 8).parameters - 4 * -(-shape.parameters // 8) - 4 * shape.layer_parameters
         assert sharded == 2 * (shape.parameters - shape.body_parameters) > 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_files_of_a_model_without_closed_forms(whole, tmp_path, monkeypatch):
+    """They take the drive's seconds and no host memory, also where layers run whole."""
+    from hfpatch.planner import simulated
+
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
+    if whole:
+        step = simulated._taken
+        monkeypatch.setattr(simulated, "_taken", lambda *a: (*step(*a)[:2], {"a reason": 2}))
+    held, filed = (plan(values, seq_len=4096, checkpointing=Checkpointing(offload=o)) for o in ("host", str(tmp_path)))
+    written = held.host_peak_bytes - filed.host_peak_bytes
+    assert written > 2 * 4096 * 64 * 2 and isinstance(filed.policy, str) == whole
+    shared = dataclasses.replace(GPUS["h100"], sharing=1000)
+    monkeypatch.setattr("hfpatch.planner.answer.Run.rates", shared)
+    slow = plan(values, seq_len=4096, checkpointing=Checkpointing(offload=str(tmp_path)))
+    needed = 1000 * written * (1 / DISK_WRITES + 1 / DISK_READS)
+    assert slow.seconds["copy_wait"] == pytest.approx(needed, rel=0.05)
 
 
 def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
