@@ -32,7 +32,7 @@ def main(argv=None) -> int:
     # One file, few of its cases: enough to know that the report is read right.
     command += ["-k", "tiny", "-x"] if args.small else []
     try:
-        code = subprocess.run(command, cwd=common.ROOT, timeout=max(60.0, sheet.left() + 30)).returncode
+        code = subprocess.run(command, cwd=common.ROOT, timeout=sheet.left() + common.OVERTIME).returncode
     except subprocess.TimeoutExpired:
         code = None
     if not report.exists():

@@ -164,6 +164,13 @@ def patterns(T: int, device) -> dict:
     }
 
 
+def first(job) -> tuple:
+    """Sorts jobs, most informative first: bf16 before the rest, and of each the longest, where addresses and sums grow."""
+    _, _, arguments = job
+    longest = max(a for a in arguments if type(a) is int)
+    return torch.bfloat16 not in arguments, -longest
+
+
 def main(argv=None) -> int:
     args = common.parse(common.parser("01b_float64", __doc__), argv)
     sheet = common.Sheet(args)
@@ -193,7 +200,7 @@ def main(argv=None) -> int:
         jobs.append((f"giant {op.name}", element_wise, (op, torch.bfloat16, T, widths, ends(T))))
     T, short = (64, widths) if args.small else (GIANT, Widths(vocab=1024))
     jobs.append(("giant loss", loss, (torch.bfloat16, T, short, 0.0, 2048, ends(T))))
-    for name, job, arguments in jobs:
+    for name, job, arguments in sorted(jobs, key=first):
         if sheet.late(name):
             break
         try:

@@ -38,8 +38,9 @@ def forms(args) -> dict:
         "hfpatch": lambda x, w, y, n: ops.linear_cross_entropy(x, w, y, num_valid=n),
         "eager": eager,
     }
-    if args.cuda:
+    if args.cuda and not args.small:
         found["compile"] = torch.compile(eager, dynamic=False)
+    if args.cuda:
         try:
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

@@ -107,7 +107,7 @@ def guarded(job: dict) -> dict:
     try:
         return train(job)
     except (RuntimeError, ValueError, MemoryError, ImportError) as error:
-        return {"error": "out of memory" if common.is_out_of_memory(error) else common.one_line(error)}
+        return common.failure(error)
 
 
 def in_process_of_its_own(job: dict, seconds: float) -> dict:
@@ -115,7 +115,7 @@ def in_process_of_its_own(job: dict, seconds: float) -> dict:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--worker", json.dumps(job), str(result)]
         try:
-            code = subprocess.run(command, timeout=max(60.0, seconds + 30)).returncode
+            code = subprocess.run(command, timeout=seconds + common.OVERTIME).returncode
         except subprocess.TimeoutExpired:
             return {"error": "stopped: the time of this run was over"}
         return json.loads(result.read_text()) if result.exists() else {"error": f"the process ended with code {code}"}

@@ -4,11 +4,13 @@ python scripts/gpu/11_learning.py --out $OUT
 """
 
 import ast
+import os
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -17,9 +19,9 @@ import common
 
 WORDS = """
 scripts/train.py from scratch on the Python standard library's sources: the same seed, batches, tokenizer and
-optimizer, float32 weights under bf16 autocast; only `--impl` differs. `apart` is the mean distance of a curve's
-last quarter from stock's, in nats: kernels that learn as well differ by the noise of bf16. Held-out loss before and
-after is in the last columns.
+optimizer, float32 weights under bf16 autocast; only `--impl` differs. The runs go side by side, so that `seconds` compares none.
+`apart` is the mean distance of a curve's last quarter from stock's, in nats: kernels that learn as well differ by the noise of
+bf16. Held-out loss before and after is in the last columns.
 """
 RUNS = {
     "llama-tiny": (
@@ -62,7 +64,10 @@ def learn(args, preset, flags, impl, cache, folder, seconds: float):
     command += [*flags.split(), *COMMON.split(), "--cache_dir", str(cache), "--output_dir", str(folder)]
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(60.0, seconds + 30))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds + common.OVERTIME,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what a run had logged when it was stopped counts
+        )  # fmt: skip
         output, error = done.stdout, done.stderr
     except subprocess.TimeoutExpired as expired:
         output, error = (expired.stdout or b"").decode(), "stopped: the time of this run was over"
@@ -78,33 +83,47 @@ def learn(args, preset, flags, impl, cache, folder, seconds: float):
 
 
 def main(argv=None) -> int:
-    args = common.parse(common.parser("11_learning", __doc__), argv)
+    made = common.parser("11_learning", __doc__)
+    made.add_argument("--presets", nargs="+", default=list(RUNS), choices=list(RUNS))
+    made.add_argument("--impls", nargs="+", default=["hf", "hfpatch", "liger"], choices=["hf", "hfpatch", "liger"])
+    made.add_argument("--together", type=int, default=6, help="runs side by side: seconds are none that one has alone")
+    args = common.parse(made, argv)
+    if args.small:
+        args.presets, args.together = list(SMALL), 1
     sheet = common.Sheet(args)
     curves: dict = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for preset, flags in (SMALL if args.small else RUNS).items():
-            for impl in ("hf", "hfpatch", "liger"):
-                if impl == "liger" and not args.cuda:
-                    sheet.skip(f"{preset} liger", "no GPU for it")
-                    continue
-                if sheet.late(f"{preset} {impl}"):
-                    continue
-                folder = Path(scratch) / f"{preset}-{impl}"
-                cache = Path(scratch) / "tokens"
-                losses, held, last, seconds = learn(args, preset, flags, impl, cache, folder, sheet.left())
-                if not losses:
-                    sheet.skip(f"{preset} {impl}", last[0][:200])
-                    continue
-                curves[preset, impl] = losses
-                quarter = max(1, len(losses) // 4)
-                stock = curves.get((preset, "hf"))
-                pairs = list(zip(losses[-quarter:], stock[-quarter:])) if stock else []
-                sheet.add(
-                    preset=preset, impl=impl, logged=len(losses), first_loss=losses[0], last_loss=losses[-1],
-                    apart=sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else None,
-                    held_out_before=held[0] if len(held) > 1 else None, held_out_after=held[-1] if held else None,
-                    seconds=seconds, curve=" ".join(f"{x:.4f}" for x in losses),
-                )  # fmt: skip
+    jobs = [(preset, impl) for preset in args.presets for impl in args.impls]
+    for preset, impl in [job for job in jobs if job[1] == "liger" and not args.cuda]:
+        sheet.skip(f"{preset} {impl}", "no GPU for it")
+        jobs.remove((preset, impl))
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.together) as threads:
+
+        def run(preset, impl):
+            if sheet.left() <= 0:
+                return None
+            folder = Path(scratch) / f"{preset}-{impl}"
+            flags = (SMALL if args.small else RUNS)[preset]
+            return learn(args, preset, flags, impl, folder / "tokens", folder, sheet.left())
+
+        started = [(*job, threads.submit(run, *job)) for job in jobs]
+        for preset, impl, future in started:
+            if future.result() is None:
+                sheet.late(f"{preset} {impl}")
+                continue
+            losses, held, last, seconds = future.result()
+            if not losses:
+                sheet.skip(f"{preset} {impl}", last[0][:200])
+                continue
+            curves[preset, impl] = losses
+            # One that was stopped is compared as far as it came.
+            pairs = list(zip(losses, curves.get((preset, "hf"), [])))
+            pairs = pairs[-max(1, len(pairs) // 4) :]
+            sheet.add(
+                preset=preset, impl=impl, logged=len(losses), first_loss=losses[0], last_loss=losses[-1],
+                apart=sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else None,
+                held_out_before=held[0] if len(held) > 1 else None, held_out_after=held[-1] if held else None,
+                seconds=seconds, curve=" ".join(f"{x:.4f}" for x in losses),
+            )  # fmt: skip
 
     def draw(axes):
         presets = dict.fromkeys(p for p, _ in curves)

@@ -8,6 +8,7 @@ import argparse
 import csv
 import datetime
 import gc
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that was not installed
 
 GiB = 1 << 30
+OVERTIME = 10  # seconds that what an entry started may go on after its time; then there is still time for its page
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "torchao", "accelerate")
 JOURNAL = "HFPATCH_GPU_ROWS"  # the variable that names a file to which every sheet of a run appends its rows too
 
@@ -58,18 +61,31 @@ def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argpar
     return args
 
 
+def tree_hash(folder: Path) -> str:
+    """The hash that git gives a folder of such contents: `git rev-parse COMMIT:hfpatch` tells which commit a copy was made of."""
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            entries.append((path.name + "/", b"40000", bytes.fromhex(tree_hash(path))))
+        elif path.is_file():
+            data, mode = path.read_bytes(), b"100755" if os.access(path, os.X_OK) else b"100644"
+            entries.append((path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest()))
+    tree = b"".join(mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
+    return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
+
+
 def commit_of(given: str | None) -> str:
-    """The short hash of this tree, '+' where it has changes; 'unknown' where it is a copy and none was given."""
+    """The short hash of this commit, '+' where the tree has changes; of a copy for which none was given, that of its hfpatch/."""
     if given:
         return given
     git = ["git", "-C", str(ROOT)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         if found.returncode:
-            return "unknown"
+            return f"hfpatch/={tree_hash(ROOT / 'hfpatch')[:12]}"
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
     except OSError:
-        return "unknown"
+        return f"hfpatch/={tree_hash(ROOT / 'hfpatch')[:12]}"
     return found.stdout.strip() + ("+" if changed.strip() else "")
 
 
@@ -118,6 +134,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
+def failure(error: BaseException) -> dict:
+    """What a row says of an error: "out of memory", or its line and the last places it came from; the log has it whole."""
+    if is_out_of_memory(error):
+        return {"error": "out of memory"}
+    traceback.print_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)[-5:]
+    return {"error": one_line(error), "at": " > ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)}
 
 
 def why_no_fa3() -> str | None:

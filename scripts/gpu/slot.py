@@ -1,6 +1,7 @@
 """A short slot on a GPU: the entries of one part, most informative first, ended by itself within nine minutes.
 
-bash scripts/gpu/slot.sh PART            PART 1: does it work, and how fast about; 2: the full step; 3: how far it goes
+bash scripts/gpu/slot.sh PART            PART 1: does it work, and how fast about; 2: the full step; 3: how far it goes;
+                                         4: what a second half hour adds
 bash scripts/gpu/slot.sh PART --small    the whole path at tiny size, also on a CPU
 
 --out (or $OUT) gets three files: slotN.jsonl, every row the moment it exists; slotN.tar.gz, the pages, tables and
@@ -9,6 +10,7 @@ said at once, with the end of its traceback, and the next one runs.
 """
 
 import argparse
+import contextlib
 import csv
 import importlib.util
 import io
@@ -32,25 +34,29 @@ ROWS = "HFPATCH_GPU_ROWS"  # common.JOURNAL; torch is imported by the worker alo
 @dataclass(frozen=True)
 class Job:
     """An entry and its arguments. seconds: it starts nothing new after so long, and is stopped a little later.
-    show: the columns worth reading at once."""
+    show: the columns worth reading at once. spare: it runs only where the part has so many seconds left."""
 
     entry: str
     arguments: str = ""
     seconds: int = 30
     show: str = ""
+    spare: bool = False
 
     @property
     def small(self) -> bool:
         return "--small" in self.arguments.split()
 
 
-STEP = "impl kept layers tokens step_s tokens_s mfu beyond_gib split_error error"
+STEP = "impl kept layers tokens step_s behind tokens_s mfu beyond_gib split_error error"
 SMALL = (
     "01b_float64", "01c_model", "02a_elementwise", "02b_loss", "03_models", "04_attention", "05_step_128k",
     "06_offload_peer", "07_short_steps", "08_longest", "09_gpu8bit", "12_tiles", "13_qlora",
 )  # fmt: skip
 FULL = "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s copy_wait_s other_s beyond_gib host_used_gib"
 FULL += " split_error error"
+LONGEST = "layers run tokens fits step_s peak_gib error"
+TILES = "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"
+PLAN = "entry tokens gpu_off host_off seconds_off right"
 PARTS = {
     1: [
         # Small ones share a process: importing and starting the device cost more than they do. The first compiles every kernel,
@@ -58,7 +64,7 @@ PARTS = {
         *(Job(name, "--small", 75 if name == SMALL[0] else 30) for name in SMALL),
         Job("01c_model", seconds=90, show="check tokens way delayed passed share host_ms device_ms"),
         Job("05_step_128k", "--layers 8 4 --steps 1", 90, FULL),
-        Job("07_short_steps", "--warmup 1 --steps 2 --tiers auto --rivals liger trl", 170, STEP),
+        Job("07_short_steps", "--tokens 8192 32768 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 170, STEP),
         Job("04_attention", "--tokens 32768 131072", 70, "backend tokens group fwd_tflop_s bwd_tflop_s new_length_ms chosen"),
         Job("01a_tests", "--small", 60),
         Job("11_learning", "--small", 60),
@@ -67,16 +73,27 @@ PARTS = {
         Job("05_step_128k", "--layers 32 16 --steps 1", 250, FULL),
         Job("02b_loss", "", 120, "impl tokens both_ms share extra_mib"),
         Job("02a_elementwise", "", 90, "op impl tokens fwd_share bwd_share"),
-        Job("10_plan", "--results {work}", 15, "entry tokens gpu_off host_off seconds_off right"),
+        Job("10_plan", "--results {work}", 15, PLAN),
+        Job("01b_float64", "", 60, "what dtype tokens passed share", spare=True),
     ],
     3: [
-        Job("08_longest", "--layers 32 --run 1 --tokens 262144 524288", 90, "layers run tokens fits step_s peak_gib error"),
-        Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, "layers run tokens fits step_s peak_gib error"),
-        Job("09_gpu8bit", "--tokens 8192 --steps 6", 75, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
-        Job("13_qlora", "--tokens 131072 --rivals", 95, "impl tokens fits first_step_s peak_gib host_used_gib error"),
-        Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 75, FULL),
-        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"),
-        Job("11_learning", "", 50, "preset impl apart held_out_after seconds"),
+        Job("08_longest", "--layers 32 --run 1 --tokens 262144 524288", 90, LONGEST),
+        Job("13_qlora", "--tokens 131072 --rivals", 130, "impl tokens fits first_step_s peak_gib host_used_gib error"),
+        Job("09_gpu8bit", "--tokens 8192 --steps 6", 100, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
+        Job("06_offload_peer", "--tokens 131072 --layers 8 --rivals trl liger", 95, STEP),
+        Job("11_learning", "", 95, "preset impl apart held_out_after"),
+        Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 75, FULL, spare=True),
+        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES, spare=True),
+        Job("10_plan", "--results {work}", 15, PLAN, spare=True),
+    ],
+    4: [
+        Job("16_engines", "--tokens 32768", 210, "engine tokens step_s peak_gpu_gib host_used_gib plan_step_s error"),
+        Job("07_short_steps", "--layers 8 --tokens 8192 32768 --tiers host gpu --rivals", 60, "tier tokens step_s overhead"),
+        Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, LONGEST),
+        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES),
+        Job("07_short_steps", "--tokens 4096 16384 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 100, STEP),
+        Job("10_plan", "--results {work}", 15, PLAN),
+        Job("01b_float64", "", 60, "what dtype tokens passed share", spare=True),
     ],
 }  # fmt: skip
 GRACE = 20  # seconds an entry has for its page and picture after the time in which it starts things
@@ -169,7 +186,8 @@ class Slot:
 
     def _together(self, numbers: list[int], scratch: Path, work: Path) -> int:
         """Runs these jobs in one process until it ends, or one takes too long; returns how many are settled."""
-        if self.left() < 15:
+        job = self.jobs[numbers[0]]
+        if self.left() < (job.seconds + GRACE if job.spare else 15):
             for number in numbers:
                 self._settle(number, {"trace": ["not started: the time of the slot was over"]}, 0, None)
             return len(numbers)
@@ -215,9 +233,7 @@ class Slot:
                     self._settle(numbers[settled], {"trace": [why]}, time.monotonic() - started, work)
                     return settled + 1
         finally:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)  # its own children too
-            worker.wait()
+            _end(worker)
         return settled
 
     def _settle(self, number: int, result: dict, seconds: float, work: Path | None) -> None:
@@ -238,7 +254,7 @@ class Slot:
         for line in result.get("trace") or []:
             self.print("    ", line[:300])
         for row in bad[:3]:
-            self.print("     bad:", " ".join(f"{k}={v}" for k, v in row.items() if k in _telling(row))[:300])
+            self.print("     bad:", " ".join(f"{k}={row[k]}" for k in _telling(row))[:400])
         if not job.small:
             for line in missing[:4]:
                 self.print("     left out:", line[:200])
@@ -260,13 +276,28 @@ class Slot:
         fresh.replace(self.pack)
 
 
+def _end(worker: subprocess.Popen) -> None:
+    """Ends an entry and the processes it started, and waits until they are gone: the next one wants the memory that they pinned."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+    until = time.monotonic() + 15
+    while time.monotonic() < until:
+        try:
+            os.killpg(worker.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+
+
 def _plain_file(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return info if info.isdir() or info.size < 4 << 20 else None
 
 
 def _telling(row: dict) -> list[str]:
     stamps = ("device", "commit", "date", "command", "versions", "copy_gb_s", "matmul_tflop_s", "entry")
-    return [key for key, value in row.items() if key not in stamps and value not in (None, "")]
+    told = [key for key, value in row.items() if key not in stamps and value not in (None, "")]
+    return sorted(told, key=lambda key: key not in ("error", "at"))  # first: a line is cut
 
 
 def _lines(path: Path) -> list[dict]:
@@ -299,6 +330,7 @@ def main(argv=None) -> int:
         jobs = [Job(entry, words, 60, show) for (entry, words), show in shown.items()]
     if args.host_gib:
         os.environ["HFPATCH_HOST_MEMORY"] = str(int(args.host_gib * (1 << 30)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # who ends this process ends its entry too
     return Slot(args.part, jobs, Path(out), args.seconds).run()
 
 

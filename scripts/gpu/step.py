@@ -6,8 +6,9 @@ a dict:
     impl            "stock" | "liger" | "trl" | "hfpatch"
     tokens          of one sequence; batch is 1
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
-    checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off". trl: TRL's
-                    selective checkpointing (attention is not run again) and its fused head
+    checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off" | "selective":
+                    offload under TRL's selective checkpointing, which does not run attention again. trl: TRL's fused head,
+                    always selective
     lora            rank of adapters (PEFT, every Linear of the layers) over a frozen base
     base            of lora: "4bit" (nf4.py), unless it says "bf16"
     cap_gib         device memory this process may take, as on a smaller card
@@ -78,8 +79,10 @@ def adapted(model, rank: int, base: str):
 
 
 def checkpoint(model, offload: bool) -> None:
-    """transformers' own checkpointing, by the name it has in this version."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    """transformers' own checkpointing, by the name it has in this version; TRL's selective one wraps the older name alone."""
+    enable = model.gradient_checkpointing_enable
+    if not getattr(enable, "_is_sac_wrapped", False):
+        enable = getattr(model, "activation_checkpointing_enable", enable)
     if offload and torch.cuda.is_available():
         enable({"use_reentrant": False}, offload=True)
     else:
@@ -108,16 +111,17 @@ def become(model, case) -> str:
             LIGERS.setdefault(family, dict(vars(family)))
             _apply_liger_kernel_to_instance(model=model.get_base_model() if case.get("lora") else model)
             model._liger_applied = True
-    if impl == "trl":
-        from trl.models import enable_selective_activation_checkpointing
+    if impl == "trl" and not getattr(model, "_trl_applied", False):
         from trl.trainer.utils import add_fused_lm_head
 
-        if not getattr(model, "_trl_applied", False):
-            add_fused_lm_head(model.get_base_model() if case.get("lora") else model)
-            enable_selective_activation_checkpointing(model)
-            model._trl_applied = True
+        add_fused_lm_head(model.get_base_model() if case.get("lora") else model)
+        model._trl_applied = True
+    if impl == "trl" or kept == "selective":
+        from trl.models import enable_selective_activation_checkpointing
+
+        enable_selective_activation_checkpointing(model)
     if kept != "off":
-        checkpoint(model, kept == "offload")
+        checkpoint(model, kept in ("offload", "selective"))
     return f"{impl}, checkpointing {kept}"
 
 
@@ -417,7 +421,7 @@ def _run(cases: list[dict], write) -> None:
             ):  # fmt: skip
                 result |= measure(model, case, device)
         except Exception as error:  # whatever a rival may raise: the row says what happened, and the next case runs
-            result["error"] = "out of memory" if common.is_out_of_memory(error) else common.one_line(error)
+            result |= common.failure(error)
         if "error" in result:  # here the traceback, and what its frames held, is gone
             if model is not None:
                 model.zero_grad(set_to_none=True)
@@ -454,7 +458,10 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
         worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
         ended = None
         while ended is None:
-            code, over = worker.poll(), sheet.left() < -30  # before the file is read: what it wrote last is seen too
+            code, over = (
+                worker.poll(),
+                sheet.left() < -common.OVERTIME,
+            )  # before the file is read: what it wrote last is seen too
             lines = files[1].read_text().splitlines() if files[1].exists() else []
             for case, line in zip(cases[len(rows) :], lines[len(rows) :]):
                 write(case, json.loads(line))
