@@ -49,7 +49,7 @@ class Pattern:
         if self.window is not None:
             allowed = allowed & (k > q[:, None] - self.window)
         if self.documents is not None:
-            ends = torch.tensor(self.documents.bounds[1:], device=device)
+            ends = self.documents.cu_seqlens[1:].long()  # there already: made here, the host would wait for the device
             document_BT = torch.bucketize(torch.arange(B * T, device=device), ends, right=True).view(B, T)
             allowed = allowed & (document_BT[:, q][:, :, None] == document_BT[:, k][:, None])
         if self.hidden_BT is not None:

@@ -172,14 +172,25 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
         what = "soft caps of scores" if pattern.softcap is not None else f"hidden keys at head_dim {head_dim}"
         reason = why_no_flex(device, dtype, head_dim, pattern.softcap)
         return reason and f"{what} need flex_attention, and {reason}"
-    if dtype not in _HALF:
+    if dtype not in _HALF or not has_flash(device):
         what = (
             "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
         )
-        return f"{what} need fp16 or bf16 on a GPU" if what else None
+        if dtype == torch.bfloat16:
+            what = what or "bf16"
+        return what and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
     if head_dim % 8 or head_dim > WIDEST_HEAD:
         return f"head_dim {head_dim} is not a multiple of 8 up to {WIDEST_HEAD}"
     return None
+
+
+@lru_cache(maxsize=16)
+def has_flash(device: torch.device) -> bool:
+    """Whether FA2 runs on a CUDA device: not on those before Ampere (V100, T4), whose one kernel takes no bf16. True where there is
+    no device to ask: then one is meant that has it."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _by_flex(pattern: Pattern, head_dim: int) -> bool:
@@ -241,7 +252,9 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
     device = q_BTHE.device
     if device.type != "cuda":
         return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
-    if q_BTHE.dtype not in _HALF:
+    if q_BTHE.dtype == torch.float64:
+        return "blocks"  # no kernel takes it
+    if q_BTHE.dtype not in _HALF or not has_flash(device):
         return "efficient"
     # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on later), and the one that
     # takes a single token; what few tokens cost is the call.

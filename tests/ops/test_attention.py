@@ -317,6 +317,7 @@ def test_what_is_picked_without_a_trial(monkeypatch):
     assert picked == ["flash", "cudnn", "cudnn", "flash"]
     assert tried == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
     assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
+    assert A.pick(on_cuda(200, torch.float64), None) == "blocks"  # plain torch: no kernel takes it
     assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
@@ -389,6 +390,34 @@ def test_backend_of_each_device():
     for pattern in (A.Pattern(softcap=30.0), A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool))):
         reason = A.supported(256, torch.bfloat16, torch.device("cuda"), pattern)
         assert "need flex_attention, and it raises" in reason  # there is no such device here
+
+
+@pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
+    """FA2 raises there, and the efficient kernel knows no bf16: such layers run whole, in plain torch, and fp16 rows of any length
+    in the kernel that is left."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(A, "_measured", lambda *_: "flash")
+    A.has_flash.cache_clear()
+    try:
+        device, documents = torch.device("cuda", 1), A.Pattern(A.Documents((0, 1), None))
+        for tokens in (1, 200):
+            q = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, tokens, 4, 16))
+            assert A.pick(q, q) == ("flash" if has else "efficient")
+        assert A.supported(64, torch.float16, device) is None
+        for dtype, pattern in ((torch.bfloat16, A.CAUSAL), (torch.float16, documents), (torch.float16, A.Pattern(window=4))):
+            assert (A.supported(64, dtype, device, pattern) is None) is has
+    finally:
+        A.has_flash.cache_clear()
+
+
+def test_documents_are_told_apart_where_they_lie(monkeypatch):
+    """A tensor made of Python's numbers comes to a GPU by a copy for which the host waits for all that the device does."""
+    there = A.Pattern(A.Documents((0, 4, 8), torch.arange(3, dtype=torch.int32) * 4))
+    monkeypatch.delattr(torch, "tensor")
+    allowed = there.allowed(range(4, 6), range(8), 1, 8, torch.device("cpu"))
+    assert allowed.squeeze().int().tolist() == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("window", [16, 192])
