@@ -292,7 +292,8 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     stack._hfpatch_apart, stack._hfpatch_asks = found.apart, found.isolation
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
     causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart or None in found.answers
-    if told and causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
+    told = told or causal is not None and stack not in causal.children()  # a model between them may make a cache
+    if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):
         swap(causal, TellsPositions)
     if found.apart is False:
         report.notes.append(

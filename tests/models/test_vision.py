@@ -115,11 +115,12 @@ def test_an_image_and_text(name, capsys):
     assert capsys.readouterr().err.count(said) == (not MODELS[name][3])
 
 
-def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole():
+@pytest.mark.parametrize("loss", [True, False])
+def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole(loss):
     """Idefics 2 and 3 and SmolVLM make one in training too, around the language tower."""
     stock, batch = small("idefics3")
     ours, found = copy.deepcopy(stock), []
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16))
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16), loss=loss)
     lengths(find_decoder(ours).layers[-1].mlp, found)
     out, wanted = ours(**batch), stock(**batch)
     assert wanted.past_key_values is not None and max(found) <= 16
