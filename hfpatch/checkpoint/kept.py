@@ -135,8 +135,7 @@ class Kept:
     def push_passes(self) -> None:
         """Queues all passes of the backward that begins, but for the first where it is under way."""
         first, *rest = self.passes()
-        if not self.queue.starts_with(self):
-            self.queue.reset()
+        if not self.queue.is_for(self):
             self.prefetch()
         for names in rest:
             self.queue.push(self, self._requests(names))

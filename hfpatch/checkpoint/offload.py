@@ -363,9 +363,16 @@ class FetchQueue:
             self.under_way.append((owner, self.transfers.fetch(request(), slot)))
             self.pending.popleft()
 
-    def starts_with(self, owner) -> bool:
-        head = self.under_way[0] if self.under_way else self.pending[0] if self.pending else (None,)
-        return head[0] is owner
+    def is_for(self, owner) -> bool:
+        """Whether the owner, whose turn it is, has something here. What others have goes: one who was promised the next turn, where
+        graphs that two threads made take turns in one pass."""
+        others = any(o is not owner for o, _ in (*self.under_way, *self.pending))
+        if others:
+            self.under_way, self.pending = (
+                deque(item for item in queue if item[0] is owner) for queue in (self.under_way, self.pending)
+            )
+            self._fill()
+        return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
         """Forgets everything: the backward took another order than the forward promised, or ended early."""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -89,10 +90,11 @@ class Session:
         self.sequence = None  # checkpoint.exchange.Sequence of the call under way
         self.weights = StreamedWeights(checkpointing.weights == "host")
         self._private: dict[type, tuple] = {}
-        self._last_call = lambda: None
-        self._last_output = lambda: None
+        self._last = (lambda: None,) * 2  # the call that came last, and what it gave
         self._last_index = 0  # of the layer that asked for a policy
         self.last_held = None  # checkpoint/whole.py: the input saved before, and what its layer gave
+        # Of the thread that trains one of its layers, forward or backward: a graph may be made or taken back by several at once.
+        self.turn = threading.RLock()
 
     def __deepcopy__(self, memo):
         made = Session(self.checkpointing, self.shape, self.n_layers)
@@ -400,7 +402,8 @@ class Session:
     def link(self, call: LayerCall, x: Tensor) -> None:
         """Notes which call came before this one, where x is that one's output; every > 1 forms its segments here."""
         call.queue = self.queues[x.device, call.policy.offload]
-        before = self._last_call() if self._last_output() is x else None
+        last, output = self._last
+        before = last() if output() is x else None
         if before is not None:
             call.previous = weakref.ref(before)
             # Segments end where the policy does: their inputs are kept by another one's transfers.
@@ -408,7 +411,7 @@ class Session:
                 call.earlier, call.position = before, before.position + 1
 
     def linked(self, call: LayerCall, y: Tensor) -> None:
-        self._last_call, self._last_output = weakref.ref(call), weakref.ref(y)
+        self._last = weakref.ref(call), weakref.ref(y)
 
     def close(self) -> None:
         """Gives back host memory, streams and files; what a graph still holds stays until that goes."""

@@ -37,7 +37,8 @@ class _TiledLayer(torch.autograd.Function):
         try:
             held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
             private = is_private(dy, held, call.private)
-            dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
+            with call.session.turn:
+                dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         except RuntimeError as error:
             refuse_a_batch(error)
             raise

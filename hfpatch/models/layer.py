@@ -180,6 +180,12 @@ class TiledLayer(AskedLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._forward(x, session, batch, args, kwargs)
+        with session.turn:
+            return self._forward(x, session, batch, args, kwargs)
+
+    def _forward(self, x: Tensor, session, batch: Batch | None, args, kwargs):
         cache = _cache_of(args, kwargs)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
@@ -243,8 +249,8 @@ class TiledLayer(AskedLayer):
                     y, *extras = tiled_layer(session, policy, ask, x)
             except NotStopped as error:  # a forward that goes other ways than when it was asked
                 self._hfpatch_answers = replace(answers, reason=str(error))
-                warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=3)
-                return self.forward(hidden_states, *args, **kwargs)
+                warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=4)
+                return self.forward(x, *args, **kwargs)
             ask.hand_on(extras, lists)
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
@@ -268,7 +274,7 @@ class TiledLayer(AskedLayer):
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
-            with our_attention(self._hfpatch_configs if batch is not None else (), batch):
+            with session.turn, our_attention(self._hfpatch_configs if batch is not None else (), batch):
                 return whole(h)
 
         return offloaded_checkpoint(session, policy, self, kwargs.get("attention_mask"), run, x)

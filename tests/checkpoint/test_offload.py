@@ -63,13 +63,14 @@ def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
     first, second = object(), object()
     queue.push(first, [lambda a=a, b=b: [(saved, a, b, None)] for a, b in tiles])
     queue.push(second, [lambda: [(saved, 0, 2, None)]])
-    assert len(queue.under_way) == 3 and queue.starts_with(first)
+    assert len(queue.under_way) == 3
     for a, b in tiles:
         ticket = queue.next()
         assert torch.equal(ticket.wait()[0], x[:, a:b])
         queue.release(ticket)
-    assert queue.starts_with(second) and not queue.starts_with(first)
-    queue.reset()
+    queue.push(first, [lambda: [(saved, 4, 6, None)]])
+    assert queue.is_for(first), "what second was promised goes"
+    assert torch.equal(queue.next().wait()[0], x[:, 4:6]) and not queue.is_for(second)
     assert queue.ring.free == 3
     transfers.close()
 

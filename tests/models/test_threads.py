@@ -1,0 +1,94 @@
+"""Several threads that train one model: each layer, forward or backward, is one thread's at a time."""
+
+import sys
+import threading
+
+import pytest
+import tiny
+import torch
+from families import small_model
+
+import hfpatch
+
+HOST = {"offload": "host", "tile": 8, "plain": 0}
+WAYS = {
+    "tiled": hfpatch.Checkpointing(**HOST, keep=()),
+    "kept": hfpatch.Checkpointing(**HOST, keep=("qkv",)),
+    "segments": hfpatch.Checkpointing(**HOST, every=2),
+    "off": "off",
+}
+
+
+def in_threads(run, together: bool) -> list:
+    """What run(0) and run(1) give, each in a thread of its own; together: at once, else one behind the other."""
+    found = [None, None]
+
+    def one(i):
+        try:
+            found[i] = run(i)
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+        if not together:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def loss_of(model, i: int) -> torch.Tensor:
+    ids = torch.randint(3, 60, (2, 24 - i), generator=torch.Generator().manual_seed(i))
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def wanted_of(stock) -> dict:
+    stock.zero_grad()
+    for i in range(2):
+        loss_of(stock, i).backward()
+    return tiny.gradients(stock)
+
+
+def assert_close(model, wanted: dict) -> None:
+    for name, grad in tiny.gradients(model).items():  # norms and rotation are in float32 in stock
+        assert (grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_that_two_threads_made_in_one_backward(way):
+    """Each thread numbers its calls from the start, and by these numbers backward takes the layers of the two graphs in turn."""
+    stock = small_model("llama")
+    ours = tiny.patched(stock, checkpointing=WAYS[way])
+    for i in range(2):  # what is found out at a first call counts there too
+        loss_of(ours, i)
+    sum(in_threads(lambda i: loss_of(ours, i), together=False)).backward()
+    assert_close(ours, wanted_of(stock))
+
+
+@pytest.fixture
+def restless(monkeypatch):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("backward", ["together", "each its own"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_two_threads_train_one_model(family, way, backward, restless):
+    """Written out (Llama), and with modules that are called: one thread's gradients, blocks and stand-ins are no other's."""
+    stock = small_model(family)
+    ours, wanted = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock)
+    for _ in range(3):
+        ours.zero_grad()
+        if backward == "together":
+            sum(in_threads(lambda i: loss_of(ours, i), together=True)).backward()
+        else:
+            in_threads(lambda i: loss_of(ours, i).backward(), together=True)
+        assert_close(ours, wanted)
