@@ -482,7 +482,9 @@ def test_a_run_that_is_late_leaves_out_what_can_be(tmp_path, monkeypatch):
 # Entries that need no torch: a good one, one that raises, one that ends the process, one that hangs with a child of its
 # own, and one with a wrong row after them all. Those at tiny size share a process, which is started anew after it died.
 FAKES = {
-    "01_good": "row(step_s=1.5, impl='liger', error='no GPU for it'); table(folder, 'step_s\\n1.5\\n'); return 0",
+    "01_good": (
+        "row(step_s=1.5, session=os.getsid(0), impl='liger', error='no GPU for it'); table(folder, 'step_s\\n1.5\\n'); return 0"
+    ),
     "02_raises": "sys.modules['torch'] = Fine; row(step_s=2); raise RuntimeError('the reason is here')",
     "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5); raise RuntimeError('an illegal access')",
     "03_dies": "row(step_s=3); os._exit(7)",
@@ -523,7 +525,8 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
     began = time.monotonic()
     assert slot.Slot(1, jobs, out, 60).run() == 1
     assert time.monotonic() - began < 30
-    assert [row["step_s"] for row in map(json.loads, (out / "slot1.jsonl").open())] == [1.5, 2, 2.5, 3, 4, 5]
+    rows = [json.loads(line) for line in (out / "slot1.jsonl").open()]
+    assert [row["step_s"] for row in rows] == [1.5, 2, 2.5, 3, 4, 5] and rows[0]["session"] == os.getsid(0)
     said = capsys.readouterr().out
     for words in (
         "ok     01_good --small: 1 rows",

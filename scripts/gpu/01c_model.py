@@ -222,17 +222,17 @@ def main(argv=None) -> int:
     narrow = {"preset": "llama-tiny", "layers": 4, "tokens": 4096, "changes": sizes | {"initializer_range": 0.05}}
     wide = narrow if args.small else {"layers": 2, "tokens": 4096, "changes": {"initializer_range": 0.02}}
     T, tile = (45, 16) if args.small else (1030, 256)
-    jobs = [
-        ("small", against_float64, ("small", narrow, dtype, T, tile))
-        for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 1 if args.small else 3]
-    ]
+    long = (48, 16, 1) if args.small else (32768, 2048, 4)
+    four = wide if args.small else wide | {"layers": 4, "tokens": 32768}
+    jobs = [("small", against_float64, ("small", narrow, torch.bfloat16, T, tile))]
+    if not args.small:
+        jobs.append(("8B", against_float64, ("8B widths", wide, torch.bfloat16, 2051, 512)))
+    jobs += [("sync", no_sync, (four, *long[:2])), ("race", races, (four, *long))]
     if not args.small:
         jobs += [
-            ("8B", against_float64, ("8B widths", wide, dtype, 2051, 512)) for dtype in (torch.bfloat16, torch.float32)
+            ("small", against_float64, ("small", narrow, dtype, T, tile)) for dtype in (torch.float16, torch.float32)
         ]
-    long = (48, 16, 1) if args.small else (32768, 2048, 4)
-    jobs.append(("race", races, (wide if args.small else wide | {"layers": 4, "tokens": 32768}, *long)))
-    jobs.append(("sync", no_sync, (wide if args.small else wide | {"layers": 4, "tokens": 32768}, *long[:2])))
+        jobs.append(("8B", against_float64, ("8B widths", wide, torch.float32, 2051, 512)))
     for name, job, arguments in jobs:
         if not sheet.late(name):
             job(sheet, *arguments)

@@ -64,9 +64,8 @@ def train(args, engine: str, tokens: int, flags: str, scratch: Path, seconds: fl
     if args.host_gib:
         environment["HFPATCH_HOST_MEMORY"] = str(int(args.host_gib * common.GiB))
     host, logged, last = step.HostWatch(), [], []
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    # In this process's group, so that what ends an entry ends it too.
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     # The clock ends it: a program that says nothing is waited for no longer.
     previous = signal.signal(signal.SIGALRM, lambda *_: _kill(run))
     signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
@@ -98,8 +97,7 @@ def train(args, engine: str, tokens: int, flags: str, scratch: Path, seconds: fl
 
 
 def _kill(run: subprocess.Popen) -> None:
-    if run.poll() is None:
-        os.killpg(run.pid, signal.SIGKILL)
+    run.kill()
     run.wait()
 
 

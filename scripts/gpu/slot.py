@@ -201,10 +201,11 @@ class Slot:
             jobs.append((number, str(FOLDER / f"{job.entry}.py"), words))
         orders.write_text(json.dumps({"jobs": jobs, "said": str(said)}))
         environment = {**os.environ, ROWS: str(self.rows), "PYTHONUNBUFFERED": "1"}
+        # A group to be killed by, and no session of its own: who ends this process may spare those.
         with self.log.open("a", encoding="utf-8") as log:
             worker = subprocess.Popen(
                 [sys.executable, __file__, "--worker", str(orders)], stdout=log, stderr=log, env=environment,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,
             )  # fmt: skip
         settled, started, now = 0, time.monotonic(), None
         try:
