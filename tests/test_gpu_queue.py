@@ -486,8 +486,8 @@ FAKES = {
         "row(step_s=1.5, session=os.getsid(0), impl='liger', error='no GPU for it'); table(folder, 'step_s\\n1.5\\n'); return 0"
     ),
     "02_raises": "sys.modules['torch'] = Fine; row(step_s=2); raise RuntimeError('the reason is here')",
-    "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5); raise RuntimeError('an illegal access')",
-    "03_dies": "row(step_s=3); os._exit(7)",
+    "02_x_breaks": "sys.modules['torch'] = Broken; row(step_s=2.5, pid=os.getpid(), error='an illegal access'); return 0",
+    "03_dies": "row(step_s=3, pid=os.getpid()); os._exit(7)",
     "04_hangs": (
         "child = subprocess.Popen(['sleep', '60']); pathlib.Path(__file__).with_name('child').write_text(str(child.pid)); "
         "row(step_s=4); time.sleep(60)"
@@ -527,6 +527,7 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
     assert time.monotonic() - began < 30
     rows = [json.loads(line) for line in (out / "slot1.jsonl").open()]
     assert [row["step_s"] for row in rows] == [1.5, 2, 2.5, 3, 4, 5] and rows[0]["session"] == os.getsid(0)
+    assert rows[2]["pid"] != rows[3]["pid"], "a process whose device answers nothing runs no further entry"
     said = capsys.readouterr().out
     for words in (
         "ok     01_good --small: 1 rows",

@@ -122,18 +122,19 @@ def work(path: Path) -> int:
             found["code"] = stop.code
         except BaseException:  # whatever it was: said, and the next one runs
             traceback.print_exc()
-            found["trace"] = traceback.format_exc().strip().splitlines()[-6:]
+            # Without the lines that only underline the one before.
+            found["trace"] = [line for line in traceback.format_exc().splitlines() if line.strip(" ^~")][-7:]
         _say(order["said"], number=number, rows=len(_lines(Path(os.environ[ROWS]))), **found)
-        if found["trace"] and not _device_answers():
+        if not _device_answers():
             return 1  # a context that met an illegal access answers nothing any more: the rest needs a new process
     return 0
 
 
 def _device_answers() -> bool:
-    import torch
-
+    """Asked after each entry: one that makes a row of every error ends as if all were well."""
+    torch = sys.modules.get("torch")
     try:
-        return not torch.cuda.is_available() or bool((torch.zeros(1, device="cuda") == 0).item())
+        return torch is None or not torch.cuda.is_available() or bool((torch.zeros(1, device="cuda") == 0).item())
     except RuntimeError:
         return False
 
@@ -249,7 +250,8 @@ class Slot:
         wrong = result.get("trace") or result.get("code") or ours
         words = f"{job.entry} {job.arguments}".strip()
         counted = f"{len(fresh) - len(missing)} rows in {seconds:.0f} s"
-        self.print("FAILED" if wrong else "ok    ", f"{words}: {counted}" + (f", {len(bad)} bad" if bad else ""))
+        verdict = "FAILED" if wrong else "ok    " if len(fresh) > len(missing) else "EMPTY "
+        self.print(verdict, f"{words}: {counted}" + (f", {len(bad)} bad" if bad else ""))
         if wrong:
             self.failed.append(f"FAILED {words};")
         for line in result.get("trace") or []:
