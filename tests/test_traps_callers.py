@@ -188,6 +188,22 @@ def test_skip_logits():
     assert ours(**tiny.labelled(), skip_logits=True).logits is None
 
 
+@pytest.mark.parametrize("way", tiny.WAYS)
+def test_a_copy_of_a_layer_in_the_list(way):
+    """Models are made deeper so; the copy brings a config of its own, whose attention is asked by that."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
+    for model in (stock, ours):
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.config.num_hidden_layers += 1
+    hidden = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long), "use_cache": False}
+    hidden["attention_mask"][1, -5:] = 0
+    tiny.assert_as_good(ours, stock, hidden)
+    with torch.no_grad():
+        got, plain, true = (m.eval()(tiny.ids(), use_cache=False).logits for m in (ours, stock, tiny.exact(stock)))
+    tiny.numerics.assert_close(got, plain, true)
+
+
 # --- autocast ----------------------------------------------------------------------------------------------------------------
 
 

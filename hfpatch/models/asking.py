@@ -218,6 +218,11 @@ def our_attention(configs, batch: Batch | None):
                     name_attention(config, _entered.pop(id(config))[1])
 
 
+def unnamed(configs) -> bool:
+    """Whether a forward with our attention is under way, and these configs do not name it: of a layer that came later."""
+    return here.batch is not None and any(id(config) not in _entered for config in configs)
+
+
 def _of_another_thread(config) -> str | None:
     """The attention that this thread's forward is to have, where the config names ours for another thread's; else None."""
     return named(config) if here.batch is None and here.role is None and id(config) in _entered else None

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from hfpatch.compat import MADE_FROM, collecting, forward_in, modules_in, pytree, settings_of, unwatched
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER, Answers
 from hfpatch.models.arguments import Arguments
-from hfpatch.models.asking import here, not_exchanged
+from hfpatch.models.asking import here, not_exchanged, our_attention, unnamed
 from hfpatch.models.classes import IS_USERS
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
@@ -115,6 +115,9 @@ class AskedLayer:
                 modules = modules_in(self)
                 self._look(modules)
                 self._refuse_parts(hidden_states, args, kwargs, here.batch, modules)
+            if unnamed(self._hfpatch_configs):
+                with our_attention(self._hfpatch_configs, here.batch):
+                    return super().forward(hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
 
