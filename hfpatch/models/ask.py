@@ -91,7 +91,8 @@ class Ask:
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(self.n_calls)
         try:
-            with asking(note), self._answered(note):
+            # What is recorded before attention (JetMoE's router of heads) `post` comes by too.
+            with collecting({}) if self.collected else nullcontext(), asking(note), self._answered(note):
                 self._forward(x_BtD, a, b)
         except Stopped:
             pass

@@ -24,6 +24,7 @@ CHANGES = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.1},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
 }
 TILED = (

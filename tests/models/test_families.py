@@ -16,6 +16,7 @@ SHORT = (
     "mistral",
     "qwen3",
     "qwen3_moe",
+    "jetmoe",
     "gpt_oss",
     "gemma2",
     "gemma3_text",
