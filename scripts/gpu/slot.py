@@ -87,12 +87,12 @@ PARTS = {
         Job("10_plan", "--results {work}", 15, PLAN, spare=True),
     ],
     4: [
-        Job("16_engines", "--tokens 32768", 210, "engine tokens step_s peak_gpu_gib host_used_gib plan_step_s error"),
-        Job("07_short_steps", "--layers 8 --tokens 8192 32768 --tiers host gpu --rivals", 60, "tier tokens step_s overhead"),
-        Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, LONGEST),
-        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES),
+        Job("16_engines", "--tokens 32768", 300, "engine tokens step_s peak_gpu_gib host_used_gib plan_step_s error"),
         Job("07_short_steps", "--tokens 4096 16384 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 100, STEP),
+        Job("07_short_steps", "--layers 8 --tokens 8192 32768 --tiers host gpu --rivals", 60, "tier tokens step_s overhead"),
         Job("10_plan", "--results {work}", 15, PLAN),
+        Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, LONGEST, spare=True),
+        Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES, spare=True),
         Job("01b_float64", "", 60, "what dtype tokens passed share", spare=True),
     ],
 }  # fmt: skip
