@@ -247,9 +247,9 @@ class OurAttention(KeepsSignature):
             )
         if cache is None and use_cache is None:
             use_cache = cached and not (self.training and torch.is_grad_enabled())
-            if use_cache and packed():
-                use_cache = False
-            kwargs["use_cache"] = use_cache  # models make a cache in training too, where nobody reads it
+            use_cache = use_cache and not packed()
+            if not use_cache:  # models make a cache in training too, where nobody reads it; RWKV makes none
+                kwargs["use_cache"] = False
         if cache is not None or use_cache:
             # A mask of the caller's own says who sees whom in attention; mixers know nothing of it.
             if (self._hfpatch_mixers or not of_scores) and packed():

@@ -120,3 +120,14 @@ def test_evaluation_and_generation_plan_nothing(monkeypatch):
     ours.generate(tiny.ids(1), max_new_tokens=2, do_sample=False)
     with pytest.raises(ValueError, match="^hfpatch: checkpoints need"):
         ours.train()(tiny.ids(), labels=tiny.ids())
+
+
+def test_a_family_that_makes_no_cache_in_training_is_asked_for_none():
+    """RWKV gives its state in evaluation alone."""
+    stock = families.small_model("rwkv").train()
+    ours = tiny.patched(stock)
+    ids = torch.randint(3, 60, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        got, wanted = (m(input_ids=ids) for m in (ours, stock))
+    assert got.state is None and wanted.state is None
+    torch.testing.assert_close(got.logits, wanted.logits)
