@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -555,11 +556,15 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
 def test_wheels_are_used_where_there_is_no_pip_too(pip, tmp_path):
     """Two of them, and a broken one that keeps neither out; in a tree of its own with an entry that imports them."""
     (tmp_path / "scripts" / "gpu").mkdir(parents=True), (tmp_path / ".whl").mkdir()
-    (tmp_path / "scripts" / "gpu" / "slot.py").write_text("import one, two; print(one.__name__, two.__name__)")
+    (tmp_path / "scripts" / "gpu" / "slot.py").write_text(
+        "import importlib.util as u\nimport one, two\nprint(one.__name__, two.__name__, bool(u.find_spec('engine')))"
+    )
     script = tmp_path / "scripts" / "gpu" / "slot.sh"
     script.write_text((FOLDER / "slot.sh").read_text())
-    for name in ("one", "two"):
-        with zipfile.ZipFile(tmp_path / ".whl" / f"{name}-1-py3-none-any.whl", "w") as wheel:
+    (tmp_path / ".whl" / "engines").mkdir()
+    for name in ("one", "two", "engine"):
+        where = tmp_path / ".whl" / "engines" if name == "engine" else tmp_path / ".whl"
+        with zipfile.ZipFile(where / f"{name}-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "")
             wheel.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
             wheel.writestr(
@@ -571,8 +576,10 @@ def test_wheels_are_used_where_there_is_no_pip_too(pip, tmp_path):
     without = "" if pip else '[ "$2" != pip ] || exit 1; '
     python.write_text(f'#!/bin/sh\n{without}exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    ran = subprocess.run(["bash", script], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
-    assert ran.stdout.split() == ["one", "two"] and "broken-1-py3-none-any.whl does not install" in ran.stderr
+    run = partial(subprocess.run, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+    assert run(["bash", script, "4"]).stdout.split() == ["one", "two", "True"], "the engines' part alone has theirs"
+    ran = run(["bash", script])
+    assert ran.stdout.split() == ["one", "two", "False"] and "broken-1-py3-none-any.whl does not install" in ran.stderr
 
 
 def test_a_slot_whose_time_is_over_says_what_it_left_out(tmp_path, capsys):

@@ -13,16 +13,17 @@ rm -f .whl/*.whl # one version of each: two would stop the installation
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
     --platform manylinux2014_x86_64 -d .whl "$@"
 if [ "$engine" -eq 0 ]; then
-    # pydantic names the one pydantic-core that it goes with, so its needs come too. DeepSpeed is a source package, pure Python once
-    # built; its setup wants a torch.
+    # What slot.sh 4 adds. pydantic names the one pydantic-core that it goes with, so its needs come too. DeepSpeed is a source
+    # package, pure Python once built; its setup wants a torch.
+    mkdir -p .whl/engines && rm -f .whl/engines/*.whl
     python3 -m pip download -q --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-        --platform manylinux2014_x86_64 -d .whl pydantic
+        --platform manylinux2014_x86_64 -d .whl/engines pydantic
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-        --platform manylinux2014_x86_64 -d .whl hjson msgpack
-    DS_ACCELERATOR=cpu python3 -m pip wheel -q --no-deps --no-build-isolation -w .whl deepspeed ||
+        --platform manylinux2014_x86_64 -d .whl/engines hjson msgpack
+    DS_ACCELERATOR=cpu python3 -m pip wheel -q --no-deps --no-build-isolation -w .whl/engines deepspeed ||
         echo "hfpatch: no DeepSpeed for 16_engines: its wheel is built where torch and setuptools are installed." >&2
 fi
-size=$(du -cm .whl/*.whl | tail -1 | cut -f1)
+size=$(du -cm $(find .whl -name '*.whl') | tail -1 | cut -f1)
 tree=$(git ls-files -z | du -cm --files0-from=- 2>/dev/null | tail -1 | cut -f1)
-echo "hfpatch: $(ls .whl | wc -l) wheels, $size MB; the tree $tree MB; together they must stay below 64."
+echo "hfpatch: $(find .whl -name '*.whl' | wc -l) wheels, $size MB; the tree $tree MB; together they must stay below 64."
 [ $((size + tree)) -lt 64 ]
