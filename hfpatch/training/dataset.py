@@ -7,6 +7,8 @@ the right, where causal attention never reaches it from a real token, and its la
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -156,6 +158,9 @@ def split(documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarr
     return np.sort(order[held:]), np.sort(order[:held])
 
 
+SHARE_OF = 1000  # documents of a stream, at most, from which the share of attention is taken
+
+
 class StreamDataset(torch.utils.data.IterableDataset):
     """Rows made while they are read, for data larger than the disk or memory; the same order in every run.
 
@@ -175,11 +180,18 @@ class StreamDataset(torch.utils.data.IterableDataset):
         """Called by Trainer: each epoch shuffles in its own order."""
         self.epoch = epoch
 
-    def check(self) -> None:
-        """Reads up to the first row to learn from. Raises ValueError where none is: Trainer would end after 0 steps."""
+    def check(self, windows: dict = packing.FULL) -> float:
+        """Reads up to the first row to learn from; where rows are packed as many documents as say what attention costs in them, as
+        packing.attention_share gives it (1.0 elsewhere). Raises ValueError where no row is: Trainer would end after 0 steps."""
         counts = Counter()
-        if next(self._pieces(self.make_rows(), counts, say=lambda line: None), None) is None:
+        pieces = self._pieces(self.make_rows(), counts, say=lambda line: None)
+        lengths = [len(ids) for ids, _ in islice(pieces, max(1, min(self.shuffle, SHARE_OF)) if self.packed else 1)]
+        if not lengths:
             raise ValueError(f"hfpatch: expected rows to train on, none is left: {self._summary(counts)}.")
+        if not self.packed:
+            return 1.0
+        rows = list(self._rows(packing.Piece(i, 0, n) for i, n in enumerate(lengths)))
+        return packing.attention_share(rows[:-1] or rows, self.seq_length, windows)  # the last may not be full
 
     def __iter__(self):
         rows, worker = self.make_rows(), torch.utils.data.get_worker_info()
@@ -197,15 +209,20 @@ class StreamDataset(torch.utils.data.IterableDataset):
             for document in documents:
                 yield make_row([document], pad_to=None, pad_id=self.pad_id)
             return
+        for row in self._rows(documents, lambda document: len(document[0])):
+            yield make_row(row, pad_to=self.seq_length, pad_id=self.pad_id)
+
+    def _rows(self, documents, length=attrgetter("length")):
+        """Lists of documents, in order, as many in each as a row holds."""
         held, used = [], 0
-        for ids, learned in documents:
-            if used + len(ids) > self.seq_length:
-                yield make_row(held, pad_to=self.seq_length, pad_id=self.pad_id)
+        for document in documents:
+            if used + length(document) > self.seq_length:
+                yield held
                 held, used = [], 0
-            held.append((ids, learned))
-            used += len(ids)
+            held.append(document)
+            used += length(document)
         if held:
-            yield make_row(held, pad_to=self.seq_length, pad_id=self.pad_id)
+            yield held
 
     def _pieces(self, rows, counts: Counter, say):
         for item in encoded(rows, self.tokenizer, **self.encode):

@@ -315,9 +315,9 @@ def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> 
         stream = dataset.StreamDataset(
             train.rows, tokenizer, seq_length=data.seq_length, shuffle=data.shuffle_buffer, seed=seed, **cut, **read
         )
-        stream.check()
+        share = stream.check(_windows(config))
         summaries.append("train: rows are read while training; what is truncated or left out is counted at the end")
-        made, share, digest = stream, 1.0, train.fingerprint
+        made, digest = stream, train.fingerprint
     else:
         tokens = tokenize(train.rows(), tokenizer, fingerprint=train.fingerprint, cache_dir=cache, **read)
         kept = range(len(tokens))

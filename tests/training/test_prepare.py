@@ -47,10 +47,11 @@ def test_hub_data_set(hub, tokenizer, tmp_path, streaming):
     assert "someone/texts:31: 'text' must be a string, NoneType came" in line
 
 
-def test_packed_rows_know_the_models_windows(tokenizer, tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packed_rows_know_the_models_windows(tokenizer, tmp_path, streaming):
     """For MFU: what a window of 4 tokens sees of a row is hardly less over short documents."""
     (tmp_path / "a.txt").write_text("a = 1\nb = 2\n" * 20)
-    flags = {"data": [str(tmp_path / "a.txt")], "text_unit": "line"}
+    flags = {"data": [str(tmp_path / "a.txt")], "text_unit": "line", "streaming": streaming}
     whole, _ = load(tokenizer, tmp_path, **flags)
     narrow, _ = load(tokenizer, tmp_path, lambda **sizes: MistralConfig(**sizes, sliding_window=4), **flags)
     assert whole.attention_share < 0.2 < 0.5 < narrow.attention_share < 1.0
