@@ -598,6 +598,19 @@ def test_the_journal_gets_each_row_at_once(tmp_path, monkeypatch):
     assert (skip["left_out"], skip["why"]) == ("liger", "absent")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_no_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(common.JOURNAL, "/dev/full")
+    sheet = common.Sheet(common.parse(common.parser("02b_loss", "x"), ["--small", "--out", str(tmp_path)]))
+    sheet.add(impl="a", ms=1.5)
+    made = slot.Slot(1, [], tmp_path / "slot", 1)
+    made.log, made.pack = Path("/dev/full"), tmp_path / "slot" / "none" / "x.tar.gz"
+    made.print("said")
+    made._pack(tmp_path)
+    said = capsys.readouterr().out
+    assert rows_of(tmp_path) and "not in the journal" in said and "said" in said and "not packed" in said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", slot.PARTS)
 def test_a_part_at_small_size(part, tmp_path):

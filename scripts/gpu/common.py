@@ -340,8 +340,11 @@ class Sheet:
     def _note(self, **values) -> None:
         """A line of JSON in the journal of a run of many entries, where there is one."""
         if os.environ.get(JOURNAL):
-            with open(os.environ[JOURNAL], "a", encoding="utf-8") as file:
-                file.write(json.dumps({"entry": self.name, **values, **self.stamp}, default=str) + "\n")
+            try:
+                with open(os.environ[JOURNAL], "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"entry": self.name, **values, **self.stamp}, default=str) + "\n")
+            except OSError as error:  # a full disk ends no measurement
+                print(f"{self.name}: a row is not in the journal: {error}", flush=True)
 
     def columns(self) -> list[str]:
         return list(dict.fromkeys(key for row in self.rows for key in row))

@@ -165,7 +165,10 @@ class Slot:
     def print(self, *words) -> None:
         line = f"[{time.monotonic() - self.began:4.0f} s] " + " ".join(map(str, words))
         print(line, flush=True)
-        with self.log.open("a", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            self.log.open("a", encoding="utf-8") as file,
+        ):  # a full disk ends no measurement
             file.write(line + "\n")
 
     def run(self) -> int:
@@ -275,8 +278,11 @@ class Slot:
         with tarfile.open(fileobj=made, mode="w:gz") as tar:
             tar.add(work, arcname=self.name, filter=_plain_file)
         fresh = self.pack.with_suffix(".new")
-        fresh.write_bytes(made.getvalue())
-        fresh.replace(self.pack)
+        try:
+            fresh.write_bytes(made.getvalue())
+            fresh.replace(self.pack)
+        except OSError as error:
+            self.print("     not packed:", error)
 
 
 def _end(worker: subprocess.Popen) -> None:
