@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and threads: the one way in which the session reaches a device.
 
-`Device` is one whose copies are synchronous, the CPU; `CudaDevice` the real one. Tests hand in their own and so see
-every synchronisation (tests/faults/checker.py).
+`Device` is one whose copies are synchronous, the CPU and all that are not CUDA's; `CudaDevice` the real one. Tests hand in
+their own and so see every synchronisation (tests/faults/checker.py).
 """
 
 import mmap
@@ -58,7 +58,7 @@ class Threads(ThreadPoolExecutor):
 class Device:
     """A device whose copies are done when they return: there is one stream, None, and events are None."""
 
-    pins = False  # whether host blocks are worth pinning
+    pins = False  # whether host blocks are worth pinning, and copies return before they are done
 
     def __init__(self, device: torch.device):
         self.device = device

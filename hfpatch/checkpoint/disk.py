@@ -89,7 +89,7 @@ class DiskDirectory:
             self.write_bounces.rotate(1)
             bounce = self.write_bounces[0]
             _ended(bounce.job)
-            bounce.bytes[: piece.numel()].copy_(piece, non_blocking=True)
+            bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
             written = self.device.mark(stream)
             bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), at + start, written)
             file.writes.append(bounce.job)
@@ -175,5 +175,6 @@ class Read:
             (row, offset, _, nbytes), lease, job = self.started.popleft()
             job.result()
             flat = destination[row].view(-1).view(torch.uint8)
-            flat[offset : offset + nbytes].copy_(lease.thing.bytes[:nbytes], non_blocking=True)
-            lease.thing.copied = self.disk.device.mark(stream)
+            device = self.disk.device
+            flat[offset : offset + nbytes].copy_(lease.thing.bytes[:nbytes], non_blocking=device.pins)
+            lease.thing.copied = device.mark(stream)

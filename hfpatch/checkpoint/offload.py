@@ -244,7 +244,7 @@ class Transfers:
                 if self.disk is not None:
                     self.disk.write(flat, self.to_host, saved.file, at)
                 else:
-                    saved.block.thing.bytes[at : at + flat.numel()].copy_(flat, non_blocking=True)
+                    saved.block.thing.bytes[at : at + flat.numel()].copy_(flat, non_blocking=device.pins)
 
     @staticmethod
     def _rows(saved: Saved, block: Block) -> Tensor:
@@ -301,7 +301,7 @@ class Transfers:
                 source = self._rows(saved, saved.block.thing)
                 # One contiguous copy a batch row: a strided copy between host and device would go through a temporary.
                 for row in range(saved.shape[0]):
-                    destination[row].copy_(source[row, a:b], non_blocking=True)
+                    destination[row].copy_(source[row, a:b], non_blocking=device.pins)
         ticket.ready = device.mark(self.to_device)
         return ticket
 

@@ -144,7 +144,7 @@ class _Packed:
         block, device = self.saved.block.thing.bytes, transfers.device
         with torch.no_grad():
             for piece in self.pieces:
-                piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=True)
+                piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
         device.synchronize(device.mark())
         for piece in self.pieces:
             piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))

@@ -173,5 +173,5 @@ def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
     if bounds == list(range(0, B * T + 1, T)):
         return None
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(device, non_blocking=True)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(device, non_blocking=cuda)
     return Documents(tuple(bounds), cu_seqlens)

@@ -75,6 +75,26 @@ def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
     transfers.close()
 
 
+@pytest.mark.parametrize("pins", [False, True])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_device_without_events_waits_for_its_copies(tier, pins, tmp_path, monkeypatch):
+    """Those of MPS, XPU and others: nothing here knows when a copy there is done that returns before."""
+    waits, copy = [], torch.Tensor.copy_
+
+    def noted(self, other, non_blocking=False):
+        waits.append(not non_blocking)
+        return copy(self, other)
+
+    monkeypatch.setattr(Device, "pins", pins)
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    transfers, x = Transfers(torch.device("cpu"), tier, str(tmp_path)), torch.arange(24.0).view(2, 3, 4)
+    saved = transfers.save(x)
+    transfers.settle()
+    assert transfers.fetch([(saved, 0, 3, None)]).wait()[0].equal(x)
+    assert len(waits) >= 2 and set(waits) == {not pins}
+    transfers.close()
+
+
 def test_gradients_through_the_disk_tier(tmp_path):
     stock, model = pair()
     settings = hfpatch.Checkpointing(offload=str(tmp_path), tile=14, save_attention=True, every=1)
