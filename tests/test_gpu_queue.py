@@ -30,6 +30,7 @@ import step  # noqa: E402
 import hfpatch  # noqa: E402
 from hfpatch.checkpoint.device import CudaDevice  # noqa: E402
 from hfpatch.memory import hardware  # noqa: E402
+from hfpatch.memory.adapters import Adapters  # noqa: E402
 from hfpatch.memory.flops import step_flops  # noqa: E402
 from hfpatch.memory.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
 from hfpatch.memory.policy import Policy  # noqa: E402
@@ -338,6 +339,25 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
     assert seconds == pytest.approx(said.step_seconds)
     alone = plan.planned(row, plan.gpu_row("h100"))["seconds"]  # of a step that ran forward and backward
     assert seconds - alone == pytest.approx(said.seconds["optimizer"])
+
+
+def test_plan_of_adapters_over_four_bits_is_what_the_plan_says():
+    plan = load("10_plan")
+    row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "rank": "16", "base": "4bit"}
+    row["policy"] = "host every=1 save=1 stream=0 wide=1 loss=2147483648 tile=8192"
+    policy = hfpatch.Checkpointing(offload="host", every=1, save_attention=True, tile=8192, plain=0, keep=())
+    said = hfpatch.plan(
+        "llama-3.1-8b",
+        seq_len=131072,
+        gpu="h100",
+        placement="adamw",
+        checkpointing=policy,
+        adapters=Adapters(16, "4bit"),
+    )
+    got = plan.planned(row, plan.gpu_row("h100"))
+    assert got["gpu"] == said.gpu_peak_bytes - said.gpu_bytes["slack"] - said.gpu_bytes["optimizer"]
+    assert got["seconds"] == pytest.approx(said.step_seconds - said.seconds["optimizer"])
+    assert "13_qlora" in plan.SOURCES
 
 
 def test_another_family_takes_the_same_path(tmp_path):

@@ -8,19 +8,21 @@ Needs no GPU: it reads the CSVs.
 import csv
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 
+from hfpatch.memory.adapters import Adapters
 from hfpatch.memory.flops import step_flops
 from hfpatch.memory.formula import ModelShape, step_memory
 from hfpatch.memory.hardware import gpu_named, gpu_row
 from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
 from hfpatch.memory.presets import preset_config
 from hfpatch.memory.seconds import first_step, step_time
-from hfpatch.planner.placements import Resident, resident
+from hfpatch.planner.placements import resident
 
 WORDS = """
 Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what the closed form
@@ -29,7 +31,7 @@ says for that length, depth and policy, and what was measured. The seconds take 
 step's own too. Within 3% of the peak on the GPU, 5% of pinned host memory, 15% of the seconds counts as right.
 """
 TOLERANCE = {"gpu": 0.03, "host": 0.05, "seconds": 0.15}
-SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles")
+SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles", "13_qlora")
 
 
 def policy_from(text: str) -> Policy | None:
@@ -55,11 +57,14 @@ def planned(row: dict, gpu) -> dict | None:
     policy = policy or "stock-checkpointing"
     layers = int(row.get("run") or row["layers"])
     shape = ModelShape.from_config(preset_config(row.get("preset") or "llama-3.1-8b") | {"num_hidden_layers": layers})
+    if row.get("rank"):  # adapters over a frozen base
+        shape = replace(shape, adapters=Adapters(int(row["rank"]), row["base"]))
     tokens = int(row["tokens"])
     sizes = {"batch": 1, "tokens": tokens}
     memory = step_memory(shape, policy, **sizes)
-    # bf16 parameters, the step's own gradients, and no optimizer where the row names no placement.
-    stays = resident(row["placement"], shape, 1) if row.get("placement") else Resident(2 * shape.parameters, None, 0)
+    # bf16 parameters (adapters and their base), the step's own gradients, and no optimizer where the row names no placement.
+    stays = resident(row.get("placement") or "adamw", shape, 1, policy)
+    stays = stays if row.get("placement") else replace(stays, optimizer=0)
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     peak = stays.parameters + stays.optimizer + max(gradients(m) + m.beyond for m in memory.moments)
     time, _ = step_time(gpu, step_flops(shape, policy, **sizes), memory, policy, shape, stays, **sizes)

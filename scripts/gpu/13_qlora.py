@@ -40,7 +40,8 @@ def main(argv=None) -> int:
             case = {
                 "impl": impl, "layers": args.layers, "tokens": tokens, "checkpointing": RIVALS.get(impl, "auto"),
                 "lora": args.rank, "cap_gib": args.cap_gib, "warmup": 1 if tokens < 100000 else 0, "steps": 1,
-                "split": tokens < 100000, "host_gib": args.host_gib, "label": {"cap_gib": args.cap_gib},
+                "split": tokens < 100000, "host_gib": args.host_gib,
+                "label": {"cap_gib": args.cap_gib, "rank": args.rank, "base": "4bit"},
             }  # fmt: skip
             rows = step.run_cases(sheet, step.small(sheet, [case]), PYTORCH_ALLOC_CONF="expandable_segments:True")
             for row in rows:
