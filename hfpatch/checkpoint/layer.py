@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hfpatch.checkpoint.generators import Generators
 from hfpatch.checkpoint.groups import Grouped
 from hfpatch.checkpoint.heads import Attention, groups_of
 from hfpatch.checkpoint.kept import Cut, Kept
@@ -30,26 +31,6 @@ from hfpatch.checkpoint.offload import Saved
 from hfpatch.checkpoint.weights import AsInForward, AsThen, WeightGradients
 from hfpatch.compat import autocast, autocast_dtype, backward_from
 from hfpatch.memory.cuts import tile_bounds
-
-
-class Generators:
-    """The state of the host's generator of random numbers and, of a GPU, of its own."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.host = device, torch.default_generator.get_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def drew(self) -> bool:
-        """Whether anything was drawn from them since. On the host, and by no operator."""
-        now = Generators(self.device)
-        if self.host.numpy().tobytes() != now.host.numpy().tobytes():
-            return True
-        return self.cuda is not None and self.cuda.numpy().tobytes() != now.cuda.numpy().tobytes()
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,6 +45,7 @@ class LayerCall(Kept):
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded
+    dleft: tuple = ()  # and of what went to later layers
     shape: tuple = ()
     dtype: torch.dtype | None = None
     rng: dict = field(default_factory=dict)
@@ -180,6 +162,7 @@ class LayerCall(Kept):
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
         plain = type(self.attention) is Attention and not self.ask.answers.mixers and self.ask.cache is None
+        plain = plain and not self.ask.leaves
         self.by_group = self.policy.by_group and self.queue is not None and len(self.bounds) > 1 and plain
         if where == "again":
             self.x = self.x or self._for_now(x_BTD)
@@ -195,6 +178,7 @@ class LayerCall(Kept):
             outs, lses = self._attend(parts)
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in parts]
+            left = [parts[i].detach() for i in self.ask.places_left()]  # its own graph's outputs are not what is kept
             del parts
             if where == "again" or (alone and self.policy.save_attention):
                 save = self.transfers.save if where == "tier" else self._for_now
@@ -224,7 +208,7 @@ class LayerCall(Kept):
         if self.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
-        return whole
+        return [*whole, *left]
 
     # -- backward ----------------------------------------------------------------------------------------------------
     def _materialise(self) -> None:
@@ -342,6 +326,7 @@ class LayerCall(Kept):
             dx, douts = self._post_back(x, outs, 0, [dy, *self.dextras], need_x, known, weights)
             fresh = values if qkv_ticket and not self.qkv[0].resident else [None] * len(values)
             dsinks = self._attend_backward(values, douts, outs.__getitem__, list(lses or []), fresh)
+            self._add_of_later_layers(fresh)
             del douts, outs, values
             back = back or self._pre_again(x, 0, need_x, weights, dead=True)[1]
             part = back(fresh, dsinks)
@@ -390,6 +375,7 @@ class LayerCall(Kept):
         if lses is None:
             lses = list(lse_ticket.wait()) if lse_ticket else []
         dsinks = self._attend_backward(parts, douts, self.whole_outs(outs), lses, parts)
+        self._add_of_later_layers(parts)
         del douts, outs
         self.out_buffers = None
         if self.by_group:
@@ -411,6 +397,12 @@ class LayerCall(Kept):
             del x_t, back, dx_t
         return dx
 
+    def _add_of_later_layers(self, dparts: list[Tensor]) -> None:
+        """Gradients of keys and values that later layers took, onto those of q, k, v."""
+        for place, d in zip(self.ask.places_left(), self.dleft):
+            if d is not None:
+                dparts[place] = dparts[place] + d
+
     def _again(self, names) -> list[Tensor]:
         """q, k, v computed once more."""
         return self._qkv((i, x_t) for i, x_t, _, _ in self.tiles(names))
@@ -420,7 +412,7 @@ class LayerCall(Kept):
         if ticket is None:
             return None
         parts = list(ticket.wait())
-        return [p.clone() for p in parts] if retain and self.qkv[0].resident else parts
+        return [p.clone() for p in parts] if (retain or self.ask.leaves) and self.qkv[0].resident else parts
 
     def _park(self, dx: Tensor) -> Saved:
         """dx in the tier while attention runs backward. Its memory goes, though the caller's frames still name it."""

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.exchange import attention_for
-from hfpatch.checkpoint.layer import Generators, LayerCall
+from hfpatch.checkpoint.generators import Generators
+from hfpatch.checkpoint.layer import LayerCall
 from hfpatch.checkpoint.privacy import holders, is_private
 from hfpatch.checkpoint.weights import AsThen
 from hfpatch.compat import applying, is_fake, keeps_graph
@@ -33,7 +34,8 @@ class _TiledLayer(torch.autograd.Function):
             if all(d is None for d in dextras):
                 return (None,) * len(ctx.needs_input_grad)
             dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
-        call.dextras = dextras
+        n = len(dextras) - len(call.ask.places_left())
+        call.dextras, call.dleft = dextras[:n], dextras[n:]
         try:
             held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
             private = is_private(dy, held, call.private)
@@ -42,7 +44,7 @@ class _TiledLayer(torch.autograd.Function):
         except RuntimeError as error:
             refuse_a_batch(error)
             raise
-        call.dextras = ()  # the graph, and the call with it, may live as long as the loss
+        call.dextras = call.dleft = ()  # the graph, and the call with it, may live as long as the loss
         return None, dx, *grads
 
 

@@ -20,6 +20,8 @@ from hfpatch.models.direct import Direct, direct_of
 from hfpatch.models.keeping import keeping
 from hfpatch.models.mixers import Mixer, standing_in
 from hfpatch.models.parts import FusedJointMLP, FusedMLP, activation_as_found
+from hfpatch.models.shared_keys import NAME as SHARED_KEYS
+from hfpatch.models.shared_keys import SharedKeys, left_by
 from hfpatch.models.written import WrittenOut
 
 
@@ -52,6 +54,12 @@ class Ask:
     looked: object = None  # models.layer.Looked: what they say of how it runs, for as long as that holds
     random: bool = False  # whether something in the layer draws random numbers; before its call is made: adapters may
     written: WrittenOut | None = None  # dense weights of a phase, where the policy has them
+    read: tuple = ()  # keys of what earlier layers left that the last `pre` asked for
+    left: dict = field(
+        default_factory=dict
+    )  # what it leaves for later layers: key -> places of k and v in what `pre` gives
+    shared: SharedKeys | None = None  # what the run under way reads of earlier layers and leaves for later ones
+    leaves: bool = False  # whether this layer leaves something for later ones
     adding: object = None  # in backward over several tiles: checkpoint.weights.WeightGradients.adding
 
     @property
@@ -65,6 +73,7 @@ class Ask:
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
+        self.shared = kwargs.get(SHARED_KEYS)
         with our_attention(self.configs, self.batch):
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
@@ -99,6 +108,8 @@ class Ask:
         else:
             raise NotStopped(note)
         self.asked = [c.call() for c in note.calls]
+        if self.shared is not None:
+            self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
@@ -184,10 +195,18 @@ class Ask:
             recorded.unflatten(0, (B, t)) if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t) else recorded
         )
 
-    def hand_on(self, extras: list[Tensor], into: dict) -> None:
-        """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had."""
+    def places_left(self) -> list[int]:
+        """Places in what `pre` gives of all that goes to later layers."""
+        return [i for places in self.left.values() for i in places]
+
+    def hand_on(self, extras: list[Tensor], into: dict, shared) -> None:
+        """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had; behind that came what goes to
+        later layers, into `shared`."""
         for (key, dims), x in zip(self.recorded, extras):
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
+        left = iter(extras[len(self.recorded) :])
+        for key, places in self.left.items():
+            shared[key] = tuple(next(left).transpose(1, 2) for _ in places)
 
     def goes_direct(self, x: Tensor) -> bool:
         """Whether this call goes by the block whose derivatives are written out: it calls no module of the layer."""

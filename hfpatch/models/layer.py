@@ -15,6 +15,7 @@ from hfpatch.compat import (
     Standing,
     autocast_dtype,
     collected_now,
+    collecting,
     engine_hook,
     forward_hooks,
     fsdp2_units,
@@ -44,6 +45,8 @@ from hfpatch.models.documents import refuse_packed
 from hfpatch.models.first_call import ASKED_TOKENS, AskedLayer, without_cache
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import documents_apart
+from hfpatch.models.shared_keys import NAME as SHARED_KEYS
+from hfpatch.models.shared_keys import of_its_own
 from hfpatch.models.silent import by_tiles, nobody_differentiates
 from hfpatch.models.written import WrittenOut
 from hfpatch.ops.attention import Pattern, supported
@@ -169,6 +172,17 @@ class TiledLayer(AskedLayer):
             return False
         return not any(cache.get_seq_length(index) for index in indices)
 
+    def _read(self, x: Tensor, args, kwargs, batch, looked: "Looked") -> tuple:
+        """Keys of what this layer takes of earlier ones, found out by a token of its first call."""
+        if looked.read is None:
+            arguments = Arguments(args, of_its_own(kwargs), *x.shape[:2])
+            ask = Ask(self, arguments, self._hfpatch_answers, self._hfpatch_configs, batch)
+            rng = torch.random.fork_rng([x.device] if x.device.type == "cuda" else [])
+            with rng, torch.no_grad(), collecting({}), self._weights_near(x.device):
+                ask.pre(x[:, :1], 0, 1)
+            looked.read, looked.leaves = ask.read, bool(ask.left)
+        return looked.read
+
     @property
     def _under_zero3(self) -> bool:
         return under_zero3(self)
@@ -186,7 +200,7 @@ class TiledLayer(AskedLayer):
             return self._forward(x, session, batch, args, kwargs)
 
     def _forward(self, x: Tensor, session, batch: Batch | None, args, kwargs):
-        cache = _cache_of(args, kwargs)
+        cache, shared = _cache_of(args, kwargs), kwargs.get(SHARED_KEYS)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
             known = {named(c) for c in self._hfpatch_configs}
@@ -222,7 +236,7 @@ class TiledLayer(AskedLayer):
             with session.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
-        takes = cache is None or (cut and self._takes_whole(cache))
+        takes = cache is None or (cut and shared is None and self._takes_whole(cache))
         adapter = looked.adapter
         reason = adapter and f"an adapter in it has {adapter}"
         if reason is None and (hooks_on_all() or not looked.unwatched):
@@ -238,20 +252,22 @@ class TiledLayer(AskedLayer):
             if answers.mixing and not answers.block and nobody_differentiates(self, x, args, kwargs):
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
                     return whole(x)
-            arguments = Arguments(*((args, kwargs) if cache is None else without_cache(args, kwargs)), *x.shape[:2])
             lists = collected_now()
-            ask = Ask(
-                self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache, collected=bool(lists),
-                modules=modules, random=looked.draws, looked=looked, written=WrittenOut(self) if policy.dense else None,
-            )  # fmt: skip
             try:
+                own = kwargs if shared is None else of_its_own(kwargs, self._read(x, args, kwargs, batch, looked))
+                arguments = Arguments(*((args, own) if cache is None else without_cache(args, own)), *x.shape[:2])
+                ask = Ask(
+                    self, arguments, answers, self._hfpatch_configs, batch, records=records, cache=cache,
+                    collected=bool(lists), modules=modules, random=looked.draws, looked=looked,
+                    written=WrittenOut(self) if policy.dense else None, leaves=looked.leaves,
+                )  # fmt: skip
                 with session.weights.forward(self, x.device):
                     y, *extras = tiled_layer(session, policy, ask, x)
             except NotStopped as error:  # a forward that goes other ways than when it was asked
                 self._hfpatch_answers = replace(answers, reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=4)
                 return self.forward(x, *args, **kwargs)
-            ask.hand_on(extras, lists)
+            ask.hand_on(extras, lists, shared)
             return y if ask.beside is None else (y, *ask.beside)
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
             return whole(x)
@@ -285,7 +301,8 @@ class Looked:
     """What the modules in a layer said of how it runs, and `things`, all that stood in the layer and in them then. Held by the
     session: nothing here holds the layer. mixing: those by which tokens meet, where nothing in them is against tiles; unwatched:
     nobody watches one; direct: the layer as a models.direct.Direct, False where it is none, None where nobody asked yet; places: of
-    their tensors (checkpoint/weights.py)."""
+    their tensors (checkpoint/weights.py); read: keys of what it takes of earlier layers, None where that is not known yet; leaves:
+    whether later ones take some of it."""
 
     inside: list
     things: Standing
@@ -295,6 +312,8 @@ class Looked:
     unwatched: bool = False
     direct: object = None
     places: object = None
+    read: tuple | None = None
+    leaves: bool = False
 
 
 def _runs_whole(layer: nn.Module, reason: str) -> str:

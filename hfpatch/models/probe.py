@@ -16,6 +16,7 @@ from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
 from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
+from hfpatch.models.shared_keys import of_its_own
 from hfpatch.models.state import CannotBeSetApart, state_apart
 
 TOKENS = 12
@@ -112,11 +113,11 @@ def _said(error: Exception) -> str:
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
-    row = partial(_first_row, B=x_BTD.shape[0])
+    row, kwargs = partial(_first_row, B=x_BTD.shape[0]), of_its_own(kwargs)
     x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
     count = _Counting(0.0)
 
-    run = lambda x: forward(x, *args, **kwargs)  # noqa: E731
+    run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
     with torch.no_grad(), our_attention(configs, batch), asking(count):
         out = run(x_BTD)
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
@@ -165,7 +166,7 @@ class _Probe:
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention, known):
         self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
-        self.arguments = Arguments(args, kwargs, *x_BTD.shape[:2])
+        self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
         self.attention, self.known, self.mixers = attention, known, known["mixers"]
         self.T = x_BTD.shape[1]
         with torch.no_grad():

@@ -58,6 +58,8 @@ def scaled_config(config, n_layers: int, at=None):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             with suppress(AttributeError):  # a property that follows from others
                 setattr(small, name, size)
+        elif isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
+            setattr(small, name, type(value)(size for _ in at))
     latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
     if latent:
         small.head_dim = SIZES["qk_rope_head_dim"]  # what is rotated is all that this name says there
@@ -77,8 +79,9 @@ def scaled_config(config, n_layers: int, at=None):
     for name in ("num_layers", "num_blocks"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
-    if getattr(small, "num_kv_shared_layers", None):
-        small.num_kv_shared_layers = 0
+    sharing = getattr(small, "num_kv_shared_layers", None)
+    if sharing:  # the last ones take the keys of layers before them
+        small.num_kv_shared_layers = sum(i >= real["num_hidden_layers"] - sharing for i in at)
     for name in IDS:
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, 0)

@@ -23,6 +23,7 @@ from hfpatch.models.finding import Decoder, list_of_layers
 from hfpatch.models.layer import TiledLayer
 from hfpatch.models.parallel import sharded
 from hfpatch.models.scaled import TOKENS, kind_of, places_in, quiet_process, small_stack, strange
+from hfpatch.models.shared_keys import hands_on_keys
 from hfpatch.models.stack import OurAttention
 
 CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
@@ -60,6 +61,8 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     if not hasattr(decoder.stack, "config"):
         return Verdict((), False, "its layers are in a module without a config", apart=True)
     shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
+    if verdict and shared and hands_on_keys(decoder.layers[0]):
+        shared = None
     code = code_asked(decoder.layers)
     kinds = [kind_of(layer) for layer in decoder.layers]
     if not verdict:

@@ -406,7 +406,11 @@ def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
             q = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, tokens, 4, 16))
             assert A.pick(q, q) == ("flash" if has else "efficient")
         assert A.supported(64, torch.float16, device) is None
-        for dtype, pattern in ((torch.bfloat16, A.CAUSAL), (torch.float16, documents), (torch.float16, A.Pattern(window=4))):
+        for dtype, pattern in (
+            (torch.bfloat16, A.CAUSAL),
+            (torch.float16, documents),
+            (torch.float16, A.Pattern(window=4)),
+        ):
             assert (A.supported(64, dtype, device, pattern) is None) is has
     finally:
         A.has_flash.cache_clear()

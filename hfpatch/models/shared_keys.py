@@ -1,0 +1,69 @@
+"""Keys and values that a layer leaves for later ones (Gemma 3n, Gemma 4), in the dict that transformers hands from layer to layer.
+
+To a tile such a dict is a fresh one of the tile's own: what a layer reads there is cut along tokens, as its other arguments, and
+gets its gradient; what it writes are the keys and values of its own attention, which leave a tiled layer whole, as outputs.
+"""
+
+import inspect
+from collections import UserDict
+
+from torch import Tensor, nn
+
+from hfpatch.compat import MADE_FROM, pytree
+
+NAME = "shared_kv_states"  # what transformers calls the argument
+
+
+class SharedKeys(UserDict):
+    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: the keys asked for; written: what came."""
+
+    def __init__(self, entries=()):
+        self.read, self.written = {}, {}
+        super().__init__(entries)
+        self.written.clear()
+
+    def __getitem__(self, key):
+        self.read[key] = None
+        return super().__getitem__(key)
+
+    def __setitem__(self, key, value):
+        self.written[key] = value
+        super().__setitem__(key, value)
+
+
+def _flatten(shared: SharedKeys):
+    # Tokens second, as an argument's tokens are looked for.
+    pairs = [x.transpose(1, 2) if isinstance(x, Tensor) else x for pair in shared.data.values() for x in pair]
+    return pairs, [(key, len(pair)) for key, pair in shared.data.items()]
+
+
+def _unflatten(leaves, keys) -> SharedKeys:
+    leaves = iter(leaves)
+    take = lambda x: x.transpose(1, 2) if isinstance(x, Tensor) else x  # noqa: E731
+    return SharedKeys({key: tuple(take(next(leaves)) for _ in range(n)) for key, n in keys})
+
+
+pytree().register_pytree_node(SharedKeys, _flatten, _unflatten)
+
+
+def hands_on_keys(layer: nn.Module) -> bool:
+    """Whether its model hands such a dict from layer to layer; others keep them in the KV cache (Gemma 3n at first)."""
+    return NAME in inspect.signature(MADE_FROM[type(layer)].forward).parameters
+
+
+def of_its_own(kwargs: dict, keys=None) -> dict:
+    """Keyword arguments with a dict of this call's alone in place of the model's, and of these keys alone where any are given."""
+    given = kwargs.get(NAME)
+    if given is None:
+        return kwargs
+    return kwargs | {NAME: SharedKeys({k: pair for k, pair in given.items() if keys is None or k in keys})}
+
+
+def left_by(written: dict, calls: list) -> dict:
+    """key -> (places of k and of v among what `pre` gives) of what a layer wrote, found among these calls of its attention.
+    ValueError where it is anything else."""
+    places = {id(x): i for i, x in enumerate(x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE))}
+    found = {key: tuple(places.get(id(x)) for x in pair) for key, pair in written.items()}
+    if any(None in places for places in found.values()):
+        raise ValueError("what it leaves for later layers is something else than its attention's keys and values")
+    return found

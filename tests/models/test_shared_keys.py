@@ -1,0 +1,198 @@
+"""Layers that take keys and values of earlier ones (Gemma 3n, Gemma 4): tiled, exact, nothing of them lost or counted twice."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import tiny
+import torch
+from test_families import batch, step
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hfpatch
+from hfpatch.memory.policy import Policy
+from hfpatch.models.shared_keys import SharedKeys
+
+pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
+SLIDING, FULL = "sliding_attention", "full_attention"
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
+    "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 128,
+}  # fmt: skip
+FAMILIES = {
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma3n_text": {"laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 5},
+}
+UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
+TILES = hfpatch.Checkpointing(offload="host", tile=16)
+POLICIES = [
+    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("qkv",)), Policy("gpu", keep=("qkv",)),
+    Policy("host", tile=14, keep=("qkv",)), Policy("host", tile=16, save_attention=False), Policy("host", 3, False, tile=14),
+    Policy("host", 2, False, tile=4096), Policy("host", tile=16, stream_attention=True, park=True),
+    Policy("host", tile=16, again=5), Policy("host", tile=16, by_group=True, stream_attention=True, park=True),
+    Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
+]  # fmt: skip
+
+
+def small(name="gemma4_text", **more):
+    torch.manual_seed(0)
+    return (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name], **more})).double().train()
+    )
+
+
+def patched(stock, policy=None, **options):
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=TILES, **(UNFUSED | options))
+    if policy is not None:
+        ours.model._hfpatch_session._resolve = lambda *a: policy
+    return ours, str(report)
+
+
+def check(ours, stock, given, accuracy=1e-6):
+    _, wanted_loss, wanted = step(stock, given)
+    _, loss, got = step(ours, given)
+    assert abs(loss - wanted_loss) <= accuracy * abs(wanted_loss)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (got[name] - value).norm() <= accuracy * value.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tiled_layers_give_later_ones_their_keys_and_take_back_the_gradients(policy):
+    stock = small()
+    ours, report = patched(stock, policy)
+    assert "whole" not in report and "7 x Gemma4TextDecoderLayer" in report
+    for _ in range(2):  # the second knows what the first found out
+        check(ours, stock, batch())
+
+
+def masked():
+    visible = torch.ones(2, 40, dtype=torch.long)
+    visible[0, :9], visible[1, 13:15] = 0, 0
+    return batch() | {"attention_mask": visible}
+
+
+def packed():
+    given = {name: x[:1] for name, x in batch().items()}
+    return given | {"position_ids": torch.cat([torch.arange(17), torch.arange(23)])[None]}
+
+
+@pytest.mark.parametrize("given", [masked, packed])
+@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_under_masks_and_in_packed_rows(given, policy):
+    stock = small()
+    ours, _ = patched(stock, policy)
+    check(ours, stock, given())
+
+
+def test_as_many_tokens_as_heads():
+    stock = small()
+    ours, _ = patched(stock, Policy("host", tile=1))
+    for tokens in (2, 4):
+        check(ours, stock, {name: x[:, -tokens:] for name, x in batch().items()})
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_two_backwards_through_one_graph(policy):
+    stock = small()
+    ours, _ = patched(stock, policy)
+    grads = []
+    for model in (stock, ours):
+        loss = model(**batch(), use_cache=False).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for value, got in zip(*grads):
+        assert (got - value).norm() <= 1e-6 * value.norm().clamp_min(1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES[2:4])
+def test_keys_that_the_caller_asked_for_stay_as_they_are(policy):
+    ours, _ = patched(small(), policy)
+    out = ours(**batch(), use_cache=False, return_shared_kv_states=True)
+    kept = {key: [x.detach().clone() for x in pair] for key, pair in out.shared_kv_states.items()}
+    out.loss.backward()
+    for key, pair in out.shared_kv_states.items():
+        assert all(map(torch.equal, kept[key], pair))
+
+
+def test_where_only_what_later_layers_took_is_trained():
+    """The keys' own layers may have no gradient of their own to ask for but through later ones."""
+    stock = small()
+    for name, p in stock.named_parameters():
+        p.requires_grad_("k_proj" in name or "v_proj" in name)
+    ours, _ = patched(stock)
+    check(ours, stock, batch())
+
+
+def test_with_adapters():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    stock = get_peft_model(small(), config)
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILES, **UNFUSED)
+    check(ours, stock, batch())
+
+
+def test_generation_and_logits_are_transformers_own():
+    stock = small().eval()
+    ours, _ = patched(stock)
+    ids = batch()["input_ids"]
+    assert torch.equal(stock.generate(ids, max_new_tokens=5), ours.generate(ids, max_new_tokens=5))
+    with torch.no_grad():
+        wanted, got = (m(input_ids=ids, use_cache=False).logits for m in (stock, ours))
+    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_whole_layers_run_again_with_the_keys_they_had():
+    """Gemma 3n's layers take four streams, and are no rows to cut; they keep no more than their inputs all the same."""
+    stock = small("gemma3n_text")
+    ours, report = patched(stock)
+    assert "checkpointing 7 x Gemma3nTextDecoderLayer" in report and "left as it is: its layers" not in report
+    check(ours, stock, batch(), 1e-12)
+
+
+def test_without_a_verdict_they_stay_as_they_are():
+    stock = small()
+    ours, report = patched(stock, verdict=False)
+    assert "share keys with later ones" in report
+    check(ours, stock, batch(), 1e-12)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:4])
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_outlives_a_step(policy, backward, monkeypatch):
+    """No cycle through the graph holds what a step made: the dict of its keys goes with it, garbage collector or not."""
+    made, init = [], SharedKeys.__init__
+    monkeypatch.setattr(SharedKeys, "__init__", lambda self, *a: (init(self, *a), made.append(weakref.ref(self)))[0])
+    ours, _ = patched(small(), policy)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = ours(**batch(), use_cache=False).loss
+        if backward:
+            loss.backward()
+        del loss
+        assert made and not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
+
+
+def test_something_else_than_keys_runs_whole(monkeypatch):
+    """What a layer leaves for others that its attention never had is nothing that a tile can give."""
+
+    def other(self, key, value, set_item=SharedKeys.__setitem__):
+        set_item(self, key, tuple(x * 1.0 for x in value))
+
+    monkeypatch.setattr(SharedKeys, "__setitem__", other)
+    stock = small(max_position_embeddings=96)  # a verdict of its own
+    ours, report = patched(stock)
+    assert "layers are checkpointed whole" in report
+    check(ours, stock, batch())
