@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hfpatch.compat import compiled_for, flex_operators
-from hfpatch.ops._attention_blocks import blocks_backward, blocks_forward
 from hfpatch.ops._attention_pattern import Pattern
+from hfpatch.ops._attention_trial import why_not
 
 SIZE = 128
 COMPILED = ("cuda",)  # devices for which it is compiled
@@ -149,27 +149,8 @@ def flex_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Patter
 
 @lru_cache(maxsize=32)
 def why_no_flex(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-    """None where flex_attention runs on this device and gives what plain blocks give, else the reason. The answer stands for the
-    process, so it is found apart from the mode of the call that asks; torch.OutOfMemoryError where there is no room to find it."""
+    """None where flex_attention runs on this device and gives what plain blocks give, else the reason (see why_not)."""
     if flex_operators() is None:
         return f"torch {torch.__version__} has no operators for it"
-    tokens = 2 * SIZE + 1
-    pattern, scale = Pattern(window=SIZE, softcap=softcap), head_dim**-0.5
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            generator = torch.Generator(device).manual_seed(0)
-            q, k, v, dout = (
-                torch.randn(1, tokens, heads, head_dim, generator=generator, device=device, dtype=dtype)
-                for heads in (4, 2, 2, 4)
-            )
-            out, lse, state = flex_forward(q, k, v, pattern, scale)
-            got = [out, *flex_backward(dout, q, k, v, out, lse, state, pattern, scale)]
-            out, lse, state = blocks_forward(q, k, v, pattern, scale)
-            wanted = [out, *blocks_backward(dout, q, k, v, out, lse, state, pattern, scale)]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler may raise anything
-        return f"it raises {type(error).__name__} on this device"
-    if not all(bool((a - b).norm() <= 2e-2 * b.norm()) for a, b in zip(got, wanted)):
-        return "it gives other numbers than plain blocks on this device"
-    return None
+    pattern = Pattern(window=SIZE, softcap=softcap)
+    return why_not(flex_forward, flex_backward, device, dtype, head_dim, pattern, 2 * SIZE + 1)

@@ -16,6 +16,13 @@ from torch import Tensor
 
 from hfpatch.compat import aten, flash3, has_kernel
 from hfpatch.ops._attention_blocks import blocks_backward, blocks_forward
+from hfpatch.ops._attention_efficient import (
+    efficient_backward,
+    efficient_forward,
+    for_each_head,
+    of_groups,
+    why_not_efficient,
+)
 from hfpatch.ops._attention_flex import flex_backward, flex_forward, why_no_flex
 from hfpatch.ops._attention_pattern import CAUSAL, HIDDEN_SCORE, Documents, Pattern
 
@@ -54,17 +61,6 @@ def attention_ref(
 # All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's state, unused without dropout).
 
 
-def _for_each_head(q, k, v):
-    """k and v for kernels that know no grouped heads: one for each of q's."""
-    repeat = q.shape[1] // k.shape[1]
-    return (k, v) if repeat == 1 else [x.repeat_interleave(repeat, 1) for x in (k, v)]
-
-
-def _of_groups(K: int, *grads):
-    """Gradients of the K heads that were repeated so: sums over those of the copies."""
-    return [x if x.shape[1] == K else x.unflatten(1, (K, -1)).sum(2) for x in grads]
-
-
 def _cpu_forward(q, k, v, scale):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return out, lse, ()
@@ -72,9 +68,9 @@ def _cpu_forward(q, k, v, scale):
 
 def _cpu_backward(dout, q, k, v, out, lse, state, scale):
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, *_for_each_head(q, k, v), out, lse, 0.0, True, scale=scale
+        dout, q, *for_each_head(q, k, v), out, lse, 0.0, True, scale=scale
     )
-    return dq, *_of_groups(k.shape[1], dk, dv)
+    return dq, *of_groups(k.shape[1], dk, dv)
 
 
 def _flash_forward(q, k, v, scale, aten=aten):
@@ -105,30 +101,16 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
     )
 
 
-def _efficient_forward(q, k, v, scale):
-    k, v = _for_each_head(q, k, v)
-    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
-    return out, lse, (seed, offset)
-
-
-def _efficient_backward(dout, q, k, v, out, lse, state, scale):
-    K, (k, v) = k.shape[1], _for_each_head(q, k, v)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
-    )
-    return dq, *_of_groups(K, dk, dv)
-
-
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
     "fa3": (lambda *x: _flash_forward(*x, flash3()), lambda *x: _flash_backward(*x, flash3())),
     "cudnn": (_cudnn_forward, _cudnn_backward),
-    "efficient": (_efficient_forward, _efficient_backward),
+    "efficient": (efficient_forward, efficient_backward),
 }
 # The varlen entries differ in what they return; only FA2's is used for packed documents and windows.
 _HALF = (torch.float16, torch.bfloat16)
-WIDEST_HEAD = 256  # columns that a kernel takes
+WIDEST_HEAD = 256  # columns that kernels take but the efficient one
 
 
 def _fa2_arguments(T: int, pattern: Pattern):
@@ -179,9 +161,14 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
         if dtype == torch.bfloat16:
             what = what or "bf16"
         return what and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
-    if head_dim % 8 or head_dim > WIDEST_HEAD:
-        return f"head_dim {head_dim} is not a multiple of 8 up to {WIDEST_HEAD}"
-    return None
+    if head_dim % 8:
+        return f"head_dim {head_dim} is not a multiple of 8"
+    if head_dim <= WIDEST_HEAD:
+        return None
+    if pattern.documents is not None or pattern.window is not None:
+        return f"packed documents or a window at head_dim {head_dim}"
+    reason = why_not_efficient(device, dtype, head_dim)
+    return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
 
 
 @lru_cache(maxsize=16)
@@ -195,7 +182,7 @@ def has_flash(device: torch.device) -> bool:
 
 def _by_flex(pattern: Pattern, head_dim: int) -> bool:
     """Whether no other kernel does it: it caps scores, or hides keys, for which others take a column, where there is no room."""
-    return pattern.softcap is not None or (pattern.hidden_BT is not None and head_dim > 248)
+    return pattern.softcap is not None or (pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD)
 
 
 @lru_cache(maxsize=64)
@@ -254,7 +241,7 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
     if q_BTHE.dtype == torch.float64:
         return "blocks"  # no kernel takes it
-    if q_BTHE.dtype not in _HALF or not has_flash(device):
+    if q_BTHE.dtype not in _HALF or not has_flash(device) or q_BTHE.shape[3] > WIDEST_HEAD:
         return "efficient"
     # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on later), and the one that
     # takes a single token; what few tokens cost is the call.
@@ -269,7 +256,8 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
 
 def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
     """Whether some kernel for these is given wider, longer or expanded copies of its inputs, which are small of a group alone."""
-    if q_BTHE.shape[3] != v_BTVE.shape[3] or pattern.hidden_BT is not None or pattern.softcap is not None:
+    E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
+    if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
         return True
     return q_BTHE.dtype not in _HALF and q_BTHE.device.type != "cpu"
 
@@ -296,6 +284,8 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "flex"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
+    if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
+        return "efficient"
     # Widened heads (_widened) are none that others were tried with, and few of theirs are known; FA2 takes any multiple of 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend

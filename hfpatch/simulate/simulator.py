@@ -149,6 +149,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)
             )  # whatever is in this machine
+            stack.enter_context(mock.patch.object(attention, "why_not_efficient", lambda *_: None))
             if no_flex:
                 stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
             else:  # its plain code, all that is here, holds all scores; its kernels less than flash's

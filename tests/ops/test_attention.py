@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hfpatch import compat
 from hfpatch.memory.cuts import heads_per_group
+from hfpatch.ops import _attention_efficient as efficient
 from hfpatch.ops import _attention_flex as flex
 from hfpatch.ops import attention as A
 from tests.numerics import assert_close
@@ -382,14 +383,85 @@ def test_widened_heads_go_to_fa2():
 
 
 def test_backend_of_each_device():
-    for head_dim, served in ((128, True), (256, True), (260, False), (512, False)):
-        reason = A.supported(head_dim, torch.bfloat16, torch.device("cuda"))
-        assert reason is None if served else f"head_dim {head_dim} is not a multiple of 8 up to 256" == reason
+    for head_dim, reason in ((128, None), (256, None), (260, "head_dim 260 is not a multiple of 8")):
+        assert A.supported(head_dim, torch.bfloat16, torch.device("cuda")) == reason
+    reason = A.supported(512, torch.bfloat16, torch.device("cuda"))
+    assert "head_dim 512 needs torch's efficient attention, and it raises" in reason  # there is no such device here
     assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
     for pattern in (A.Pattern(softcap=30.0), A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool))):
         reason = A.supported(256, torch.bfloat16, torch.device("cuda"), pattern)
         assert "need flex_attention, and it raises" in reason  # there is no such device here
+
+
+class _Efficient:
+    """torch's efficient attention as its kernel has it: no grouped heads, an lse of whole blocks of 32 tokens."""
+
+    def __init__(self, wrong: float = 1.0):
+        self.wrong, self.columns = wrong, []
+
+    def _plain(self, q, k, v, scale):
+        T = q.shape[2]
+        scores = (q @ k.transpose(2, 3) * scale).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), float("-inf"))
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    def _scaled_dot_product_efficient_attention(self, q, k, v, bias, with_lse, dropout, causal, *, scale):
+        assert q.shape[1] == k.shape[1] and with_lse and causal and not dropout
+        self.columns.append(q.shape[3])
+        out, lse = self._plain(q, k, v, scale)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32)), seed, seed
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, dout, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal, *, scale
+    ):
+        assert lse.shape[2] % 32 == 0 and wanted == [True, True, True, False]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            again = self._plain(*leaves, scale)[0]
+        dq, dk, dv = torch.autograd.grad(again, leaves, dout)
+        return dq * self.wrong, dk, dv, None
+
+
+def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatch):
+    """Gemma 4's full attention has heads of 512 columns; hidden keys take a column more."""
+    played = _Efficient()
+    monkeypatch.setattr(efficient, "aten", played)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 40, h, 264, dtype=torch.float64) for h in (4, 2, 2, 4))
+    hidden = torch.zeros(2, 40, dtype=torch.bool)
+    hidden[0, :7] = True
+    for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        wanted, _ = A.attention_ref(*leaves, scale=0.1, pattern=pattern)
+        expected = torch.autograd.grad(wanted, leaves, dout)
+        for backend in ("flash", "cudnn"):
+            out, lse, state = A.attention_forward(q, k, v, scale=0.1, pattern=pattern, backend=backend)
+            grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.1, pattern=pattern, backend=backend)
+            for got, value in zip((out, *grads), (wanted.detach(), *expected)):
+                assert (got - value).norm() <= 1e-12 * value.norm()
+    assert played.columns == [264, 264, 272, 272]
+
+    wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512))
+    monkeypatch.setattr(A, "has_flash", lambda device: True)
+    assert A.pick(wide, wide) == "efficient"
+    assert A.copies_inputs(q, v, A.CAUSAL)
+    monkeypatch.setattr(A, "why_not_efficient", lambda *_: None)
+    cuda, packed = torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
+    for pattern, served in (
+        (A.CAUSAL, True),
+        (A.Pattern(hidden_BT=hidden), True),
+        (packed, False),
+        (A.Pattern(window=4), False),
+    ):
+        assert (A.supported(512, torch.bfloat16, cuda, pattern) is None) is served
+
+
+@pytest.mark.parametrize("wrong, said", [(1.0, None), (1.1, "other numbers")])
+def test_the_efficient_kernel_is_tried_before_it_is_trusted(wrong, said, monkeypatch):
+    monkeypatch.setattr(efficient, "aten", _Efficient(wrong))
+    found = efficient.why_not_efficient.__wrapped__(torch.device("cpu"), torch.float32, 320)
+    assert found is said or said in found
 
 
 @pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
