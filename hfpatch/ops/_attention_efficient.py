@@ -31,6 +31,8 @@ def efficient_forward(q, k, v, scale):
 
 def efficient_backward(dout, q, k, v, out, lse, state, scale):
     K, (k, v) = k.shape[1], for_each_head(q, k, v)
+    # The kernel's own is of whole blocks of 32 tokens; that of a document is not.
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
     )

@@ -165,8 +165,8 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
         return f"head_dim {head_dim} is not a multiple of 8"
     if head_dim <= WIDEST_HEAD:
         return None
-    if pattern.documents is not None or pattern.window is not None:
-        return f"packed documents or a window at head_dim {head_dim}"
+    if pattern.window is not None:
+        return f"a window at head_dim {head_dim}"
     reason = why_not_efficient(device, dtype, head_dim)
     return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
 
@@ -282,10 +282,10 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "blocks"
     if _by_flex(pattern, q.shape[3]):
         return "flex"
-    if pattern.documents is not None or pattern.window is not None:
-        return "fa2"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"
+    if pattern.documents is not None or pattern.window is not None:
+        return "fa2"
     # Widened heads (_widened) are none that others were tried with, and few of theirs are known; FA2 takes any multiple of 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend
@@ -311,23 +311,24 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     return q, k, v
 
 
-def _packed_cpu_forward(q, k, v, documents: Documents, scale: float):
+def _packed_forward(q, k, v, documents: Documents, scale: float, backend: str):
+    """A backend that knows no documents, on one after the other: out_BTHE, lse [H, N], state."""
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
     out_NHE, lse_HN = torch.empty_like(q), q.new_empty(H, B * T, dtype=torch.promote_types(q.dtype, torch.float32))
     for a, b in zip(documents.bounds, documents.bounds[1:]):
-        out, lse, _ = _cpu_forward(*(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale)
-        out_NHE[a:b], lse_HN[:, a:b] = out[0].transpose(0, 1), lse[0]
-    return out_NHE.view(B, T, H, E), lse_HN, ()
+        out, lse, state = BACKENDS[backend][0](*(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale)
+        out_NHE[a:b], lse_HN[:, a:b] = out[0].transpose(0, 1), lse[0, :, : b - a]
+    return out_NHE.view(B, T, H, E), lse_HN, state
 
 
-def _packed_cpu_backward(dout, q, k, v, out, lse, documents: Documents, scale: float):
+def _packed_backward(dout, q, k, v, out, lse, state, documents: Documents, scale: float, backend: str):
     shapes = [x.shape for x in (q, k, v)]
     flat = [x.reshape(-1, *x.shape[2:]) for x in (dout, q, k, v, out)]
     grads = [torch.empty_like(x) for x in flat[1:4]]
     for a, b in zip(documents.bounds, documents.bounds[1:]):
         args = [x[None, a:b].transpose(1, 2) for x in flat]
-        pieces = _cpu_backward(*args, lse[None, :, a:b].contiguous(), (), scale)
+        pieces = BACKENDS[backend][1](*args, lse[None, :, a:b].contiguous(), state, scale)
         for grad, piece in zip(grads, pieces):
             grad[a:b] = piece[0].transpose(0, 1)
     return [g.view(shape) for g, shape in zip(grads, shapes)]
@@ -367,7 +368,7 @@ def attention_forward(
         if chosen == "fa2":
             out, lse, state = _fa2_forward(q, k, v, pattern, scale)
         elif pattern.documents is not None:
-            out, lse, state = _packed_cpu_forward(q, k, v, pattern.documents, scale)
+            out, lse, state = _packed_forward(q, k, v, pattern.documents, scale, chosen)
         else:
             out, lse, state = BACKENDS[chosen][0](q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
             out = out.transpose(1, 2)
@@ -412,7 +413,7 @@ def attention_backward(
         if chosen == "fa2":
             grads = _fa2_backward(*args, lse, state, pattern, scale)
         elif pattern.documents is not None:
-            grads = _packed_cpu_backward(*args, lse, pattern.documents, scale)
+            grads = _packed_backward(*args, lse, state, pattern.documents, scale, chosen)
         else:
             grads = BACKENDS[chosen][1](*[x.transpose(1, 2) for x in args], lse, state, scale)
             grads = [x.transpose(1, 2) for x in grads]

@@ -431,7 +431,8 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     q, k, v, dout = (torch.randn(2, 40, h, 264, dtype=torch.float64) for h in (4, 2, 2, 4))
     hidden = torch.zeros(2, 40, dtype=torch.bool)
     hidden[0, :7] = True
-    for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden)):
+    documents = A.Pattern(A.Documents((0, 33, 34, 40, 80), torch.tensor([0, 33, 34, 40, 80], dtype=torch.int32)))
+    for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden), documents):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         wanted, _ = A.attention_ref(*leaves, scale=0.1, pattern=pattern)
         expected = torch.autograd.grad(wanted, leaves, dout)
@@ -440,7 +441,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
             grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.1, pattern=pattern, backend=backend)
             for got, value in zip((out, *grads), (wanted.detach(), *expected)):
                 assert (got - value).norm() <= 1e-12 * value.norm()
-    assert played.columns == [264, 264, 272, 272]
+    assert played.columns == 2 * [264] + 2 * [272] + 2 * 4 * [264]
 
     wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512))
     monkeypatch.setattr(A, "has_flash", lambda device: True)
@@ -451,7 +452,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     for pattern, served in (
         (A.CAUSAL, True),
         (A.Pattern(hidden_BT=hidden), True),
-        (packed, False),
+        (packed, True),
         (A.Pattern(window=4), False),
     ):
         assert (A.supported(512, torch.bfloat16, cuda, pattern) is None) is served
