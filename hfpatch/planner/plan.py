@@ -139,13 +139,15 @@ def _why(run: Run, policy) -> str:
         reasons.append(f"the host has room for one layer's input in {policy.every}")
     elif policy.save_attention and policy.again:
         layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
-        reasons.append(f"attention outputs too as far as they fit, in {layers} its forward runs again")
+        limit = "as many as are written in time" if run.on_disk else "as far as they fit"
+        reasons.append(f"attention outputs too {limit}, in {layers} its forward runs again")
     elif policy.save_attention:
         reasons.append("attention outputs too, so that its forward runs once")
     elif run.checkpointing.save_attention is False:
         reasons.append("attention outputs are not kept, as asked, its forward runs again")
     else:
-        reasons.append("attention outputs do not fit beside them, its forward runs again")
+        why = "would take longer to write than to make" if run.on_disk else "do not fit beside them"
+        reasons.append(f"attention outputs {why}, its forward runs again")
     if policy.weights == "host":
         reasons.append("frozen weights wait on the host and come a layer ahead of their use")
     if policy.by_group:
