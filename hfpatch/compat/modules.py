@@ -42,14 +42,14 @@ def parameters_of(module: nn.Module) -> MutableMapping:
         table = getattr(module, "_parameters", None)
     if table is None:
         raise gone("Module._parameters", "use another version")
-    return table if table.__class__ is dict or isinstance(table, dict) else _Compiled(table)
+    return table if type(table) is dict or isinstance(table, dict) else _Compiled(table)
 
 
 def buffers_of(module: nn.Module) -> MutableMapping:
     """The same of buffers."""
     own = module.__dict__
     table = own["_buffers"] if "_buffers" in own else getattr(module, "_buffers", {})
-    return table if table.__class__ is dict or isinstance(table, dict) else _Compiled(table)
+    return table if type(table) is dict or isinstance(table, dict) else _Compiled(table)
 
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
