@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import ExchangedAttention
-from hfpatch.compat import attention_of, autocast_dtype, name_attention
+from hfpatch.compat import attention_of, autocast_dtype, name_attention, ulysses
 from hfpatch.models.masks import Batch, Mask, describe
 from hfpatch.ops._library import one_gradient
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
@@ -233,6 +234,17 @@ def named(config) -> str | None:
     with _lock:
         entry = _entered.get(id(config))
         return attention_of(config) if entry is None else entry[1]
+
+
+def standard(config) -> str | None:
+    """Which of transformers' own attentions, for all of which ours may stand, a config names: eager, sdpa, flex_attention or flash;
+    None for another. Each version of FlashAttention, and its kernels on the hub under the name of their repository, are called
+    by one function."""
+    name = named(config) or ""
+    if name in ("eager", "sdpa", "flex_attention"):
+        return name
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return "flash" if function is flash_attention_forward or ("flash" in name and ulysses(function)) else None
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from hfpatch.models.asking import (
     Doubted,
     NotStopped,
     here,
-    named,
     our_attention,
+    standard,
     why_not_causal,
 )
 from hfpatch.models.classes import other_forward, package_of, replaced_forward
@@ -203,8 +203,8 @@ class TiledLayer(AskedLayer):
         cache, shared = _cache_of(args, kwargs), kwargs.get(SHARED_KEYS)
         if batch is None and not here.declined and kwargs.get("attention_mask") is None and x.dim() == 3:
             # Called by hand: without a mask these take every row for one causal sequence.
-            known = {named(c) for c in self._hfpatch_configs}
-            alone = known <= {"sdpa", "flash_attention_2"} and self._sequence() is None
+            known = {standard(c) for c in self._hfpatch_configs}
+            alone = known <= {"sdpa", "flash"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
         looked, sequence = self._looked(), self._sequence() if batch is None else batch.sequence
         modules = [self, *looked.inside]

@@ -20,6 +20,7 @@ from hfpatch.models.asking import (
     named,
     not_exchanged,
     our_attention,
+    standard,
 )
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import KeepsSignature, package_of, replaced_forward
@@ -46,7 +47,6 @@ _ADVICE = (
     f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than bfloat16 rounds; "
     'hfpatch.apply(model, rope="float64") computes them in float64 (hfpatch train: --rope_float64 True).'
 )
-_KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
 class OurAttention(KeepsSignature):
@@ -69,8 +69,8 @@ class OurAttention(KeepsSignature):
     @property
     def _hfpatch_shares_rows(self) -> bool:
         """Whether its layers, outside training, take a part of each row."""
-        known = named(self.config) in _KNOWN and getattr(self.config, "is_causal", True)
-        return self._hfpatch_ours and not self._hfpatch_mixers and known
+        known = standard(self.config) and getattr(self.config, "is_causal", True)
+        return bool(self._hfpatch_ours and not self._hfpatch_mixers and known)
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
@@ -279,16 +279,16 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_without(packed)
         batch.cached, batch.doubted = cached, self._hfpatch_asks is not None
         batch.prefill, batch.weights = cache is not None or bool(use_cache), weights
-        if replaced_attention(config):
-            return self._hfpatch_without(packed)
-        known = ("eager",) if weights else _KNOWN  # others have no weights to give
-        if sequence is not None and (named(config) not in known or why_not_exchanged(config, self.training)):
+        name = None if replaced_attention(config) else standard(config)
+        ours = name == "eager" if weights else name is not None  # others have no weights to give
+        if sequence is not None and (not ours or why_not_exchanged(config, self.training)):
             return self._hfpatch_shared_without(kwargs, batch)
-        if own and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
-            self._hfpatch_session.tell(
-                f"the layers of {type(self).__name__} run whole, their inputs offloaded: a mask that is made outside of it."
+        if (own or name is None) and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
+            why = (
+                "a mask that is made outside of it" if own else f"its attention is another library's ({named(config)})"
             )
-        if own or named(config) not in known:
+            self._hfpatch_session.tell(f"the layers of {type(self).__name__} run whole, their inputs offloaded: {why}.")
+        if own or not ours:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 

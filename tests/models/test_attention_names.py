@@ -1,0 +1,66 @@
+"""Names that users give the attention: all of transformers' own are ours to run, and others are told of."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hfpatch
+from hfpatch.compat import name_attention
+
+TILED = hfpatch.Checkpointing(offload="host", tile=16)
+
+
+def named(model, name: str, monkeypatch, function):
+    """The model as it is loaded with this attention, whose package is not installed here."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(masks._global_mapping, name, masks["flash_attention_2"])
+    name_attention(model.config, name)
+    return model
+
+
+def gradients(model, by_hand: bool) -> list:
+    ids = tiny.ids()
+    if by_hand:
+        x = model.model.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1])[None]
+        angles = model.model.rotary_emb(x, positions)
+        y = model.model.layers[0](x, position_embeddings=angles, position_ids=positions)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+    else:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["model", "layer"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2@main"])
+def test_every_flash_attention_is_ours_to_run(name, by_hand, monkeypatch):
+    """Theirs would raise here: where flash_attn is missing transformers takes a kernel of the hub, under its repository's name."""
+    model = tiny.llama(dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    hfpatch.apply(plain, checkpointing=TILED)
+    wanted = gradients(plain, by_hand)
+    ours = named(model, name, monkeypatch, flash_attention_forward)
+    hfpatch.apply(ours, checkpointing=TILED)
+    for got, want in zip(gradients(ours, by_hand), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def theirs(*args, **kwargs):
+        return sdpa(*args, **kwargs)
+
+    theirs.__module__ = "another.library"
+    model = named(tiny.llama(), "theirs", monkeypatch, theirs)
+    hfpatch.apply(model, checkpointing=TILED)
+    for _ in range(2):
+        gradients(model, False)
+    said = "the layers of LlamaModel run whole, their inputs offloaded: its attention is another library's (theirs)."
+    assert capsys.readouterr().err.count(said) == 1
