@@ -291,6 +291,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
     stack._hfpatch_apart, stack._hfpatch_asks = found.apart, found.isolation
     stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
+    stack._hfpatch_across = stack._hfpatch_mixers and found.across
     causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart or None in found.answers
     told = told or causal is not None and stack not in causal.children()  # a model between them may make a cache
     if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):

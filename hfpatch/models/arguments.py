@@ -105,7 +105,7 @@ class Arguments:
             self._gradients = None
         found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
-    def mixer(self, module: nn.Module, args, kwargs, bounds) -> tuple[Mixer, Tensor]:
+    def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
         """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
 
         ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
@@ -126,7 +126,7 @@ class Arguments:
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
-        return Mixer(module, whole, spec, new[0], axes, self.B, bounds), leaves[new[0]]
+        return Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart), leaves[new[0]]
 
 
 def _take(into: Tensor, stand_in: Tensor) -> None:

@@ -113,7 +113,7 @@ class Ask:
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [(self.layer.get_submodule(name), *note.mixed[name]) for name in self.answers.mixers]
-            mixed = [self.arguments.mixer(*call, self.batch.apart) for call in named]
+            mixed = [self.arguments.mixer(*call, self.configs, self.batch) for call in named]
             self.mixers = [mixer for mixer, _ in mixed]
             parts += [x for _, x in mixed]
         return parts

@@ -9,6 +9,7 @@ in backward) runs: `config.json`, other code that reads `config._attn_implementa
 """
 
 import inspect
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +22,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.checkpoint.exchange import ExchangedAttention
 from hfpatch.compat import attention_of, autocast_dtype, name_attention, ulysses
-from hfpatch.models.masks import Batch, Mask, describe
+from hfpatch.models.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.ops._library import one_gradient
 from hfpatch.ops.attention import CAUSAL, Pattern, attention_backward, attention_forward, pick, supported
 
-NAME = "hfpatch"
+
+class _Name(str):
+    """Our attention's name. Code of a family that asks for "sdpa" by name, to make its own of the mask (sparse attention) or to
+    call torch's function itself, does so under ours as well: it would leave that out without a word."""
+
+    def __eq__(self, other):
+        return isinstance(other, str) and other.__hash__() in (hash("hfpatch"), hash("sdpa"))
+
+    def __ne__(self, other):
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+NAME = _Name("hfpatch")
 CAUSAL_NAME = "hfpatch_causal"  # in a compiled graph: no mask function goes with it, so no mask is built
 
 
@@ -272,10 +287,11 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
     kind = None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, batch.T, local_size, batch.device)
+    added = kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
     if kind is None:
         given["allow_is_causal_skip"] = False
-        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given))
-    return Mask(batch, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
+        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
+    return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
 
 
 def attention(
@@ -429,6 +445,15 @@ def causal_attention(module, query, key, value, attention_mask=None, scaling=Non
     return out.transpose(1, 2).contiguous(), None
 
 
+def _torchs_own(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """For torch's function of this name with a Mask of ours: [B, H, T, E]."""
+    frame, module = sys._getframe(1), None  # torch's function is not told whose attention it is
+    while not isinstance(module, torch.nn.Module):
+        module, frame = frame.f_locals.get("self"), frame.f_back
+    return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[0].transpose(1, 2)
+
+
+ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)

@@ -111,7 +111,8 @@ class TiledLayer(AskedLayer):
             kind = getattr(attn, "_hfpatch_base", type(attn))
             if not as_asked(kind):
                 return f"another {kind.__name__}.forward than at apply()"
-            if self.training and (getattr(attn, "attention_dropout", 0.0) or 0.0):
+            dropout = getattr(attn, "attention_dropout", 0.0)
+            if self.training and (dropout.p if isinstance(dropout, nn.Dropout) else dropout):
                 return "attention dropout"
         if mask is not None:
             for attn in mixing[: len(answers.attention)]:
@@ -230,9 +231,8 @@ class TiledLayer(AskedLayer):
                 session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if bounds is not None:
-                apart = documents_apart(
-                    self, answers.mixers, Arguments(args, kwargs, *x.shape[:2]), bounds, answers.paired
-                )
+                arguments = Arguments(args, kwargs, *x.shape[:2])
+                apart = documents_apart(self, answers.mixers, arguments, self._hfpatch_configs, batch, answers.paired)
             with session.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from hfpatch.compat import is_fake, real_tensors
+from hfpatch.compat import is_fake, pytree, real_tensors
 from hfpatch.models.documents import Rows, find_rows
 from hfpatch.ops.attention import Pattern
 
@@ -51,6 +51,7 @@ class Batch:
         self.weights = False  # whether attention is to give its probabilities too
         self.doubted = False  # whether no verdict says that the stack can have our masks
         self._rows: dict = {}
+        self._parts: dict = {}
 
     @cached_property
     def apart(self) -> tuple[int, ...] | None:
@@ -59,6 +60,14 @@ class Batch:
         visible, positions, offsets = self.said
         documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
         return None if documents is None else documents.bounds
+
+    def part(self, rows: slice, a: int, b: int) -> "Batch":
+        """Of these rows' tokens a to b, one document each."""
+        if (rows.start, a, b) not in self._parts:
+            visible, idle = (None if x is None else x[rows, a:b] for x in (self.said[0], self._idle))
+            B = len(range(self.B)[rows])
+            self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible, idle_BT=idle)
+        return self._parts[rows.start, a, b]
 
     def within_documents(self, function):
         """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: each
@@ -82,14 +91,22 @@ class Batch:
         return self._rows[chunk]
 
 
-@dataclass(frozen=True)
+ANSWERED: dict = {}  # functions of torch that take a mask -> what answers for them where that is a Mask
+
+
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what has no such description."""
+    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what has no such description.
+
+    Code that makes something of it (sparse attention, scores written out) meets transformers' own mask: `tensor`. added: the dtype
+    in which that is added to scores, as eager attention has it; None where it is bool, as sdpa takes it.
+    """
 
     batch: Batch
     window: int | None = None
     chunk: int | None = None
     build: object = None
+    added: torch.dtype | None = None
 
     def pattern(self, softcap: float | None = None) -> Pattern:
         rows = self.batch.rows(self.chunk)
@@ -110,11 +127,76 @@ class Mask:
         causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
         return (apart | ~causal) & theirs if theirs is not None else apart
 
-    def __getitem__(self, _) -> "Mask":
-        return self  # models cut masks to the keys' length, which is ours already
+    @cached_property
+    def tensor(self) -> Tensor:
+        """[B, 1, T, T], whole also where causality says it all."""
+        allowed, b = self.dense(), self.batch
+        if allowed is None:
+            allowed = torch.ones(b.t, b.t, dtype=torch.bool, device=b.device).tril().expand(b.B, 1, -1, -1)
+        if self.added is None:
+            return allowed
+        return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(~allowed, torch.finfo(self.added).min)
 
-    def to(self, *_, **__) -> "Mask":
-        return self
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.added or torch.bool
+
+    def __getitem__(self, index) -> "Mask | Tensor":
+        whole = isinstance(index, tuple) and len(index) == 4 and index[:3] == (slice(None),) * 3
+        if whole and isinstance(index[3], slice) and index[3].start in (None, 0):
+            return self  # models cut masks to the keys' length, which is ours already
+        return self.tensor[index]
+
+    def part(self, rows: slice, a: int, b: int) -> "Mask | Tensor":
+        """Of these rows' tokens a to b, one document each."""
+        if self.build is not None:
+            return self.tensor[rows, :, a:b, a:b]
+        return replace(self, batch=self.batch.part(rows, a, b))
+
+    def to(self, *args, **kwargs) -> "Mask | Tensor":
+        other = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype) and x is not self.dtype]
+        return self.tensor.to(*args, **kwargs) if other else self
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in ANSWERED:
+            return ANSWERED[function](*args, **kwargs)
+        args, kwargs = pytree().tree_map(lambda x: x.tensor if isinstance(x, Mask) else x, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _as_tensor(operator: str):
+    def apply(self, *others):
+        return getattr(self.tensor, operator)(*others)
+
+    return apply
+
+
+for _operator in (
+    "invert",
+    "neg",
+    "and",
+    "or",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 
 def _held(function):

@@ -1,4 +1,5 @@
-"""What mixes tokens by something else than attention: a module (delta net, Mamba, short convolution) that runs whole.
+"""What mixes tokens by something else than an attention that can be asked: a module that runs whole (delta net, Mamba, short
+convolution; attention that is written out, or whose mask is its own).
 
 Between `pre` and `post` it stands where attention does: `pre` notes its input, `post` is given a tile of its output, and backward
 runs it again, whole. Packed documents go through it one by one, which isolates them on any kernel, with the memory of the longest.
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import pytree
+from hfpatch.models.asking import our_attention
 from hfpatch.models.classes import forwards_for_now
+from hfpatch.models.masks import Batch, Mask
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # said by our documents
 
@@ -31,8 +34,8 @@ def standing_in(layer: nn.Module, names, answer, paired=()):
 @dataclass
 class Mixer:
     """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them is its input [B, T, D]; axes:
-    the token axis of each; B: rows of the batch; bounds: where documents start and end in the flattened B*T tokens, None where
-    every row is one."""
+    the token axis of each; B: rows of the batch; configs, batch: as asking.our_attention has them; bounds: where documents start
+    and end in the flattened B*T tokens, None where every row is one."""
 
     module: nn.Module
     leaves: list
@@ -40,6 +43,8 @@ class Mixer:
     at: int
     axes: list
     B: int
+    configs: tuple
+    batch: Batch | None
     bounds: tuple | None = None
     kept: list | None = None  # each document's input and output with its graph, until backward
 
@@ -60,10 +65,15 @@ class Mixer:
                     cut = leaves[i].narrow(axis, a, b - a)
                     leaves[i] = cut[rows] if axis and cut.shape[0] == self.B > 1 else cut
         leaves[self.at] = x
+        batch = self.batch
+        if self.bounds is not None and batch is not None:
+            leaves = [leaf.part(rows, a, b) if isinstance(leaf, Mask) else leaf for leaf in leaves]
+            batch = batch.part(rows, a, b)
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if self.bounds is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
-        out = self.module(*args, **kwargs)
+        with our_attention(self.configs, batch):  # which may run inside
+            out = self.module(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
@@ -97,12 +107,12 @@ class Mixer:
 
 
 @contextmanager
-def documents_apart(layer: nn.Module, names, arguments, bounds, paired=()):
-    """Within, the mixers of a layer that runs whole take the documents one by one."""
+def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=()):
+    """Within, the mixers of a layer that runs whole take the documents of this batch one by one."""
 
     def apart(name, args, kwargs):
         module = layer.get_submodule(name)
-        mixer, x = arguments.mixer(module, args, kwargs, bounds)
+        mixer, x = arguments.mixer(module, args, kwargs, configs, batch)
         with forwards_for_now([(module, vars(module)["forward"].own)]):
             return mixer.forward(x)
 
@@ -168,7 +178,17 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
             handle.remove()
 
     def constant(name, args, kwargs):
-        return calls[name][0][2]
+        out = calls[name][0][2]
+        return out[0] if name in paired else out
+
+    def pairs(name: str) -> bool | None:
+        """Whether this module returns a pair; None where it does not make [B, T, D] of [B, T, D], once."""
+        args, kwargs, out = calls[name][0]
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        pair = isinstance(out, tuple) and len(out) == 2
+        out = out[0] if pair else out
+        fits = isinstance(out, Tensor) and x is not None and out.shape == x.shape == x_BTD.shape
+        return pair if fits and len(calls[name]) == 1 else None
 
     def within(prefix: str) -> list[str]:
         found, seen = [], []
@@ -179,22 +199,20 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
             module, (args, kwargs, _) = layer.get_submodule(name), calls[name][0]
             if _mixes(module, args, kwargs, tokens, known):
                 inner = within(f"{name}.")
-                with standing_in(layer, inner, constant):
-                    enough = inner and not _mixes(module, args, kwargs, tokens, known)
+                enough = inner and all(pairs(n) is not None for n in inner)
+                if enough:
+                    paired.update(n for n in inner if pairs(n))
+                    with standing_in(layer, inner, constant, paired):
+                        enough = not _mixes(module, args, kwargs, tokens, known)
                 found += inner if enough else [name]
         return found
 
-    found, paired = within(""), []
-    for name in found:
-        out = calls[name][0][2]
-        if isinstance(out, tuple) and len(out) == 2:
-            paired.append(name)
-            calls[name][0] = (*calls[name][0][:2], out := out[0])
-        args, kwargs, _ = calls[name][0]
-        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if len(calls[name]) > 1 or not isinstance(out, Tensor) or not out.shape == x.shape == x_BTD.shape:
-            return None
+    paired: set[str] = set()
+    found = within("")
+    if any(pairs(name) is None for name in found):
+        return None
+    paired.update(name for name in found if pairs(name))
     with standing_in(layer, found, constant, paired):
         if _mixes(run, (x_BTD,), {}, tokens, known):
             return None
-    return tuple(found), tuple(paired)
+    return tuple(found), tuple(name for name in found if name in paired)

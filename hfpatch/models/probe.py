@@ -21,6 +21,7 @@ from hfpatch.models.state import CannotBeSetApart, state_apart
 
 TOKENS = 12
 FEW = 4
+MORE_THAN_HIDDEN = "it returns more than hidden states"
 
 
 class _Counting:
@@ -119,38 +120,52 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
 
     run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
     with torch.no_grad(), our_attention(configs, batch), asking(count):
-        out = run(x_BTD)
+        run(x_BTD)
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
 
     def told(x):  # by the layer, and to its attention
         with asking(_Counting(0.0)) as count:
             return run(x), count.inputs
 
-    with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
-        found = find_mixers(layer, told, x_BTD, known)
+    first = None
+    for inside in (False, True):  # attention is answered; attention runs inside of what mixes tokens
+        with torch.no_grad(), our_attention(configs, batch), asking(None if inside else _Counting(0.0)):
+            found = find_mixers(layer, run if inside else told, x_BTD, known)
+        attention = () if inside else tuple(count.modules)
+        answers = _with_mixers(layer, run, x_BTD, configs, batch, attention, found, count.reasons)
+        if answers.reason is None:
+            break
+        first = first or answers
+        if answers.reason == MORE_THAN_HIDDEN or not count.modules:
+            return first
+    else:
+        return first
+    try:
+        probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers)
+        return replace(answers, reason=BY_PLACE) if probed.by_place() else probed.answers()
+    except Exception as error:  # a family's own code
+        return replace(answers, reason=_said(error))
+
+
+def _with_mixers(layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]) -> Answers:
+    """What the layer answers where its tokens meet in these modules, which call attention, and those that were `found`."""
     if found is None:
         return Answers(reason=OTHER_MIXER, looked=True)
     mixers, paired = found
-    known = {"mixers": mixers, "paired": paired, "looked": True}
-    if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
-        return Answers(reason="it returns more than hidden states", **known)
-    if count.reasons:
-        return Answers(reason=count.reasons[0], **known)
     names = {id(m): n for n, m in layer.named_modules()}
-    attention = tuple(names[id(m)] for m in count.modules)
-    if any(name == mixer or name.startswith(f"{mixer}.") for name in attention for mixer in mixers):
-        return Answers(reason=OTHER_MIXER, looked=True)
+    known = Answers(tuple(names[id(m)] for m in attention), mixers, paired, looked=True)
     count = _Counting()
     with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
-        run(x_BTD)
+        out = run(x_BTD)
+    if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
+        return replace(known, reason=MORE_THAN_HIDDEN)
+    if attention and reasons:
+        return replace(known, reason=reasons[0])
+    if len(count.modules) != len(attention):  # some of it in a mixer
+        return Answers(reason=OTHER_MIXER, looked=True)
     if not count.independent:
-        return Answers(reason="what mixes its tokens takes one from the other", **known)
-    known["softcap"] = count.softcap
-    try:
-        probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, attention, known)
-        return Answers(reason=BY_PLACE, **known) if probed.by_place() else probed.answers()
-    except Exception as error:  # a family's own code
-        return Answers(reason=_said(error), **known)
+        return replace(known, reason="what mixes its tokens takes one from the other")
+    return replace(known, softcap=count.softcap)
 
 
 def _first_row(x, B: int):
@@ -164,21 +179,21 @@ def _far(x):
 class _Probe:
     """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
 
-    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, attention, known):
+    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: Answers):
         self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
         self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
-        self.attention, self.known, self.mixers = attention, known, known["mixers"]
+        self.known = known
         self.T = x_BTD.shape[1]
         with torch.no_grad():
             parts = self._ask().pre(self.x, 0, self.T)
         self.dparts = [torch.randn_like(p) for p in parts]
-        n = 3 * len(attention)
+        n = 3 * len(known.attention)
         like = [q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])] + parts[n:]
         self.outs = [torch.randn_like(x) for x in like]
         self.dy = torch.randn_like(x_BTD)
 
     def _ask(self, arguments=None, **known) -> Ask:
-        answers = Answers(attention=self.attention, **self.known, **known)
+        answers = replace(self.known, **known)
         return Ask(self.layer, arguments or self.arguments, answers, self.configs, self.batch, forward=self.forward)
 
     def _gradients(self, run) -> list[Tensor | None]:
@@ -223,9 +238,9 @@ class _Probe:
 
     def answers(self) -> Answers:
         with torch.enable_grad():
-            block = looks_like_a_block(self.layer) and not self.mixers and self._same_as_block()
+            block = looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
             post, pre = self._post(), self._pre()
-            inside = tuple(f"{name}." for name in self.mixers)  # run whole, elsewhere
+            inside = tuple(f"{name}." for name in self.known.mixers)  # run whole, elsewhere
             names = [n for n, m in self.layer.named_modules() if can_go_without(m) and not n.startswith(inside)]
             run_post = self._called(names, lambda: self._post(block=block))
             run_pre = self._called(names, lambda: self._pre(block=block))
@@ -235,7 +250,7 @@ class _Probe:
             together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
-        return Answers(attention=self.attention, **self.known, block=block, **together)
+        return replace(self.known, block=block, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
         """Those of these modules that run() calls: to leave out the others costs time a tile, and saves nothing."""

@@ -43,7 +43,7 @@ SIZES = {
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_state": 8, "ssm_state_size": 8,
     "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8, "mamba_dt_rank": 8,
     "num_heads": 8, "rotary_dim": 8, "linear_head_dim": 8, "swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2,
 }  # fmt: skip
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 

@@ -52,14 +52,15 @@ _ADVICE = (
 class OurAttention(KeepsSignature):
     """Mixed over the class of the module that holds the decoder layers.
 
-    `_hfpatch_asks`: what says the last three of these, where nobody looked yet (models.verdict.isolation), else None;
+    `_hfpatch_asks`: what says four of these, where nobody looked yet (models.verdict.isolation), else None;
     `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our attention and masks;
-    `_hfpatch_mixers`: whether some layers mix tokens by something else; `_hfpatch_prefill`: whether an empty cache may be filled
+    `_hfpatch_mixers`: whether some layers mix tokens by something else, `_hfpatch_across`: whether that lets documents see each
+    other where they run as transformers has them; `_hfpatch_prefill`: whether an empty cache may be filled
     by our layers; `_hfpatch_apart`: whether its layers, as they run here, keep documents apart where positions restart.
     """
 
     _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (), None, False, True, False
-    _hfpatch_apart, _hfpatch_asks = True, None
+    _hfpatch_apart, _hfpatch_across, _hfpatch_asks = True, False, None
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -165,7 +166,8 @@ class OurAttention(KeepsSignature):
     def _hfpatch_look(self) -> None:
         """What the verdict that apply() left out would have said of documents, mixers and masks."""
         asks, self._hfpatch_asks = self._hfpatch_asks, None
-        self._hfpatch_apart, self._hfpatch_mixers, self._hfpatch_ours = asks(self.config)
+        self._hfpatch_apart, self._hfpatch_mixers, across, self._hfpatch_ours = asks(self.config)
+        self._hfpatch_across = self._hfpatch_mixers and across
 
     def _hfpatch_watched(self) -> int:
         """A number that stands for the layers with hooks inside, which run whole in training."""
@@ -240,7 +242,7 @@ class OurAttention(KeepsSignature):
             self._hfpatch_look()
         if not self._hfpatch_apart and packs(B, positions, seen, offsets):
             refuse_packed(type(self))
-        stock_mixers = self._hfpatch_mixers and self._hfpatch_session is None
+        stock_mixers = self._hfpatch_across and self._hfpatch_session is None
         if stock_mixers and offsets is None and kwargs.get("seq_idx") is None and packed():
             refuse_packed(
                 type(self), "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack"
@@ -252,7 +254,7 @@ class OurAttention(KeepsSignature):
                 kwargs["use_cache"] = False
         if cache is not None or use_cache:
             # A mask of the caller's own says who sees whom in attention; mixers know nothing of it.
-            if (self._hfpatch_mixers or not of_scores) and packed():
+            if (self._hfpatch_across or not of_scores) and packed():
                 raise ValueError(
                     "hfpatch: expected one document a row where a KV cache is kept, position_ids that restart came; "
                     "pass use_cache=False, which isolates the documents."
@@ -330,7 +332,7 @@ class OurAttention(KeepsSignature):
 
     def _hfpatch_without(self, packed) -> None:
         """The layers run as transformers has them, whose mixers know nothing of documents: ValueError where that matters."""
-        if self._hfpatch_mixers and packed():
+        if self._hfpatch_across and packed():
             refuse_packed(type(self), "do not pack, or load the model with attn_implementation='sdpa'")
 
 

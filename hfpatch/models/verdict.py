@@ -45,7 +45,8 @@ class Verdict:
     the small instance does not); ours: whether the
     stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None; prefill:
     whether they fill an empty KV cache as transformers' do; apart: whether documents of one row were seen not to see each other,
-    None where `isolation`, a function of the config, says so at the first rows with positions."""
+    None where `isolation`, a function of the config, says so at the first rows with positions; across: whether what mixes tokens
+    beside attention lets them where transformers' own layers run."""
 
     answers: tuple[Answers | None, ...]
     ours: bool = True
@@ -53,6 +54,7 @@ class Verdict:
     prefill: bool = False
     apart: bool | None = None
     isolation: Callable | None = None
+    across: bool = True
 
 
 def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
@@ -77,7 +79,7 @@ def ask_model(decoder: Decoder, verdict: bool) -> Verdict:
     answers = [found.answers.get(kind, unknown) for kind in kinds]
     # Of what somebody put into a layer the small instance says nothing: such a layer is asked itself.
     answers = tuple(a if a.reason or not strange(m, found.places) else None for a, m in zip(answers, decoder.layers))
-    return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart)
+    return Verdict(answers, found.ours, shared or found.alone, found.prefill, found.apart, across=found.across)
 
 
 @dataclass
@@ -89,6 +91,7 @@ class _Found:
     alone: str | None = None
     prefill: bool = False
     apart: bool = True
+    across: bool = True
     places: frozenset[tuple[str, type]] = frozenset()
 
 
@@ -114,7 +117,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         answers = _ask_all(stack, late)
         if answers is None:
             found = _Found({kind: Answers(reason=LATE) for kind in kinds}, ours=False)
-            found.apart = _keeps_apart(stack, found)
+            found.apart = _keeps_apart(_patched(stack, found))
             return found
         # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
         expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
@@ -122,7 +125,8 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.places = frozenset(place for layer in list_of_layers(stack) for place in places_in(layer))
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
-        found.apart = compared or _keeps_apart(stack, found)
+        found.apart = compared or _keeps_apart(_patched(stack, found))
+        found.across = not _keeps_apart(stack)
         return found
 
 
@@ -141,15 +145,17 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, Answers] | None:
     return answers
 
 
-def isolation(stack_class: type, kinds: tuple, config) -> tuple[bool, bool, bool]:
-    """(whether documents of one row are kept apart, whether layers mix tokens beside attention, whether the stack may have our
-    attention and masks) of a model without verdict, as its small instance has it; (False, False, False) where none can be tried."""
+def isolation(stack_class: type, kinds: tuple, config) -> tuple[bool, bool, bool, bool]:
+    """(whether documents of one row are kept apart, whether layers mix tokens beside attention, whether that lets documents see
+    each other, whether the stack may have our attention and masks) of a model without verdict, as its small instance has it; False
+    each where none can be tried."""
     try:
         with ThreadPoolExecutor(1) as pool:  # where nothing of the forward under way is in force
             found = pool.submit(_verdict, stack_class, _Config(config), kinds, frozenset()).result()
     except Exception:  # whatever a family raises on a small instance
-        return False, False, False
-    return found.apart, any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values()), found.ours
+        return False, False, False, False
+    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
+    return found.apart, mixers, found.across, found.ours
 
 
 def _settled(asked: dict[tuple, Answers], expected: "_Expected", late) -> _Found:
@@ -263,7 +269,7 @@ class _Expected:
                     )
 
 
-def _keeps_apart(stack: nn.Module, found: _Found) -> bool:
+def _keeps_apart(stack: nn.Module) -> bool:
     """Whether a document says the same whatever stands before it in its row, where positions restart."""
     a, b = DOCUMENTS[1:]
     ids = torch.randint(1, stack.config.vocab_size, (1, b))
@@ -271,7 +277,7 @@ def _keeps_apart(stack: nn.Module, found: _Found) -> bool:
     positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
     try:
         with torch.no_grad():
-            run = partial(_patched(stack, found), use_cache=False, position_ids=positions)
+            run = partial(stack, use_cache=False, position_ids=positions)
             x, y = (run(input_ids=given).last_hidden_state[:, a:] for given in (ids, other))
     except Exception:  # it takes no positions, or refuses such rows itself
         return False

@@ -24,6 +24,7 @@ SHORT = (
     "granite",
     "cohere2",
     "deepseek_v3",
+    "falcon",  # calls torch's attention itself
 )
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Norms, rotations and routers compute in float32 also in a float64 model.
@@ -101,7 +102,13 @@ def test_wide_heads(head_dim):
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "gpt_oss", "llama4_text", pytest.param("gemma3_text", marks=pytest.mark.long)]
+    "name",
+    [
+        "mistral",
+        "gpt_oss",
+        "llama4_text",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma3_text", "falcon")),
+    ],
 )
 def test_packed_documents_are_isolated(name):
     """gpt-oss tells transformers nothing of positions, so there documents see each other; here one rule holds for all. Llama 4's
