@@ -12,7 +12,6 @@ from hfpatch.memory.sequence import FLOAT32_ANGLES
 from hfpatch.models.angles import narrow
 from hfpatch.models.answers import BY_PLACE, OTHER_MIXER
 from hfpatch.models.asking import (
-    CAUSAL_NAME,
     Doubted,
     asks_for_hidden_states,
     having,
@@ -22,6 +21,7 @@ from hfpatch.models.asking import (
     our_attention,
     standard,
 )
+from hfpatch.models.attending import CAUSAL_NAME
 from hfpatch.models.balance import shares_balance
 from hfpatch.models.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.models.documents import packs, refuse_packed, shown

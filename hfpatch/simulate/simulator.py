@@ -22,7 +22,7 @@ import hfpatch.ops.attention as attention
 from hfpatch.checkpoint import device, exchange, heads
 from hfpatch.checkpoint.session import Session
 from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, simulation_parts
-from hfpatch.models import asking, layer
+from hfpatch.models import attending, layer
 from hfpatch.models.parallel import sharded
 from hfpatch.ops import _wide_sums
 from hfpatch.simulate.follow import ROUNDING, Follower, Ledger, module_calls
@@ -142,9 +142,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
     with contextlib.ExitStack() as stack:
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
-            for user in (heads, exchange, asking):  # of tiled layers, and of those that run whole
+            for user in (heads, exchange, attending):  # of tiled layers, and of those that run whole
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
-            for user in (attention, layer, asking):
+            for user in (attention, layer, attending):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)

@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.models.asking import Call, _Exchanged
+from hfpatch.models.asking import Call
+from hfpatch.models.attending import _Exchanged
 from hfpatch.models.parallel import sequence_of, sharded
 from hfpatch.ops.attention import CAUSAL
 
