@@ -7,4 +7,5 @@ Names are looked up when they are used: one that is gone costs what needs it, ne
 from hfpatch.compat.engines import *  # noqa: F403
 from hfpatch.compat.models import *  # noqa: F403
 from hfpatch.compat.modules import *  # noqa: F403
+from hfpatch.compat.scans import *  # noqa: F403
 from hfpatch.compat.tensors import *  # noqa: F403

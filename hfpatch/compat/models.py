@@ -85,13 +85,6 @@ def run_experts_plainly(config) -> None:
         config._experts_implementation_internal = "eager"
 
 
-def run_scans_plainly(model: nn.Module) -> None:
-    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its default."""
-    for module in model.modules():
-        if hasattr(module, "use_fast_kernels"):
-            module.use_fast_kernels = False
-
-
 def _with_balance(kind: type) -> list:
     """The files of a class's family that have a load-balancing loss of their own."""
     files = {sys.modules[base.__module__] for base in kind.__mro__}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.session import Session
+from hfpatch.compat import plain_scans
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import probe
 from hfpatch.models.answers import OTHER_MIXER, Answers, code_asked
@@ -110,7 +111,7 @@ class _Config:
 
 @cache
 def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> _Found:
-    with quiet_process(), sharded(False):
+    with quiet_process(), sharded(False), plain_scans():
         began = time.thread_time()
         stack = _in_double(small_stack(stack_class, config.config, list(kinds)))
         late = lambda: time.thread_time() - began > SECONDS  # noqa: E731

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import hfpatch.ops.attention as attention
 from hfpatch.checkpoint import device, exchange, heads
 from hfpatch.checkpoint.session import Session
-from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, simulation_parts
+from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, plain_scans, simulation_parts
 from hfpatch.models import attending, layer
 from hfpatch.models.parallel import sharded
 from hfpatch.ops import _wide_sums
@@ -306,7 +306,7 @@ def simulate(
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     around = (
-        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares, scans_by_blocks(),
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares, plain_scans(), scans_by_blocks(),
         few_blocks(follower), _fake_weights(model, shadows),
     )  # fmt: skip
     try:

@@ -1,0 +1,72 @@
+"""transformers' mixers in plain torch, whatever kernels for them are installed."""
+
+import inspect
+import sys
+import threading
+from contextlib import contextmanager
+from functools import wraps
+
+from torch import nn
+
+_CHOOSES = (
+    "transformers.integrations.hub_kernels"  # whose wrappers run a package's kernel in place of the function below them
+)
+_here = threading.local()
+_lock = threading.Lock()
+_stand_ins: dict = {}  # by file and name: [how many threads are within, what stood there]
+
+
+def run_scans_plainly(model: nn.Module) -> None:
+    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its default."""
+    for module in model.modules():
+        if hasattr(module, "use_fast_kernels"):
+            module.use_fast_kernels = False
+
+
+@contextmanager
+def plain_scans():
+    """Within, this thread's forwards of transformers' mixers run its own code in place of packages' kernels (causal_conv1d,
+    mamba_ssm, flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors. Other threads keep theirs.
+    """
+    entered = []
+    with _lock:
+        for file in [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]:
+            for name, value in list(vars(file).items()):
+                entry = _stand_ins.get((file, name))
+                if entry is None and (plain := _plain_form(value, vars(file))) is not None:
+                    entry = _stand_ins[file, name] = [0, value]
+                    setattr(file, name, _either(value, plain))
+                if entry is not None:
+                    entry[0] += 1
+                    entered.append((file, name))
+    before, _here.plainly = getattr(_here, "plainly", False), True
+    try:
+        yield
+    finally:
+        _here.plainly = before
+        with _lock:
+            for place in entered:
+                _stand_ins[place][0] -= 1
+                if not _stand_ins[place][0]:
+                    setattr(*place, _stand_ins.pop(place)[1])
+
+
+def _either(kernel, plain):
+    @wraps(plain)
+    def run(*args, **kwargs):
+        return (plain if getattr(_here, "plainly", False) else kernel)(*args, **kwargs)
+
+    return run
+
+
+def _plain_form(value, names: dict):
+    """The function of a file, whose names these are, that a wrapper which may run a kernel was put around; None for anything else.
+    Where `kernels` is installed the wrapper is a module with another inside."""
+    if isinstance(value, nn.Module):
+        cells = getattr(type(value).forward, "__closure__", None) or ()
+        found = (_plain_form(cell.cell_contents, names) for cell in cells)
+        return next((plain for plain in found if plain is not None), None)
+    if not inspect.isfunction(value) or value.__globals__.get("__name__") != _CHOOSES:
+        return None
+    plain = inspect.unwrap(value)
+    return plain if getattr(plain, "__globals__", None) is names else None
