@@ -182,12 +182,13 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
         return out[0] if name in paired else out
 
     def pairs(name: str) -> bool | None:
-        """Whether this module returns a pair; None where it does not make [B, T, D] of [B, T, D], once."""
+        """Whether this module returns a pair; None where it does not make hidden states, of any width, of such, once."""
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         pair = isinstance(out, tuple) and len(out) == 2
         out = out[0] if pair else out
-        fits = isinstance(out, Tensor) and x is not None and out.shape == x.shape == x_BTD.shape
+        fits = isinstance(out, Tensor) and x is not None and out.dim() == 3 and out.shape == x.shape
+        fits = fits and x.shape[:2] == x_BTD.shape[:2]
         return pair if fits and len(calls[name]) == 1 else None
 
     def within(prefix: str) -> list[str]:

@@ -33,7 +33,8 @@ TOKENS = 40  # longer than the window, the chunk and the original positions belo
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4,
-    "head_dim": 16, "global_head_dim": 16,
+    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "shared_experts_intermediate_size": 32, "head_dim": 16, "lru_width": 64, "attention_window_size": 8, "global_head_dim": 16,
     "embedding_dim": 64, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
@@ -75,8 +76,8 @@ def scaled_config(config, n_layers: int, at=None):
         if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    # Where a layer with two attentions counts as two above (LongCat); xLSTM's.
-    for name in ("num_layers", "num_blocks"):
+    # Where a layer with two attentions counts as two above (LongCat); xLSTM's; where those above are an encoder's (BART).
+    for name in ("num_layers", "num_blocks", "decoder_layers"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
     sharing = getattr(small, "num_kv_shared_layers", None)
@@ -99,9 +100,25 @@ def scaled_config(config, n_layers: int, at=None):
             share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
             pairs = int(width * share) // 2
             rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
+    by_layer = config.to_dict().get("per_layer_config")
+    if by_layer:  # what single layers have other than the config
+        given = {int(i): values for i, values in by_layer.items()}
+        small.per_layer_config = {i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given}
     name_attention(small, "eager")
     run_experts_plainly(small)
     return small
+
+
+def _scaled_override(values: dict, config) -> dict:
+    """A layer's own sizes: twice those above where its are larger than the config's."""
+    found, heads = dict(values), values.get("num_attention_heads", _value(config, "num_attention_heads"))
+    for name, value in values.items():
+        if name in SIZES and isinstance(value, int):
+            found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
+    if "num_key_value_heads" in values:
+        n = values["num_key_value_heads"]
+        found["num_key_value_heads"] = 1 if n == 1 else found.get("num_attention_heads", 4) if n == heads else 2
+    return found
 
 
 def _value(config, name: str):
