@@ -142,8 +142,8 @@ class Mask:
         return self.added or torch.bool
 
     def __getitem__(self, index) -> "Mask | Tensor":
-        whole = isinstance(index, tuple) and len(index) == 4 and index[:3] == (slice(None),) * 3
-        if whole and isinstance(index[3], slice) and index[3].start in (None, 0):
+        cut = isinstance(index, tuple) and len(index) == 4 and all(isinstance(x, slice) for x in index)
+        if cut and not any(x.start for x in index) and all(x.stop is None for x in index[:3]):
             return self  # models cut masks to the keys' length, which is ours already
         return self.tensor[index]
 
