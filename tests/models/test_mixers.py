@@ -36,6 +36,7 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "codegen": ("attn", "mlp.fc_in"),
     "gpt_neo": ("attn.attention", "mlp.c_fc"),
     "deepseek_v32": ("self_attn", "mlp"),
+    "xlstm": ("mlstm_layer", "ffn.proj_up"),
 }
 SHORT = ("lfm2", "falcon_h1", "doge", "gptj")
 
@@ -163,6 +164,20 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
                 ours(**given, attention_mask=mask)
         if verdict:  # which says that it cannot read our masks
             assert_close(step(ours, counted)[2], wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["trocr", pytest.param("bart", marks=pytest.mark.long), pytest.param("mpt", marks=pytest.mark.long)]
+)
+def test_what_takes_no_positions_is_tiled_and_refuses_packed_rows(name):
+    """A document would stand further on in its row than alone, or see the others: no reason to run rows of one document whole."""
+    stock = families.small_model(name)
+    ours = copy.deepcopy(stock)
+    report = str(hfpatch.apply(ours, checkpointing=TILE, **UNFUSED))
+    assert "refused" in report and "whole" not in report
+    assert_close(step(ours, batch())[2], step(stock, batch())[2])
+    with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
+        ours(**packed_and_apart(2)[0])
 
 
 @pytest.mark.parametrize("verdict", [True, False])
