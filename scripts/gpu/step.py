@@ -1,4 +1,4 @@
-"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl`.
+"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl under_way.json`.
 
 The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that says so. A case is
 a dict:
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -321,12 +322,13 @@ def ballast(gib: float, device):
         held.clear()
 
 
-def measure(model, case, device) -> dict:
+def measure(model, case, device, found: dict | None = None, note=lambda: None) -> dict:
+    """What the case's row says, into `found`. note: called after each step, which what comes next may end."""
+    found = {} if found is None else found
     shape = ModelShape.from_config(model.config)
     # Random tokens; every one a label.
     ids = torch.randint(3, model.config.vocab_size, (1, case["tokens"]), device=device)
     batch = {"input_ids": ids, "labels": ids}
-    found: dict = {}
     before = torch.cuda.memory_allocated() - owned_bytes(model) if device.type == "cuda" else 0
     host, last = HostWatch(), 0.0
     fits = lambda steps: time.time() + steps * last < case.get("until", math.inf)  # noqa: E731
@@ -339,6 +341,8 @@ def measure(model, case, device) -> dict:
             common.synchronize()
             last = time.perf_counter() - start
             found.setdefault("first_step_s", last)
+            found["policy"] = policy_of(model)
+            note()
             model.zero_grad(set_to_none=True)
         watch = GradWatch(model)
         seconds, halves = [], []
@@ -373,6 +377,7 @@ def measure(model, case, device) -> dict:
             "policy": policy_of(model),
             "pinned_gib": pinned_gib(model),
         }
+        note()
         if case.get("split") and fits(1.5):  # recording costs some of it
             try:
                 found |= kernel_split(model, batch)
@@ -384,17 +389,18 @@ def measure(model, case, device) -> dict:
     return found
 
 
-def run(cases: list[dict], write) -> None:
-    """Measures each case; write(result) at once. The model is kept while cases ask for the same one."""
+def run(cases: list[dict], write, under_way=lambda result: None) -> None:
+    """Measures each case; write(case, result) at once. The model is kept while cases ask for the same one. under_way: gets what is
+    known of the case that runs, whenever that is more."""
     try:
-        _run(cases, write)
+        _run(cases, write, under_way)
     finally:
         for family, before in LIGERS.items():
             vars(family).update(before)
         LIGERS.clear()
 
 
-def _run(cases: list[dict], write) -> None:
+def _run(cases: list[dict], write, under_way) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, made = None, None
     for case in cases:
@@ -408,6 +414,7 @@ def _run(cases: list[dict], write) -> None:
 
                 shape = ModelShape.from_config(config_of(case))
                 result |= floor(shape, case["tokens"], device, case.get("small", False))
+                under_way(result)
                 common.clean()
             wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes", "lora", "base")]
             if model is None or made != wanted:
@@ -419,7 +426,7 @@ def _run(cases: list[dict], write) -> None:
             with (
                 capped(case.get("cap_gib")), ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")),
             ):  # fmt: skip
-                result |= measure(model, case, device)
+                result |= measure(model, case, device, result, partial(under_way, result))
         except Exception as error:  # whatever a rival may raise: the row says what happened, and the next case runs
             result |= common.failure(error)
         if "error" in result:  # here the traceback, and what its frames held, is gone
@@ -452,7 +459,7 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
     if sheet.late(f"{cases[0]['impl']} {[c['tokens'] for c in cases]}"):
         return rows
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("cases.json", "results.jsonl")]
+        files = [Path(folder) / name for name in ("cases.json", "results.jsonl", "under_way.json")]
         until = time.time() + sheet.left()
         files[0].write_text(json.dumps([{**case, "until": until} for case in cases]))
         worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
@@ -473,8 +480,10 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
                 ended = "stopped: the time of this run was over"
             else:
                 time.sleep(0.2)
+        known = json.loads(files[2].read_text()) if files[2].exists() else {}
     for case in cases[len(rows) :]:
-        write(case, {"error": ended})
+        write(case, known | {"error": ended})
+        known = {}
     return rows
 
 
@@ -505,14 +514,20 @@ def small(sheet, cases: list[dict]) -> list[dict]:
 
 
 def main() -> int:
-    cases, results = sys.argv[1:3]
-    with open(results, "a", encoding="utf-8") as file:
+    cases, results, known = map(Path, sys.argv[1:4])
+    with results.open("a", encoding="utf-8") as file:
 
         def write(case, result):
             file.write(json.dumps(result) + "\n")  # one write: the other side reads whole lines
             file.flush()
+            known.unlink(missing_ok=True)
 
-        run(json.loads(Path(cases).read_text()), write)
+        def under_way(result):
+            fresh = known.with_suffix(".new")
+            fresh.write_text(json.dumps(result))
+            fresh.replace(known)
+
+        run(json.loads(cases.read_text()), write, under_way)
     return 0
 
 
