@@ -1,4 +1,4 @@
-"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl under_way.json`.
+"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl now.json`.
 
 The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that says so. A case is
 a dict:
@@ -459,7 +459,7 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
     if sheet.late(f"{cases[0]['impl']} {[c['tokens'] for c in cases]}"):
         return rows
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("cases.json", "results.jsonl", "under_way.json")]
+        files = [Path(folder) / name for name in ("cases.json", "results.jsonl", "now.json")]
         until = time.time() + sheet.left()
         files[0].write_text(json.dumps([{**case, "until": until} for case in cases]))
         worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
