@@ -17,6 +17,7 @@ from hfpatch.models.classes import IS_USERS
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.parallel import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.models.scaled import held_in
+from hfpatch.models.streams import by_rows
 
 ASKED_TOKENS = 12  # of a batch, where a layer is asked at its first call
 
@@ -27,10 +28,10 @@ class AskedLayer:
     `_hfpatch_answers`: its kind's Answers, None where it is to be asked at its first call, by `_hfpatch_asks`
     (models.probe.ask_layer); `_hfpatch_held`: what is in it (scaled.held_in), `_hfpatch_first`: that and its answers at apply();
     `_hfpatch_kinds`, `_hfpatch_set`: numbers that stand for all code in it, and for the settings of the user's modules;
-    `_hfpatch_configs`: those that what is in it reads.
+    `_hfpatch_configs`: those that what is in it reads; `_hfpatch_streams`: how many its hidden states have (streams.py), or None.
     """
 
-    _hfpatch_kinds = _hfpatch_held = _hfpatch_set = None
+    _hfpatch_kinds = _hfpatch_held = _hfpatch_set = _hfpatch_streams = None
 
     def _look(self, modules: list[nn.Module]) -> None:
         """Has this layer asked anew where it got other modules or forwards since it was asked."""
@@ -56,8 +57,8 @@ class AskedLayer:
             self._hfpatch_answers, self._hfpatch_set = None, settings  # a switch, or a share that grows from nothing
 
     def stock_forward(self, *args, **kwargs):
-        """The layer as transformers has it."""
-        return super().forward(*args, **kwargs)
+        """The layer as transformers has it, from rows to rows."""
+        return by_rows(super().forward, self._hfpatch_streams)(*args, **kwargs)
 
     def _weights_near(self, device: torch.device):
         """Within, its weights are on the device."""

@@ -48,6 +48,7 @@ from hfpatch.models.mixers import documents_apart
 from hfpatch.models.shared_keys import NAME as SHARED_KEYS
 from hfpatch.models.shared_keys import of_its_own
 from hfpatch.models.silent import by_tiles, nobody_differentiates
+from hfpatch.models.streams import joined, split
 from hfpatch.models.written import WrittenOut
 from hfpatch.ops.attention import Pattern, supported
 
@@ -208,7 +209,9 @@ class TiledLayer(AskedLayer):
             alone = known <= {"sdpa", "flash"} and self._sequence() is None
             batch = Batch(*x.shape[:2], x.device) if alone else None
         looked, sequence = self._looked(), self._sequence() if batch is None else batch.sequence
-        modules = [self, *looked.inside]
+        modules, given = [self, *looked.inside], x
+        if batch is not None and x.dim() == 4 and x.shape[1:3] == (batch.B, batch.t):
+            self._hfpatch_streams, x = len(x), joined(x)
         cut = batch is not None and (cache is None or batch.prefill) and x.dim() == 3 and not batch.weights
         cut = cut and x.numel() and (self._hfpatch_answers is not None or x.shape[1] >= ASKED_TOKENS)
         if cut and self._hfpatch_answers is None:
@@ -247,11 +250,11 @@ class TiledLayer(AskedLayer):
             able = partial(keepable, self, answers, KEEPABLE, x.device.type)
             policy = session.policy(self, x, batch.sequence, able=able)
             if torch.is_grad_enabled() and session.is_plain(self, policy):
-                return whole(x)
+                return whole(given)
             records = tuple(key for key in collected_now() if key in _RECORDED_INSIDE)
             if answers.mixing and not answers.block and nobody_differentiates(self, x, args, kwargs):
                 with by_tiles(self, answers.mixing, tile_bounds(*x.shape[:2], policy.tile), records):
-                    return whole(x)
+                    return whole(given)
             lists = collected_now()
             try:
                 own = kwargs if shared is None else of_its_own(kwargs, self._read(x, args, kwargs, batch, looked))
@@ -266,9 +269,11 @@ class TiledLayer(AskedLayer):
             except NotStopped as error:  # a forward that goes other ways than when it was asked
                 self._hfpatch_answers = replace(answers, reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=4)
-                return self.forward(x, *args, **kwargs)
+                return self.forward(given, *args, **kwargs)
             ask.hand_on(extras, lists, shared)
+            y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
             return y if ask.beside is None else (y, *ask.beside)
+        x = given
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
             return whole(x)
         if adapter in TOLD and not (getattr(self, "gradient_checkpointing", False) and x.requires_grad):

@@ -18,6 +18,7 @@ from hfpatch.models.masks import Batch
 from hfpatch.models.mixers import find_mixers, standing_in
 from hfpatch.models.shared_keys import of_its_own
 from hfpatch.models.state import CannotBeSetApart, state_apart
+from hfpatch.models.streams import by_rows, joined
 
 TOKENS = 12
 FEW = 4
@@ -87,8 +88,10 @@ def captured(stack: nn.Module, layer: nn.Module) -> tuple[tuple, dict, Batch]:
 
 def ask(stack: nn.Module, layer: nn.Module) -> Answers:
     """The Answers of a small stack's layer."""
-    args, kwargs, batch = captured(stack, layer)
-    return ask_layer(layer, type(layer).forward.__get__(layer), args[0], args[1:], kwargs, (stack.config,), batch)
+    (x, *args), kwargs, batch = captured(stack, layer)
+    streams = len(x) if x.dim() == 4 else None
+    forward = by_rows(type(layer).forward.__get__(layer), streams)
+    return ask_layer(layer, forward, x if streams is None else joined(x), args, kwargs, (stack.config,), batch)
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> Answers:
