@@ -19,7 +19,8 @@ class Answers:
     paired: of these, those that return a pair, whose second nobody reads; block: it is norm, attention, norm, MLP as
     models/block.py has them; dead_post, dead_pre: names of modules whose output values no gradient reads when `post`, or `pre`, is
     run again in backward; unread: those of dead_post that its output does not depend on either; reason: why it is not tiled, or
-    None; softcap: what its attention caps scores at, or None; looked: whether what mixes its tokens was looked for.
+    None; softcap: what its attention caps scores at, or None; looked: whether what mixes its tokens was looked for; attends:
+    whether its mixers are but modules that call attention, which cannot be asked for there.
     """
 
     attention: tuple[str, ...] = ()
@@ -32,6 +33,7 @@ class Answers:
     reason: str | None = None
     softcap: float | None = None
     looked: bool = False
+    attends: bool = False
 
     @property
     def mixing(self) -> tuple[str, ...]:

@@ -104,7 +104,8 @@ class AskedLayer:
                 reason = asked.reason or (known and known.reason)
                 self._hfpatch_answers = replace(asked, reason=reason)
             known = asked
-        if known.mixers or known.reason in (OTHER_MIXER, BY_PLACE) or not known.looked:
+        mixes = known.mixers and not known.attends
+        if mixes or known.reason in (OTHER_MIXER, BY_PLACE) or not known.looked:
             refuse_shared_mixers(type(self), None if known.looked else known.reason)
 
     def forward(self, hidden_states, *args, **kwargs):

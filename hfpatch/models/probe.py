@@ -130,19 +130,25 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
         with asking(_Counting(0.0)) as count:
             return run(x), count.inputs
 
-    first = None
-    for inside in (False, True):  # attention is answered; attention runs inside of what mixes tokens
+    def answered(inside: bool) -> Answers:
+        """inside: attention runs inside of what mixes tokens; else it is answered."""
         with torch.no_grad(), our_attention(configs, batch), asking(None if inside else _Counting(0.0)):
             found = find_mixers(layer, run if inside else told, x_BTD, known)
-        attention = () if inside else tuple(count.modules)
-        answers = _with_mixers(layer, run, x_BTD, configs, batch, attention, found, count.reasons)
-        if answers.reason is None:
-            break
-        first = first or answers
+        return _with_mixers(
+            layer, run, x_BTD, configs, batch, () if inside else tuple(count.modules), found, count.reasons
+        )
+
+    answers = answered(False)
+    if answers.reason is not None:
         if answers.reason == MORE_THAN_HIDDEN or not count.modules:
+            return answers
+        first, alone = answers, not answers.mixers and answers.reason != OTHER_MIXER
+        try:
+            answers = replace(answered(True), attends=alone)
+        except Exception:  # attention that needs all ranks, of a few tokens
             return first
-    else:
-        return first
+        if answers.reason is not None:
+            return first
     try:
         probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers)
         return replace(answers, reason=BY_PLACE) if probed.by_place() else probed.answers()
