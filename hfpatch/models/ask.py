@@ -24,14 +24,16 @@ from hfpatch.models.shared_keys import NAME as SHARED_KEYS
 from hfpatch.models.shared_keys import SharedKeys, left_by
 from hfpatch.models.written import WrittenOut
 
+_TENSOR = object()
+
 
 @dataclass
 class Ask:
     """`pre` and `post` of one call of a layer, for tiles of its tokens.
 
     asked: what each attention call asked for, as of the last `pre`; mixers: what runs whole beside it; beside: what the layer
-    returns behind its output, no tensors, or None where it returns that alone; records: what transformers records inside the
-    layer besides (router logits), by key.
+    returns behind its output, _TENSOR for tensors, or None where it returns that alone; records: what transformers records
+    inside the layer besides (router logits), by key.
     """
 
     layer: nn.Module
@@ -159,8 +161,9 @@ class Ask:
     ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v], one a call.
 
-        Behind it what was recorded on the way, each as [B, t, ...]. noted, known: as models.keeping has them, by names that
-        `keepable` gave. dead: the values of Answers.dead_post, and those that make what is known, are not computed.
+        Behind it what was recorded on the way, and the tensors that the layer returns beside, each as [B, t, ...]. noted, known:
+        as models.keeping has them, by names that `keepable` gave. dead: the values of Answers.dead_post, and those that make what
+        is known, are not computed.
         """
         block = self._block(x_BtD) if self.answers.block else None
         if isinstance(block, Direct):
@@ -176,10 +179,10 @@ class Ask:
         around += [collecting(found), *kept] if self.collected else kept
         run = partial(block.post, x_BtD, *outs_BtHE) if block else None
         y = _within(around, run or partial(self._post, x_BtD, outs_BtHE, a, b))
-        self.beside = y[1:] if isinstance(y, tuple) else None
+        self.beside = None if isinstance(y, Tensor) else tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
         extras = [self._by_rows(x, x_BtD) for xs in found.values() for x in xs]
-        return [y if self.beside is None else y[0], *extras]
+        return [y, *extras] if self.beside is None else [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
 
     def _post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
         n = len(self.answers.attention)
@@ -199,14 +202,17 @@ class Ask:
         """Places in what `pre` gives of all that goes to later layers."""
         return [i for places in self.left.values() for i in places]
 
-    def hand_on(self, extras: list[Tensor], into: dict, shared) -> None:
-        """Adds what was recorded, joined along tokens, to transformers' lists, in the shape it had; behind that came what goes to
-        later layers, into `shared`."""
-        for (key, dims), x in zip(self.recorded, extras):
+    def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
+        """What the layer returns, of its hidden states and what came behind them. What was recorded, joined along tokens, is added
+        to transformers' lists, in the shape it had; what goes to later layers, into `shared`."""
+        extras = iter(extras)
+        for key, dims in self.recorded:
+            x = next(extras)
             into[key].append(x.flatten(0, 1) if x.dim() > dims else x)
-        left = iter(extras[len(self.recorded) :])
+        beside = self.beside and tuple(next(extras) if x is _TENSOR else x for x in self.beside)
         for key, places in self.left.items():
-            shared[key] = tuple(next(left).transpose(1, 2) for _ in places)
+            shared[key] = tuple(next(extras).transpose(1, 2) for _ in places)
+        return y if beside is None else (y, *beside)
 
     def goes_direct(self, x: Tensor) -> bool:
         """Whether this call goes by the block whose derivatives are written out: it calls no module of the layer."""

@@ -109,6 +109,8 @@ class Asked:
             return "attention dropout"
         if self.told:
             return f"attention that takes a {self.told}"
+        if isinstance(self.mask, Tensor):
+            return "attention with a mask that its layer makes"
         reason = why_not_causal(self.module, self.mask)
         if reason is None and self.q_BHTE.shape[2] != self.k_BKTE.shape[2]:
             return "queries and keys of different lengths"

@@ -270,9 +270,8 @@ class TiledLayer(AskedLayer):
                 self._hfpatch_answers = replace(answers, reason=str(error))
                 warnings.warn(f"hfpatch: a {type(self).__name__} runs whole from now on: {error}.", stacklevel=4)
                 return self.forward(given, *args, **kwargs)
-            ask.hand_on(extras, lists, shared)
             y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
-            return y if ask.beside is None else (y, *ask.beside)
+            return ask.hand_on(y, extras, lists, shared)
         x = given
         if not (self.training and torch.is_grad_enabled()) or kwargs.get("output_attentions") or not x.numel():
             return whole(x)

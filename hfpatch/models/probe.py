@@ -22,7 +22,7 @@ from hfpatch.models.streams import by_rows, joined
 
 TOKENS = 12
 FEW = 4
-MORE_THAN_HIDDEN = "it returns more than hidden states"
+MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
 
 
 class _Counting:
@@ -166,7 +166,7 @@ def _with_mixers(layer, run, x_BTD, configs, batch, attention: tuple, found, rea
     count = _Counting()
     with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
         out = run(x_BTD)
-    if isinstance(out, tuple) and any(isinstance(x, Tensor) for x in out[1:]):
+    if isinstance(out, tuple) and any(isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2] for x in out[1:]):
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
         return replace(known, reason=reasons[0])
@@ -199,7 +199,9 @@ class _Probe:
         n = 3 * len(known.attention)
         like = [q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])] + parts[n:]
         self.outs = [torch.randn_like(x) for x in like]
-        self.dy = torch.randn_like(x_BTD)
+        with torch.no_grad():
+            made = self._ask().post(self.x, self.outs, 0, self.T)
+        self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
 
     def _ask(self, arguments=None, **known) -> Ask:
         answers = replace(self.known, **known)
@@ -218,7 +220,7 @@ class _Probe:
     def _post(self, **known):
         def run(x):
             outs = [o.clone().requires_grad_() for o in self.outs]
-            return self._ask(**known).post(x, outs, 0, self.T, dead=True), [self.dy], outs
+            return self._ask(**known).post(x, outs, 0, self.T, dead=True), self.dys, outs
 
         return self._gradients(run)
 
@@ -234,7 +236,7 @@ class _Probe:
             for a, b in bounds:
                 x, outs, ask = self.x[:, a:b], [out[:, a:b] for out in self.outs], self._ask()
                 found.append(ask.pre(x, a, b) + ask.post(x, outs, a, b))
-            return [torch.cat(tiles, 1).flatten(2) for tiles in zip(*found)]
+            return [torch.cat(tiles, 1).unsqueeze(2).flatten(2).to(self.x.dtype) for tiles in zip(*found)]
 
         with torch.no_grad():
             pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))

@@ -37,8 +37,9 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "gpt_neo": ("attn.attention", "mlp.c_fc"),
     "deepseek_v32": ("self_attn", "mlp"),
     "xlstm": ("mlstm_layer", "ffn.proj_up"),
+    "zaya": ("self_attn", "mlp"),  # convolutions before its attention; a state of its routers goes from layer to layer
 }
-SHORT = ("lfm2", "falcon_h1", "doge", "gptj")
+SHORT = ("lfm2", "falcon_h1", "doge", "gptj", "zaya")
 
 
 def names():
@@ -148,9 +149,9 @@ def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
         ours(**given)
 
 
-@pytest.mark.parametrize("name", ["bloom", pytest.param("zaya", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["bloom", pytest.param("inkling_text", marks=pytest.mark.long)])
 def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(name):
-    """Found by asking the small instance: Bloom drops positions, Zaya mixes tokens in its projections of keys."""
+    """Found by asking the small instance: Bloom drops positions, Inkling mixes tokens in its projections of keys."""
     stock = families.small_model(name)
     given, _ = packed_and_apart(2)
     counted = given | {"position_ids": torch.arange(40).expand(2, -1)}
