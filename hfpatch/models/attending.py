@@ -215,6 +215,6 @@ def _torchs_own(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fals
 
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph takes keys of str alone
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)
