@@ -1,7 +1,8 @@
 """How many bytes of a device the layers of a step may take: what is free less what is still to come, and what steps have shown.
 
-Where a step took more than was planned, or ran out of memory, the next one is given less. Where several ranks must choose alike
-(`alone` is False) nothing is learnt: each would learn something else.
+Where a step took more than was planned, or ran out of memory, the next one is given less. Nothing is learnt of memory in which
+attention's backends were tried (ops/attention.py). Where several ranks must choose alike (`alone` is False) nothing is learnt:
+each would learn something else.
 """
 
 import weakref
@@ -14,6 +15,7 @@ from hfpatch.compat import is_shard
 from hfpatch.memory.choice import reserve
 from hfpatch.memory.free import gpu_free, to_come
 from hfpatch.memory.hardware import Gpu, gpu_named
+from hfpatch.ops.attention import trial_peaks, trials_without_room
 
 ROOMS = weakref.WeakSet()
 SHRINK = 0.85  # of what a step took that ran out of memory
@@ -63,7 +65,7 @@ class Room:
 
     def __init__(self, gauge: Gauge, parameters, first_step=lambda: None):
         self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
-        self.gpu, self.ooms = gauge.gpu(), gauge.ooms()
+        self.gpu, self.ooms = gauge.gpu(), self._ooms()
         self.alone = True
         self.stepped = False  # whether an optimizer has: then its states are there, or never will be
         self.learnt: str | None = None  # why the next step keeps something else
@@ -87,6 +89,10 @@ class Room:
 
     def _to_come(self, states: int = 0) -> int:
         return to_come(self.parameters() or (), states=states, device=self.gauge.device)
+
+    def _ooms(self) -> int:
+        """How often a step ran out of memory."""
+        return self.gauge.ooms() - trials_without_room[self.gauge.device]
 
     def end(self) -> None:
         """An optimizer has stepped."""
@@ -113,13 +119,14 @@ class Room:
             return
         (allocated, peak, planned, coming), self.measured = self.step, True
         took = self.gauge.peak() - allocated - coming
+        peak = max(peak, trial_peaks.get(self.gauge.device, 0))
         if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
             self.over *= took / planned
             self.learnt = f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
 
     def look(self) -> str | None:
         """Before a step: what was learnt from the last one, once; None where nothing was."""
-        ran_out, self.ooms = self.gauge.ooms() > self.ooms, self.gauge.ooms()
+        ran_out, self.ooms = self._ooms() > self.ooms, self._ooms()
         if ran_out and self.alone and self.step is not None:
             planned = self.step[2]
             self.most = int(SHRINK * (planned + reserve(planned)))

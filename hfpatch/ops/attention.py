@@ -8,6 +8,7 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a grou
 Layout in memory is [B, T, heads, E]; the kernels get transposed views.
 """
 
+from collections import Counter
 from functools import lru_cache
 from time import perf_counter
 
@@ -185,6 +186,11 @@ def _by_flex(pattern: Pattern, head_dim: int) -> bool:
     return pattern.softcap is not None or (pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD)
 
 
+# Of each device's trials of backends: the peak of its memory as the last one ended, and how many had no room for theirs.
+trial_peaks: dict[torch.device, int] = {}
+trials_without_room: Counter = Counter()
+
+
 @lru_cache(maxsize=64)
 def _measured(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int, groups: int
@@ -230,6 +236,7 @@ def _measured(
             expected = got
         elif not all((g - e).norm() <= 2e-2 * e.norm() for g, e in zip(got, expected)):
             del times[name]
+    trial_peaks[device] = torch.cuda.max_memory_allocated(device)
     return min(times, key=times.get) if times else "efficient"
 
 
@@ -251,6 +258,8 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
     try:
         return _measured(device, q_BTHE.dtype, q_BTHE.shape[2], k_BTKE.shape[2], q_BTHE.shape[3], tokens, groups)
     except torch.OutOfMemoryError:
+        trials_without_room[device] += 1
+        trial_peaks[device] = torch.cuda.max_memory_allocated(device)
         return "flash"  # for now; the next call tries again
 
 

@@ -10,6 +10,7 @@ from tiny import gradients
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
+from hfpatch.checkpoint import room as room_module
 from hfpatch.checkpoint import session as session_module
 from hfpatch.checkpoint.room import SHRINK, Gauge, Room
 from hfpatch.checkpoint.session import _rounded
@@ -17,6 +18,7 @@ from hfpatch.memory.choice import reserve
 from hfpatch.memory.hardware import GPUS, place_of
 from hfpatch.memory.presets import preset_config
 from hfpatch.models.parallel import sharded
+from hfpatch.ops import attention
 from hfpatch.simulate import simulator
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.sequence import LoneRank
@@ -221,6 +223,35 @@ def test_a_step_that_took_more_than_planned_gives_the_next_one_less(told, capfd)
     over = room.over
     optimizer.step()
     assert room.over == over  # nothing new
+
+
+def test_memory_in_which_backends_were_tried_is_no_step_s(told, monkeypatch, capfd):
+    """A first step tries attention's backends, which takes more than the layers of a narrow model, and may find no room."""
+    monkeypatch.setattr(attention, "trial_peaks", {})
+    monkeypatch.setattr(room_module, "trial_peaks", attention.trial_peaks)
+    model = tiny_llama()
+    hfpatch.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    told["free"] = 2 * GiB
+    step(model)
+    room = room_of(model)
+    attention.trial_peaks[room.gauge.device] = told["peak"] = 3 * GiB
+    monkeypatch.setitem(attention.trials_without_room, room.gauge.device, 1)
+    told["ooms"] = 1
+    for _ in range(2):
+        optimizer.step()
+        step(model)
+    assert (room.over, room.most) == (1.0, None) and "less" not in capfd.readouterr().err
+    told["peak"] = 3 * GiB + 1  # beyond the trial's: the step's own
+    optimizer.step()
+    assert room.over > 2
+    told["ooms"] = 2
+    step(model)
+    step(model)
+    assert room.most is None  # nothing was planned between the optimizer and the next step
+    told["ooms"] = 3
+    step(model)
+    assert room.most is not None
 
 
 def test_ranks_that_must_choose_alike_learn_nothing(told):

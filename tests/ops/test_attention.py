@@ -314,9 +314,13 @@ def test_what_is_picked_without_a_trial(monkeypatch):
         return answer
 
     monkeypatch.setattr(A, "_measured", measured)
+    monkeypatch.setattr(A, "trial_peaks", {})
+    monkeypatch.setattr(A, "trials_without_room", A.Counter())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
     picked = [A.pick(on_cuda(n), on_cuda(n)) for n in (200, 200, 200_000, 1)]
     assert picked == ["flash", "cudnn", "cudnn", "flash"]
     assert tried == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
+    assert [*A.trial_peaks.values(), *A.trials_without_room.values()] == [77, 1]
     assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
     assert A.pick(on_cuda(200, torch.float64), None) == "blocks"  # plain torch: no kernel takes it
     assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
@@ -364,11 +368,14 @@ def test_the_fastest_that_is_right_is_picked(seconds, wrong, fastest, groups, mo
     monkeypatch.setattr(A, "BACKENDS", {name: backend(name) for name in seconds})
     monkeypatch.setattr(A, "perf_counter", lambda: now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(device))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
+    monkeypatch.setattr(A, "trial_peaks", {})
     A._measured.cache_clear()
     asked = torch.device("cpu"), torch.bfloat16, 4, 2, 16, 128, groups
     assert A._measured(*asked) == fastest == A._measured(*asked)
     assert set(heads) <= {(4, 2)} and len(heads) == 3 * (3 - len(missing))  # all heads forward; once a shape
     assert len(waits) == 6 * (3 - len(missing)) + len(missing)  # before and after each
+    assert A.trial_peaks == {torch.device("cpu"): 77}
     A._measured.cache_clear()
 
 
