@@ -252,18 +252,22 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     """
     bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
     first_error = None
-    for base, derived in product(bases, (False, True)):
+    for base, (derived, twice) in product(bases, ((False, False), (True, False), (True, True))):
         try:
-            return _small_stack(base, config, kinds, base is stack_class, derived)
+            return _small_stack(base, config, kinds, base is stack_class, derived, twice)
         except Exception as error:  # an __init__ of the user's own may ask for anything
             first_error = first_error or error
     raise first_error
 
 
-def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool) -> nn.Module:
+def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool, twice: bool) -> nn.Module:
     """derived: what the config makes of its sizes once it has them is made anew (Zamba 2's head sizes), and there are two layers at
-    least (RWKV's weights begin by a layer's share of the depth)."""
-    at = sorted({kinds.index(kind) for kind in kinds})
+    least (RWKV's weights begin by a layer's share of the depth); twice: so are there of each kind that has them (Zamba's share
+    weights, and one alone is refused)."""
+    at = {kinds.index(kind) for kind in kinds}
+    if twice:
+        at |= {i for i in range(len(kinds)) if kinds[:i].count(kinds[i]) == 1}
+    at = sorted(at)
     n_layers = max(at[-1] + 1, 1 + derived)
     exact = exact and n_layers <= MOST_LAYERS
     if len(at) > MOST_LAYERS:
@@ -287,5 +291,6 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, der
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
-        made.train()(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)  # sizes that do not fit show here
+        # Sizes that do not fit show here; what it keeps from call to call is as it was made (RecurrentGemma's states).
+        copy.deepcopy(made.train())(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     return made

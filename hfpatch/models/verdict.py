@@ -190,7 +190,7 @@ def _in_double(stack: nn.Module) -> nn.Module:
     wide = copy.deepcopy(stack).double()
     try:
         with torch.no_grad():
-            wide(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+            copy.deepcopy(wide)(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     except RuntimeError:
         return stack
     return wide
@@ -219,7 +219,8 @@ class _Expected:
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
             self.batches["packed"] = (apart, joined)
-        self.wanted = {name: self._gradients(stack, alone) for name, (alone, _) in self.batches.items()}
+        # Of copies: what a family keeps from call to call (RecurrentGemma's states) is none of the stack's.
+        self.wanted = {name: self._gradients(copy.deepcopy(stack), alone) for name, (alone, _) in self.batches.items()}
 
     @staticmethod
     def _gradients(stack, batches) -> dict[str, Tensor]:

@@ -316,6 +316,35 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
         assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+_SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_ODD = {  # sizes, and how many layers are tiled
+    "recurrent_gemma": ({"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64, "attention_window_size": 8}, 3),
+    "zamba": ({"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+               "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}, 2),
+}  # fmt: skip
+
+
+@tiny.not_with_transformers_5_0("has them in other states")
+@pytest.mark.parametrize("name", _ODD)
+def test_a_stack_that_keeps_states_or_shares_weights_has_a_small_instance(name):
+    """RecurrentGemma holds the last state of its scan, graph and all, which is not to be copied; Zamba's layers with attention
+    share weights, and one alone is refused. The Mamba behind takes what attention gave: these two run whole."""
+    sizes, tiled = _ODD[name]
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 4}
+    stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**_SIZES, **ids, **sizes)).train()
+    ours = copy.deepcopy(stock)
+    options = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16), **options)
+    assert "no small instance" not in str(report)
+    assert sum(layer._hfpatch_answers.reason is None for layer in ours.model.layers) == tiled
+    batch = torch.randint(1, 64, (2, 40))
+    for model in (stock, ours):
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    for value, got in zip(stock.parameters(), ours.parameters()):
+        assert (got.grad - value.grad).norm() <= 1e-4 * value.grad.norm().clamp_min(1e-3)
+
+
 class _Watched(nn.Linear):
     """Counts its calls and sums what it gives, in training."""
 
