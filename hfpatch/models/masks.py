@@ -160,7 +160,10 @@ class Mask:
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.tensor, name)
+        if name in ("shape", "size", "dim", "ndim"):  # for which T x T values are not to be made
+            b = self.batch
+            return getattr(torch.empty(b.B, 1, b.t, b.t, device="meta"), name)
+        return self.batch.device if name == "device" else getattr(self.tensor, name)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -178,7 +181,7 @@ def _as_tensor(operator: str):
     return apply
 
 
-for _operator in (
+_OPERATORS = (
     "invert",
     "neg",
     "and",
@@ -195,7 +198,8 @@ for _operator in (
     "le",
     "gt",
     "ge",
-):
+)
+for _operator in _OPERATORS:
     setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 

@@ -11,6 +11,7 @@ from test_families import assert_close, batch, step
 
 import hfpatch
 from hfpatch.models.answers import OTHER_MIXER, Answers
+from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.finding import find_decoder
 from hfpatch.models.verdict import _verdict as verdict_of
 
@@ -268,3 +269,10 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     assert_close(step(ours, given)[2], wanted)
     hfpatch.apply(ours, checkpointing="off", **UNFUSED)
     assert_close(step(ours, given)[2], wanted)
+
+
+def test_a_masks_shape_is_told_without_its_values():
+    """Of a million tokens these would be a terabyte."""
+    mask = Mask(Batch(2, 2**20, torch.device("cpu")))
+    assert mask.shape == mask.size() == (2, 1, 2**20, 2**20) and mask.dim() == mask.ndim == 4
+    assert mask.device.type == "cpu" and mask.dtype == torch.bool and mask.size(-1) == 2**20
