@@ -11,8 +11,8 @@ from test_families import assert_close, batch, step
 
 import hfpatch
 from hfpatch.models.answers import OTHER_MIXER, Answers
-from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.finding import find_decoder
+from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.verdict import _verdict as verdict_of
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
