@@ -145,6 +145,13 @@ def test_cases_in_a_process_of_their_own(tmp_path):
     assert [r["impl"] for r in rows] == ["hfpatch", "stock"] and all(r["step_s"] > 0 for r in rows)
 
 
+def test_a_training_whose_time_is_over_gives_the_steps_it_took(tmp_path):
+    module = load("09_gpu8bit")
+    assert module.main(["--small", "--seconds", "0.2", "--out", str(tmp_path)]) == 0
+    (row,) = rows_of(tmp_path)
+    assert len(row["steps_s"].split()) == len(row["losses"].split()) == 1 and not row.get("error")
+
+
 def test_a_case_that_is_stopped_leaves_what_was_known_of_it(tmp_path, monkeypatch):
     """A step that takes longer than the plan thought is ended from outside: its first one, already timed, is in the row."""
     sheet = common.Sheet(common.parse(common.parser("03_models", "x"), ["--small", "--out", str(tmp_path)]))

@@ -55,6 +55,8 @@ def train(job: dict) -> dict:
         def on_step_end(self, args, state, control, **kwargs):
             common.synchronize()
             self.seconds.append(common.time.perf_counter() - self.clock)
+            # What came by then is a row; whoever is ended from outside leaves none.
+            control.should_training_stop |= common.time.time() > job["until"]
 
     steps = Steps()
     steps.seconds = []
@@ -140,6 +142,7 @@ def main(argv=None) -> int:
         job = {
             "impl": impl, "layers": 32, "tokens": args.tokens, "steps": args.steps, "placement": args.placement,
             "vocabulary": args.vocabulary, "learning_rate": args.learning_rate, "host_gib": args.host_gib,
+            "until": common.time.time() + sheet.left(),
         }  # fmt: skip
         if args.small:
             job |= {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 512}, "tokens": 64, "steps": 2}
