@@ -14,7 +14,7 @@ from hfpatch.models.arguments import Arguments
 from hfpatch.models.ask import Ask
 from hfpatch.models.asking import Asked, NotStopped, asking, our_attention
 from hfpatch.models.dead import can_go_without, idle, without_values
-from hfpatch.models.masks import Batch
+from hfpatch.models.masks import Batch, Mask
 from hfpatch.models.mixers import find_mixers, standing_in
 from hfpatch.models.shared_keys import of_its_own
 from hfpatch.models.state import CannotBeSetApart, state_apart
@@ -117,7 +117,7 @@ def _said(error: Exception) -> str:
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> Answers:
-    row, kwargs = partial(_first_row, B=x_BTD.shape[0]), of_its_own(kwargs)
+    row, kwargs = partial(_first_row, B=x_BTD.shape[0], T=x_BTD.shape[1]), of_its_own(kwargs)
     x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
     count = _Counting(0.0)
 
@@ -177,7 +177,9 @@ def _with_mixers(layer, run, x_BTD, configs, batch, attention: tuple, found, rea
     return replace(known, softcap=count.softcap)
 
 
-def _first_row(x, B: int):
+def _first_row(x, B: int, T: int):
+    if isinstance(x, Mask):  # of a whole batch, where a few of its tokens ask
+        return x if x.batch.t < T else x.part(slice(0, 1), 0, T)
     return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
 
 

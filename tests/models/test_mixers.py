@@ -242,6 +242,17 @@ def test_what_a_mixer_saves_can_be_run_again(falcon):
         assert_close(step(ours, batch())[2], wanted)
 
 
+def test_attention_that_is_written_out_is_asked_at_its_first_call_too():
+    """By a few tokens, of which its mask is to tell: without a verdict."""
+    stock = families.small_model("gptj")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE, verdict=False, **UNFUSED)
+    given = batch() | {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    given["attention_mask"][1, -5:] = 0
+    assert_close(step(ours, given)[2], step(stock, given)[2])
+    assert layers_of(ours)[0]._hfpatch_answers.mixers == ("attn",)
+
+
 @OWN_MASK
 def test_a_batch_too_short_to_ask_by_is_not_what_a_layer_is_known_by(falcon):
     """Without a verdict: a few tokens do not show what mixes; the next batch does."""
