@@ -168,6 +168,7 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
             assert_close(step(ours, counted)[2], wanted)
 
 
+@tiny.not_with_transformers_5_0("makes such masks in float32 alone")
 @pytest.mark.parametrize(
     "name", ["trocr", pytest.param("bart", marks=pytest.mark.long), pytest.param("mpt", marks=pytest.mark.long)]
 )
