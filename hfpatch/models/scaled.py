@@ -45,6 +45,8 @@ SIZES = {
     "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8, "mamba_dt_rank": 8,
     "num_heads": 8, "rotary_dim": 8, "linear_head_dim": 8, "swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 16,
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2,
+    "indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2, "keep_window_size": 8,
+    "window_size": 8, "local_attention": 16, "block_size": 8,
 }  # fmt: skip
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
