@@ -330,6 +330,17 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
+    mixers = [
+        type(layer.get_submodule(name)).__name__
+        for layer, a in zip(layers, found.answers)
+        if a is not None and not a.reason
+        for name in a.mixers
+    ]
+    if mixers:
+        kinds = ", ".join(dict.fromkeys(mixers))
+        report.notes.append(
+            f"{len(mixers)} modules that mix tokens ({kinds}) take all tokens at once, and again in backward."
+        )
     if found.isolation is None and None in found.answers:
         report.notes.append(
             f"{found.answers.count(None)} of {len(layers)} layers hold modules that the small instance of the verdict has not: "
