@@ -93,7 +93,8 @@ class Session:
         self._last = (lambda: None,) * 2  # the call that came last, and what it gave
         self._last_index = 0  # of the layer that asked for a policy
         self.last_held = None  # checkpoint/whole.py: the input saved before, and what its layer gave
-        # Of the thread that trains one of its layers, forward or backward: a graph may be made or taken back by several at once.
+        # Of the thread that runs one of its layers, forward or backward: a graph may be made or taken back by several at once, and
+        # a model evaluated meanwhile.
         self.turn = threading.RLock()
 
     def __deepcopy__(self, memo):

@@ -196,9 +196,7 @@ class TiledLayer(AskedLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or here.role is not None:
             return super().forward(x, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self._forward(x, session, batch, args, kwargs)
-        with session.turn:
+        with session.turn:  # without gradients too: what another thread's backward has under way is not left over
             return self._forward(x, session, batch, args, kwargs)
 
     def _forward(self, x: Tensor, session, batch: Batch | None, args, kwargs):

@@ -97,3 +97,30 @@ def test_two_threads_train_one_model(family, way, backward, restless):
         else:
             in_threads(lambda i: loss_of(ours, i).backward(), together=True)
         assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_evaluated_while_another_thread_trains_it(way, restless):
+    """What a backward has under way is no leftover of one that was cut short."""
+    stock = small_model("qwen3_moe")
+    ours, wanted, done, losses = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), threading.Event(), []
+    with torch.no_grad():
+        expected = loss_of(stock, 0)
+
+    def evaluate():
+        with torch.no_grad():
+            while not done.is_set():
+                losses.append(loss_of(ours, 0))
+
+    def train():
+        try:
+            for _ in range(4):
+                ours.zero_grad()
+                for i in range(2):
+                    loss_of(ours, i).backward()
+                assert_close(ours, wanted)
+        finally:
+            done.set()
+
+    in_threads(lambda i: evaluate() if i else train(), together=True)
+    assert losses and all((loss - expected).abs() <= 1e-5 * expected for loss in losses)
