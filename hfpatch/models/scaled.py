@@ -1,6 +1,7 @@
 """A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
 
 import copy
+import inspect
 import re
 from contextlib import contextmanager, suppress
 from itertools import product
@@ -252,6 +253,9 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     of each kind that the config lists. Where the class cannot be made so, a base whose forward it runs. ValueError, saying why,
     where an instance would be too large, or of other modules; whatever the class itself raises otherwise.
     """
+    taken = inspect.signature(stack_class.forward).parameters
+    if "hidden_states" in taken and "input_ids" not in taken:
+        raise ValueError(f"a {stack_class.__name__} takes hidden states, no token ids")
     bases = [c for c in stack_class.__mro__ if getattr(c, "forward", None) is stack_class.forward]
     first_error = None
     for base, (derived, twice) in product(bases, ((False, False), (True, False), (True, True))):

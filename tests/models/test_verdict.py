@@ -316,6 +316,13 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
         assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+def test_layers_in_a_module_that_takes_no_token_ids_are_none_to_try():
+    """BERT's, as a decoder: they run whole, and the reason says why."""
+    config = CONFIG_MAPPING["bert"](num_hidden_layers=2, is_decoder=True, **_SIZES)
+    report = str(hfpatch.apply(AutoModelForCausalLM.from_config(config)))
+    assert "no small instance of it could be tried (a BertEncoder takes hidden states, no token ids)" in report
+
+
 _SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 _ODD = {  # sizes, and how many layers are tiled
     "recurrent_gemma": ({"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64, "attention_window_size": 8}, 3),
