@@ -295,7 +295,7 @@ class Names(TorchDispatchMode):
 
 
 def profiled(step):
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # older torch warns without, once
         step()
     return [event.name for event in profile.events()]
 
