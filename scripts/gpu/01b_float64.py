@@ -20,8 +20,8 @@ from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 WORDS = """
 A row passes where every output and every gradient errs at most twice what plain PyTorch errs in the same dtype,
 plus one rounding step of the largest value; `share` is the worst error over that budget, and `where` names it. Row
-tensors of the giants have more than 2^31 elements; their first, middle and last tokens are compared. Attention is
-called on slices of wider tensors, as the layer calls it.
+tensors of the giants have more than 2^31 elements; their first, middle and last tokens are compared, as are those of
+attention over 131,073 tokens and more. Attention is called on slices of wider tensors, as the layer calls it.
 """
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GIANT = 524288 + 65  # rows of 4096: 2^31 elements and some
@@ -147,6 +147,48 @@ def attention(sheet, what, key, dtype, T, widths: Widths, group: int, pattern: P
     note(sheet, f"attention {key}{what}", dtype, T, found, elements=q.numel(), group=group)
 
 
+def at_rows(q, k, v, dout, scale, a: int, b: int, dtype) -> list:
+    """[out, dq, dk, dv] of queries a to b, and of keys a to b what these queries give them: a KV head at a time.
+    q, dout [1, T, H, E], k, v [1, T, K, E]; computed in dtype."""
+    found, repeat = [], q.shape[2] // k.shape[2]
+    for h in range(k.shape[2]):
+        mine = slice(h * repeat, (h + 1) * repeat)
+        given = q[:, a:b, mine], k[:, :b, h : h + 1], v[:, :b, h : h + 1]
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        one_q, one_k, one_v = (t.transpose(1, 2) for t in leaves)
+        later = torch.arange(b, device=q.device) > torch.arange(a, b, device=q.device)[:, None]
+        scores = (one_q @ one_k.transpose(2, 3) * scale).masked_fill(later, float("-inf"))
+        p = scores.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        out = (p @ one_v).transpose(1, 2)
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout[:, a:b, mine].to(dtype))
+        found.append((out.detach(), dq, dk[:, a:b], dv[:, a:b]))
+    return [torch.cat(parts, 2) for parts in zip(*found)]
+
+
+def long_attention(sheet, key, dtype, T, widths: Widths) -> None:
+    """Forward of all heads at once and backward of the last KV head's, as the layer has them, compared at the first, middle and
+    last tokens; keys' gradients at the last alone, since those of earlier keys come of all later queries."""
+    device, scale = sheet.args.device, widths.head_dim**-0.5
+    g = torch.Generator(device=device).manual_seed(T)
+    q, k, v, dout = (
+        torch.randn(1, T, n, widths.head_dim, device=device, generator=g, dtype=dtype)
+        for n in (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
+    )
+    out, lse, state = attention_forward(q, k, v, scale=scale, backend=key)
+    repeat = widths.heads // widths.kv_heads
+    last = [t[:, :, -n:] for t, n in ((dout, repeat), (q, repeat), (k, 1), (v, 1), (out, repeat))]
+    dq, dk, dv = attention_backward(*last, lse[:, -repeat:].contiguous(), state, scale=scale, backend=key)
+    found = {}
+    for place, (a, b) in zip(("first", "middle", "last"), ends(T)):
+        plain, true = (at_rows(*last[1:4], last[0], scale, a, b, d) for d in (dtype, torch.float64))
+        got = {"out": out[:, a:b, -repeat:], "dq": dq[:, a:b], "dk": dk[:, a:b], "dv": dv[:, a:b]}
+        for i, (name, x) in enumerate(got.items()):
+            if name in ("out", "dq") or b == T:
+                found[f"{name}, {place}"] = Error()
+                found[f"{name}, {place}"].see(x, plain[i], true[i])
+    note(sheet, f"attention {key}", dtype, T, found, elements=q.numel(), group=widths.kv_heads)
+
+
 def patterns(T: int, device) -> dict:
     """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
     bounds = (0, T // 3, T // 3 + 1, T)
@@ -194,6 +236,11 @@ def main(argv=None) -> int:
                     # Windows, documents and caps have one kernel; holes and plain sinks have every backend's.
                     for key in names if what in ("holes", "sinks") else names[:1]:
                         jobs.append((what, attention, (f", {what}", key, dtype, T, widths, 1, pattern, sinks)))
+    jobs += [
+        ("attention", long_attention, (key, torch.bfloat16, T, widths))
+        for T in ((64,) if args.small else (131073, GIANT))
+        for key in keys[torch.bfloat16]
+    ]
     for op in OPS.values():
         # The giants: swiglu's rows are wider, so it needs fewer of them.
         T = 64 if args.small else 150001 if op.name == "swiglu" else GIANT
