@@ -5,6 +5,7 @@ import copy
 
 import families
 import pytest
+import torch
 from test_families import batch, step
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -37,6 +38,28 @@ def stock_model(name):
     pytest.skip(reason)
 
 
+def errors_of(grads, wanted):
+    """Of each parameter's gradient, relative to its norm."""
+    assert grads.keys() == wanted.keys()
+    return {n: ((grads[n] - value).norm() / value.norm().clamp_min(1e-3)).item() for n, value in wanted.items()}
+
+
+def moved(stock, wanted):
+    """By parameter, how far transformers' own gradients move where what is embedded does by float32's rounding, of three tries.
+    Their eager attention rounds its probabilities to float32 in a float64 model too, ours does not; most families keep such a
+    difference as small as it is, Gemma 3n makes it ten thousand times larger."""
+    found = dict.fromkeys(wanted, 0.0)
+    for seed in range(3):
+        other = copy.deepcopy(stock)
+        weight = other.get_input_embeddings().weight
+        weight.data *= 1 + torch.finfo(torch.float32).eps * torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(seed), dtype=weight.dtype
+        )
+        errors = errors_of(step(other, batch())[2], wanted)
+        found = {n: max(found[n], errors[n]) for n in found}
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_exact_or_as_it_was(name):
@@ -50,7 +73,8 @@ def test_exact_or_as_it_was(name):
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     assert len(str(report).splitlines()) <= 10
     _, _, grads = step(ours, batch())
-    assert grads.keys() == wanted.keys()
-    for parameter, value in wanted.items():
-        error = (grads[parameter] - value).norm() / value.norm().clamp_min(1e-3)
-        assert error <= (3e-4 if value.element_size() == 8 else 3e-3), f"{parameter}: {error:.1e}"
+    errors, budget = errors_of(grads, wanted), 3e-4 if next(iter(wanted.values())).element_size() == 8 else 3e-3
+    if max(errors.values()) > budget:
+        moves = moved(stock, wanted)
+        errors = {parameter: error for parameter, error in errors.items() if error > 3 * moves[parameter]}
+    assert not errors or max(errors.values()) <= budget, {n: f"{e:.1e}" for n, e in errors.items() if e > budget}
