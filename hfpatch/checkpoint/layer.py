@@ -58,6 +58,11 @@ class LayerCall(Kept):
     def __post_init__(self):
         self.autocast = autocast_dtype(self.device.type), torch.is_autocast_cache_enabled()
 
+    def release(self) -> None:
+        super().release()
+        self.ask.let_go()
+        self.attention = Attention()
+
     # -- pieces ------------------------------------------------------------------------------------------------------
     def _autocast(self):
         dtype, cache = self.autocast

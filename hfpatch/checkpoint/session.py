@@ -21,7 +21,7 @@ from hfpatch.checkpoint.room import Gauge, Room
 from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
-from hfpatch.compat import autocast_dtype, not_for_deepspeed
+from hfpatch.compat import autocast_dtype, not_for_deepspeed, same_memory
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
@@ -403,8 +403,9 @@ class Session:
     def link(self, call: LayerCall, x: Tensor) -> None:
         """Notes which call came before this one, where x is that one's output; every > 1 forms its segments here."""
         call.queue = self.queues[x.device, call.policy.offload]
-        last, output = self._last
-        before = last() if output() is x else None
+        last, y = self._last[0], self._last[1]()  # which comes as a view where the hidden states are streams
+        as_given = y is x or y is not None and y.stride() == x.stride() and y.shape == x.shape and same_memory(y, x)
+        before = last() if as_given else None
         if before is not None:
             call.previous = weakref.ref(before)
             # Segments end where the policy does: their inputs are kept by another one's transfers.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hfpatch.checkpoint.weights import AsInForward, AsThen, edited
-from hfpatch.compat import MADE_FROM, closing_checkpoints, modules_in, same_storage, version
+from hfpatch.compat import MADE_FROM, closing_checkpoints, modules_in, same_memory, version
 
 
 class _Held:
@@ -71,7 +71,7 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
     held: list = []
 
     def pack(tensor):
-        if not _same_memory(tensor, x_BTD):
+        if not same_memory(tensor, x_BTD):
             return tensor
         kept = _Held(transfers, tensor, before)
         held.append(weakref.ref(kept))
@@ -95,8 +95,3 @@ def _checkpoint(run, layer: nn.Module, x: Tensor):
     compiled = any(MADE_FROM[type(m)].forward is None for m in modules_in(layer))
     with closing_checkpoints(), set_checkpoint_early_stop(False) if compiled else nullcontext():
         return checkpoint(run, x, use_reentrant=False)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at one place."""
-    return same_storage(a, b) and a.storage_offset() == b.storage_offset()

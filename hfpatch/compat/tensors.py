@@ -121,6 +121,11 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
         return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both start at one place."""
+    return same_storage(a, b) and a.storage_offset() == b.storage_offset()
+
+
 # --- the dispatcher -------------------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,7 @@ class Arguments:
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
+        whole[new[0]] = None  # of a tile: what calls the mixer gives it whole rows, and it would live on until backward
         return Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart), leaves[new[0]]
 
 

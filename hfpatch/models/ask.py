@@ -198,6 +198,10 @@ class Ask:
             recorded.unflatten(0, (B, t)) if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t) else recorded
         )
 
+    def let_go(self) -> None:
+        """After the last backward of this call: the graph, and this with it, may live as long as the loss."""
+        self.arguments, self.mixers, self.asked, self.block = Arguments((), {}, 0, 0), [], [], None
+
     def places_left(self) -> list[int]:
         """Places in what `pre` gives of all that goes to later layers."""
         return [i for places in self.left.values() for i in places]

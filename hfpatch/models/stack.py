@@ -196,8 +196,9 @@ class OurAttention(KeepsSignature):
         if isinstance(positions, Tensor) and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None  # text, then time, height and width
         sequence = sequence_now(config, self.training)
-        for_nobody = here.uncached and self.training and torch.is_grad_enabled() and _empty(cache)
-        if for_nobody:  # a model around this one made it
+        for_nobody = here.uncached and self.training and torch.is_grad_enabled()
+        for_nobody = bool(for_nobody and (use_cache if cache is None else _empty(cache)))
+        if for_nobody:  # a model around this one made it, or asks for one because its config does
             cache = use_cache = kwargs["past_key_values"] = kwargs["use_cache"] = None
         cached = (
             for_nobody

@@ -5,20 +5,15 @@ S streams, B batch, T tokens, D hidden.
 
 from torch import Tensor
 
-ROWS = "_hfpatch_rows"  # of a tensor in streams: the rows that it is a view of
-
 
 def joined(x_SBTD: Tensor) -> Tensor:
-    """[B, T, S*D]: the tensor that `split` was given, where this came of it."""
-    rows = getattr(x_SBTD, ROWS, None)
-    return x_SBTD.movedim(0, 2).flatten(2) if rows is None else rows
+    """[B, T, S*D], a view of what `split` gave."""
+    return x_SBTD.movedim(0, 2).flatten(2)
 
 
 def split(x_BTC: Tensor, streams: int) -> Tensor:
     """[S, B, T, D], a view."""
-    found = x_BTC.unflatten(-1, (streams, -1)).movedim(2, 0)
-    setattr(found, ROWS, x_BTC)
-    return found
+    return x_BTC.unflatten(-1, (streams, -1)).movedim(2, 0)
 
 
 def by_rows(forward, streams: int | None):

@@ -1,6 +1,8 @@
 """Layers that mix tokens by something else than attention: the mixer runs whole, the rest tile by tile, documents apart."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import families
@@ -13,6 +15,7 @@ import hfpatch
 from hfpatch.models.answers import OTHER_MIXER, Answers
 from hfpatch.models.finding import find_decoder
 from hfpatch.models.masks import Batch, Mask
+from hfpatch.models.mixers import Mixer
 from hfpatch.models.verdict import _verdict as verdict_of
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
@@ -242,6 +245,35 @@ def test_what_a_mixer_saves_can_be_run_again(falcon):
         ours = copy.deepcopy(falcon)
         hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED)
         assert_close(step(ours, batch())[2], wanted)
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_what_a_mixer_is_given_does_not_outlive_its_use(tile):
+    """Its input stayed on the device from a layer's forward to its backward, the [T, T] mask as long as the loss."""
+    ours, inputs = families.small_model("gptj"), []
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=tile), **UNFUSED)
+    for layer in layers_of(ours):
+        inside = layer.attn.k_proj
+        inside.register_forward_pre_hook(tiny.OfAnEngine(lambda m, args: inputs.append(weakref.ref(args[0]))))
+    gc.collect()
+    alive = lambda: sum(type(x) in (Mask, Mixer) for x in gc.get_objects())  # noqa: E731
+    before = alive()
+    loss = ours(**batch()).loss
+    assert len(inputs) == 2 and not any(ref() is not None for ref in inputs) and alive() > before
+    loss.backward()
+    assert alive() == before
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_a_cache_that_the_config_asks_for_keeps_no_layer_whole(loss):
+    """XGLM's causal model reads it there, and has its stack make one, in training too."""
+    ours, found = families.small_model("xglm", torch.float32), []
+    hfpatch.apply(ours, checkpointing=TILE, loss=loss)
+    lengths(layers_of(ours)[-1].fc1, found)
+    assert ours.config.use_cache
+    ours(**batch()).loss.backward()
+    assert max(found) <= 16
+    assert ours(**batch(), use_cache=True).past_key_values is not None, "where it was asked for"
 
 
 def test_attention_that_is_written_out_is_asked_at_its_first_call_too():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
+from hfpatch.checkpoint.session import Session
 from hfpatch.memory.policy import Policy
 from hfpatch.models.shared_keys import SharedKeys
 
@@ -203,3 +204,27 @@ def test_something_else_than_keys_runs_whole(monkeypatch):
     ours, report = patched(stock)
     assert "layers are checkpointed whole" in report
     check(ours, stock, batch())
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_the_gradient_of_hidden_states_in_streams(policy):
+    """Of what a caller, or a hook, holds of a layer's output: the next layer took the rows behind its back."""
+    stock = small("gemma3n_text")
+    ours, _ = patched(stock, policy)
+    given, found = batch() | {"use_cache": False, "output_hidden_states": True}, []
+    for model in (stock, ours):
+        out = model(**given)
+        found.append(torch.autograd.grad(out.loss, out.hidden_states[:-1]))
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_layers_over_streams_know_which_came_before(monkeypatch):
+    """Whose backward comes next, and whose input is kept where only every second's is."""
+    ours, _ = patched(small("gemma3n_text"), Policy("host", tile=16, every=2))
+    calls, link = [], Session.link
+    monkeypatch.setattr(Session, "link", lambda self, call, x: (link(self, call, x), calls.append(call)))
+    loss = ours(**batch(), use_cache=False).loss
+    assert [call.position for call in calls] == [0, 1, 0, 1, 0, 1, 0]
+    assert all(call.previous() is before for before, call in zip(calls, calls[1:]))
+    loss.backward()
