@@ -8,8 +8,10 @@ its modules went then (in training or not, with these adapters); where a tensor 
 gather weights around each call swap and refill them as they like: there the tensors of the moment are the same weights.
 """
 
+import dis
+import inspect
 import weakref
-from functools import partial
+from functools import cache, partial
 from operator import is_
 
 import torch
@@ -73,6 +75,7 @@ class Places:
                 n for n in values
                 if n not in OF_ALL and type(values[n]) not in _NO_TENSORS
                 and isinstance(values[n], Tensor) and not values[n].is_leaf
+                and n not in _written_by(MADE_FROM[module.__class__])
             ]  # fmt: skip
             for name in (*own, *buffers, *plain):
                 table = own if name in own else buffers if name in buffers else values
@@ -110,6 +113,21 @@ class Places:
             if known() is not tensor:
                 return None
         return None if _marked(tensors) else tensors
+
+
+@cache
+def _written_by(kind: type) -> set[str]:
+    """Attributes that a module of this class writes in its forward, or in a method that this names: what it left there in an
+    earlier call is no weight, and the graph of it is gone."""
+    todo, seen, found = ["forward"], set(), set()
+    while todo:
+        name = todo.pop()
+        code = getattr(inspect.unwrap(getattr(kind, name, None)), "__code__", None)
+        if code is not None and name not in seen:
+            seen.add(name)
+            found |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+            todo += code.co_names
+    return found
 
 
 def _filled(empty: list[tuple[dict, str]]) -> list[tuple[dict, str]]:

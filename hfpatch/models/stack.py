@@ -271,7 +271,8 @@ class OurAttention(KeepsSignature):
         weights = bool(getattr(config, "output_attentions", False) if asked is None else asked)
         # Offsets beside shards would count this rank's tokens; the positions say the same of whole rows.
         batch = Batch(B, T, given.device, rows_mask, positions, offsets if sequence is None else None, idle, sequence)
-        if sequence is not None and (came := self._hfpatch_not_exchanged(own, weights)):
+        encoder = kwargs.get("encoder_hidden_states") is not None  # whose masks and lengths are others
+        if sequence is not None and (came := self._hfpatch_not_exchanged(own, encoder, weights)):
             raise not_exchanged(came)
         if not self._hfpatch_ours:
             if rows_mask is not None and packed():
@@ -286,12 +287,12 @@ class OurAttention(KeepsSignature):
         ours = name == "eager" if weights else name is not None  # others have no weights to give
         if sequence is not None and (not ours or why_not_exchanged(config, self.training)):
             return self._hfpatch_shared_without(kwargs, batch)
-        if (own or name is None) and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
-            why = (
-                "a mask that is made outside of it" if own else f"its attention is another library's ({named(config)})"
-            )
+        why = "a mask that is made outside of it" if own else "they attend to an encoder's states" if encoder else None
+        if name is None and why is None:
+            why = f"its attention is another library's ({named(config)})"
+        if why and self._hfpatch_session is not None and self.training and torch.is_grad_enabled():
             self._hfpatch_session.tell(f"the layers of {type(self).__name__} run whole, their inputs offloaded: {why}.")
-        if own or not ours:
+        if why or not ours:
             return self._hfpatch_without(packed)
         return batch if getattr(config, "is_causal", True) else self._hfpatch_without(packed)
 
@@ -312,10 +313,11 @@ class OurAttention(KeepsSignature):
             if why:
                 refuse_shared_mixers(type(layer), why)
 
-    def _hfpatch_not_exchanged(self, own: bool, weights: bool) -> str | None:
+    def _hfpatch_not_exchanged(self, own: bool, encoder: bool, weights: bool) -> str | None:
         """What came where ranks share rows and neither our attention nor an engine's can exchange it; None where one can.
 
-        own: whether a mask of the caller's own came; weights: whether attention is to give its weights."""
+        own: whether a mask of the caller's own came; encoder: an encoder's states; weights: whether attention is to give its
+        weights."""
         config = self.config
         if not self._hfpatch_ours:
             return f"a {type(self).__name__}, whose attention cannot be hfpatch's,"
@@ -323,6 +325,8 @@ class OurAttention(KeepsSignature):
             return f"attention from elsewhere ({named(config)})"
         if not getattr(config, "is_causal", True):
             return "attention that is not causal"
+        if encoder:
+            return "attention to an encoder's states"
         return "an attention mask of the caller's own" if own else "output_attentions" if weights else None
 
     def _hfpatch_shared_without(self, kwargs, batch: Batch) -> None:

@@ -187,6 +187,15 @@ def test_what_takes_no_positions_is_tiled_and_refuses_packed_rows(name):
         ours(**packed_and_apart(2)[0])
 
 
+def test_what_a_mixer_kept_of_a_step_is_no_weight_of_the_next():
+    """RecurrentGemma's blocks leave their last state in themselves, with the graph that it came of, and begin from none."""
+    stock = families.small_model("recurrent_gemma")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
+    for _ in range(2):
+        assert_close(step(ours, batch())[2], step(stock, batch())[2])
+
+
 @pytest.mark.parametrize("verdict", [True, False])
 def test_packed_rows_are_refused_where_no_small_instance_tells(verdict, monkeypatch):
     """LFM2's convolutions, which transformers marks by nothing, would see across: what was not seen to be apart is not trusted."""
