@@ -19,7 +19,7 @@ from hfpatch.checkpoint.lease import Shelf
 from hfpatch.checkpoint.offload import Saved, Slot, Ticket, Transfers
 from hfpatch.checkpoint.shards import tensor_parallel_group
 from hfpatch.checkpoint.weights import REPLACED, edited, is_sharded
-from hfpatch.compat import buffers_of, is_fake, modules_of, not_for_deepspeed, parameters_of, storage_of
+from hfpatch.compat import buffers_of, is_fake, is_view_of_flat, modules_of, not_for_deepspeed, parameters_of, storage_of
 from hfpatch.memory.formula import WEIGHT_SLOTS
 
 ALIGNED = 256  # bytes; where a tensor starts in its block
@@ -219,7 +219,8 @@ class StreamedWeights:
                     theirs = other.blocks()
                     if other is packed or own in theirs or (blocks & theirs and other.given_others()):
                         del self.packed[index]
-            if is_sharded(layer) or tensor_parallel_group(layer) is not None:
+            flat = any(map(is_view_of_flat, layer.parameters()))
+            if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
                     f'hfpatch: expected whole weights for Checkpointing(weights="host"), a {type(layer).__name__} came whose '
                     "weights are sharded over ranks; leave weights out, or train adapters without an engine."
