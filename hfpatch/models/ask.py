@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hfpatch.compat import autocast_dtype, collecting, submodule
 from hfpatch.models.answers import Answers
 from hfpatch.models.arguments import Arguments
-from hfpatch.models.asking import Answering, Call, Noting, NotStopped, Stopped, asking, our_attention
+from hfpatch.models.asking import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.models.block import Block
 from hfpatch.models.dead import add_up, as_found, can_go_without, idle, without_values
 from hfpatch.models.direct import Direct, direct_of
@@ -108,7 +108,7 @@ class Ask:
         except Stopped:
             pass
         else:
-            raise NotStopped(note)
+            raise note.not_stopped()
         self.asked = [c.call() for c in note.calls]
         if self.shared is not None:
             self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)

@@ -44,15 +44,7 @@ class Stopped(BaseException):
 
 
 class NotStopped(RuntimeError):
-    """A layer's forward came to its end where it was to be stopped; its message says why."""
-
-    def __init__(self, note: "Noting"):
-        came = len(note.calls) + len(note.mixed)
-        super().__init__(
-            "its forward catches what stops it at its attention (BaseException)"
-            if came >= note.n_calls
-            else f"its forward mixed tokens {came} times, not {note.n_calls}"
-        )
+    """A layer's forward went on beyond the attention that it was asked for; its message says why."""
 
 
 class Doubted(Exception):
@@ -151,6 +143,15 @@ class Noting:
         q, v = asked.q_BHTE, asked.v_BKTE
         return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
+    def not_stopped(self) -> NotStopped:
+        """What ends a forward that came to its end."""
+        came = len(self.calls) + len(self.mixed)
+        return NotStopped(
+            "its forward catches what stops it at its attention (BaseException)"
+            if came >= self.n_calls
+            else f"its forward mixed tokens {came} times, not {self.n_calls}"
+        )
+
     def mixer(self, name: str, args, kwargs):
         self.mixed[name] = (args, kwargs)
         x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -164,6 +165,8 @@ class Answering:
         self.answers, self.mixed = list(answers), mixed
 
     def __call__(self, asked: Asked):
+        if not self.answers:  # a decoder layer called by hand, with an encoder's states
+            raise NotStopped("its forward calls attention more often than it did when it was asked")
         return self.answers.pop(0)
 
     def mixer(self, name: str, args, kwargs):

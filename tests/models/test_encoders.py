@@ -54,3 +54,22 @@ def test_a_decoder_beside_an_encoder_is_checkpointed_whole(make, seen, verdict, 
     for name, wanted in true.items():
         assert (got[name] - wanted).norm() <= 1e-6 * wanted.norm().clamp_min(1e-9), name
     assert capsys.readouterr().err.count("an encoder's states") == 1
+
+
+def test_a_decoder_layer_called_by_hand_beside_an_encoder_runs_whole():
+    torch.manual_seed(0)
+    stock = bart().double()
+    ours = tiny.patched(stock)
+    theirs, layer = (model.model.decoder.layers[0] for model in (stock, ours))
+    x, states = torch.randn(2, TOKENS, 32, dtype=torch.float64), torch.randn(2, 13, 32, dtype=torch.float64)
+    alone = {"batch": {"hidden_states": x}, "loss": lambda y: y.pow(2).sum()}
+    beside = alone | {"batch": {"hidden_states": x, "encoder_hidden_states": states}}
+    tiny.step(layer, **alone)
+    with pytest.warns(UserWarning, match="runs whole from now on: its forward calls attention more often"):
+        found = [tiny.step(layer, **beside)]
+    found += [tiny.step(layer, **beside), tiny.step(layer, **alone)]
+    for got, given in zip(found, (beside, beside, alone)):
+        true = tiny.step(theirs, **given)
+        assert got.keys() == true.keys()
+        for name, wanted in true.items():
+            assert (got[name] - wanted).norm() <= 1e-6 * wanted.norm().clamp_min(1e-9), name
