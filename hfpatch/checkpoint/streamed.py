@@ -19,7 +19,15 @@ from hfpatch.checkpoint.lease import Shelf
 from hfpatch.checkpoint.offload import Saved, Slot, Ticket, Transfers
 from hfpatch.checkpoint.shards import tensor_parallel_group
 from hfpatch.checkpoint.weights import REPLACED, edited, is_sharded
-from hfpatch.compat import buffers_of, is_fake, is_view_of_flat, modules_of, not_for_deepspeed, parameters_of, storage_of
+from hfpatch.compat import (
+    buffers_of,
+    is_fake,
+    is_view_of_flat,
+    modules_of,
+    not_for_deepspeed,
+    parameters_of,
+    storage_of,
+)
 from hfpatch.memory.formula import WEIGHT_SLOTS
 
 ALIGNED = 256  # bytes; where a tensor starts in its block
