@@ -70,6 +70,34 @@ def test_weights_replaced_before_backward_are_noticed(settings):
     model(ids, labels=ids).loss.backward()  # and nothing of it stays
 
 
+class Casting(torch.nn.Linear):
+    """As NLLB-MoE's routers do."""
+
+    def forward(self, x):
+        self.to(x.dtype)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
+def test_a_layer_that_casts_its_weights_in_its_first_forward_edits_nothing(whole):
+    stock, model = pair()
+    for m in (stock, model):
+        for layer in m.model.layers:
+            up = Casting(*reversed(layer.mlp.up_proj.weight.shape), bias=False)
+            up.weight.data = layer.mlp.up_proj.weight.data.float()
+            layer.mlp.up_proj = up
+    hfpatch.apply(model, checkpointing=WAYS[0])
+    if whole:
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_: None)
+    ids = tokens()
+    for _ in range(2):
+        stock_loss(stock, ids, input_ids=ids).backward()
+        model(ids, labels=ids).loss.backward()
+        assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float64
+        assert largest_difference(gradients(stock), gradients(model)) < BUDGET
+
+
 class Gained(torch.nn.Module):
     """A layer's MLP with a buffer that it reads, one that it writes, and dropout behind it."""
 
