@@ -25,6 +25,12 @@ class Rows:
     hidden_BT: Tensor | None = None
     blind_BT: Tensor | None = None
 
+    def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
+        """What it says of so many tokens of one row, the first given among the flattened ones, where no keys are hidden."""
+        bounds = [] if self.documents is None else self.documents.bounds
+        inside = {x - first for x in bounds if first < x < first + tokens}
+        return Rows(_from_bounds([0, *sorted(inside), tokens], 1, tokens, device))
+
 
 def _restarts(positions_BT: Tensor) -> Tensor:
     """Where positions fall: [B, T-1], for tokens 1 to T-1.

@@ -58,15 +58,19 @@ class Batch:
         """Where documents start and end in the flattened tokens as the positions say, whatever is masked: for mixers, which see
         masked tokens as transformers has them do. None where every row is one."""
         visible, positions, offsets = self.said
+        if positions is None and offsets is None:
+            return None
         documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
         return None if documents is None else documents.bounds
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
-        """Of these rows' tokens a to b, one document each."""
+        """Of these rows' tokens a to b, one document each; of one row, more where its positions jump."""
         if (rows.start, a, b) not in self._parts:
             visible, idle = (None if x is None else x[rows, a:b] for x in (self.said[0], self._idle))
             B = len(range(self.B)[rows])
-            self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible, idle_BT=idle)
+            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible, idle_BT=idle)
+            if B == 1 and visible is None:
+                part._rows[None] = self.rows().part((rows.start or 0) * self.T + a, b - a, self.device)
         return self._parts[rows.start, a, b]
 
     def within_documents(self, function):

@@ -141,6 +141,17 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
 
 
 @OWN_MASK
+def test_positions_that_jump_inside_a_document_part_it_as_in_transformers():
+    """Attention that runs inside a mixer took what stands between two restarts for one document."""
+    stock = families.small_model("gptj")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
+    jumps = torch.cat([torch.arange(9), torch.arange(20, 28), torch.arange(23)])
+    given = batch() | {"position_ids": torch.stack([jumps, jumps.roll(23)])}
+    assert_close(step(ours, given)[2], step(stock, given)[2])
+
+
+@OWN_MASK
 def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
     ours = copy.deepcopy(falcon)
     hfpatch.apply(ours, checkpointing=TILE)
