@@ -243,8 +243,10 @@ class AsThen:
             raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
 
     def ran(self, whole: bool = False) -> None:
-        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again. whole:
-        what it casts too (NLLB-MoE's routers); of a tile's, autograd has noted the type that it had."""
+        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again.
+
+        whole: what it casts too (NLLB-MoE's routers); of a tile's, autograd has noted the type that it had.
+        """
         theirs = [i for i, t in enumerate(self.tensors) if t is not None]
         for i, now in zip(theirs, versions([self.tensors[i] for i in theirs]), strict=True):
             if now != self.counts[i]:
