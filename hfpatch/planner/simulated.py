@@ -24,7 +24,7 @@ from hfpatch.simulate.adapters import PACKED
 from hfpatch.simulate.rivals import build, prepare
 from hfpatch.simulate.simulator import simulate
 
-STEPS_FOR_LENGTH = 6  # simulated while the longest sequence is sought
+STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 OPERATIONS = 400_000  # of a simulated step, or one a token: no code that loops over single tokens ends within these
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
@@ -286,17 +286,18 @@ def _room(plan: Plan) -> int:
 
 
 def _longest(at, first: Plan) -> Plan | None:
-    """The plan of the longest sequence that fits, to a thirtieth in a few steps, since memory grows by a line; None: none fits."""
+    """The plan of the longest sequence that fits, to a thirtieth in a few steps where memory grows by a line; None: none fits."""
     tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
-    for _ in range(STEPS_FOR_LENGTH):
+    while True:
         least = max((p.seq_len for p in tried if p.fits), default=0)
         most = min((p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * least + 1024))
-        if most - least <= max(1024, least // 32):
+        if most - least <= max(1024, least // 32) or least and len(tried) >= STEPS_FOR_LENGTH:
             break
         near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
         slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
         guess = near.seq_len - _room(near) / slope if slope < 0 else most
-        guess = int(min(max(guess, least + 1024), most - 1024)) // 1024 * 1024
+        top = most - 1024 if len(tried) < STEPS_FOR_LENGTH else most // 2  # where the line did not come down to one that fits
+        guess = int(min(max(guess, least + 1024), top)) // 1024 * 1024
         if any(p.seq_len == guess for p in tried):
             break
         tried.append(at(guess))

@@ -372,6 +372,22 @@ def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
         plan(values, seq_len=512)
 
 
+@pytest.mark.parametrize("limit", [2_500, 3_600, 14_000, 60_000])
+def test_the_longest_sequence_is_found_where_memory_grows_by_the_square(limit):
+    """Scores that attention writes out: a line through lengths that do not fit comes down to one that does in a few steps more."""
+    from hfpatch.planner.simulated import _longest
+
+    tried = []
+
+    def at(tokens):
+        tried.append(tokens)
+        took = {"gpu_usable_bytes": limit**2, "gpu_peak_bytes": tokens**2, "host_usable_bytes": None}
+        return SimpleNamespace(seq_len=tokens, fits=tokens <= limit, **took)
+
+    found = _longest(at, at(131072))
+    assert limit - max(1024, limit // 16) <= found.seq_len <= limit and len(tried) <= 14
+
+
 def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
     """LoRA's gradients are the adapters' alone, and memory at the longest length, and a little above it, is as is said."""
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
