@@ -296,7 +296,7 @@ def _longest(at, first: Plan) -> Plan | None:
         near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
         slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
         guess = near.seq_len - _room(near) / slope if slope < 0 else most
-        top = most - 1024 if len(tried) < STEPS_FOR_LENGTH else most // 2  # where the line did not come down to one that fits
+        top = most - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else most // 2  # where lines come down to none that fits
         guess = int(min(max(guess, least + 1024), top)) // 1024 * 1024
         if any(p.seq_len == guess for p in tried):
             break
