@@ -51,11 +51,11 @@ class _TiledLayer(torch.autograd.Function):
 _apply = applying(_TiledLayer)
 
 
-def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
+def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
 
     session: checkpoint.session.Session, which gave the policy; ask: models.ask.Ask of this call. Without a gradient to come
-    nothing is kept.
+    nothing is kept. again: what the first run found out about the layer is known.
     """
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
@@ -92,13 +92,14 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor) -> list[Tensor]:
     real = not (known or direct) and x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(x.device) if real else None
     outputs = _apply(call, x, *tensors)
-    if watched and watched.drew():
+    drew = watched and watched.drew()
+    cast = not direct and then.ran()
+    if drew:
         session.draws.add(kind)
         watched.put_back()
+    if drew or (cast and not again):  # autograd has noted the types that the layer's own weights had before it cast them
         ask.start_anew()
         del call, outputs  # what the first run holds goes before the second one
-        return tiled_layer(session, policy, ask, x)
-    if not direct:
-        then.ran()
+        return tiled_layer(session, policy, ask, x, again=True)
     session.linked(call, outputs[0])
     return list(outputs)

@@ -242,17 +242,18 @@ class AsThen:
         if self.called and merged_into(self.tables) != self.merged:
             raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
 
-    def ran(self, whole: bool = False) -> None:
-        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises) it will write to again.
-
-        whole: what it casts too (NLLB-MoE's routers); of a tile's, autograd has noted the type that it had.
-        """
+    def ran(self) -> bool:
+        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises), or casts (NLLB-MoE's
+        routers, the biases of bitsandbytes' layers), it will write to again. Whether it cast what wants a gradient."""
         theirs = [i for i, t in enumerate(self.tensors) if t is not None]
+        cast = False
         for i, now in zip(theirs, versions([self.tensors[i] for i in theirs]), strict=True):
             if now != self.counts[i]:
                 self.counts[i] = None
-            if whole and self.storages[i] not in (None, storage_of(self.tensors[i])):
+            if self.storages[i] not in (None, storage_of(self.tensors[i])):
                 self.storages[i] = None
+                cast |= self.trained[i]
+        return cast
 
 
 class AsInForward:

@@ -53,7 +53,7 @@ class _AsFirst:
                 return self.run(x)
         self.then = AsThen(self.layer, modules_in(self.layer), self.streamed)
         y = self.run(x)
-        self.then.ran(whole=True)
+        self.then.ran()
         return y
 
 

@@ -11,6 +11,7 @@ from tests.checkpoint.deep import pair, tokens
 
 BUDGET = 4096 * 2.0**-52
 WAYS = [hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096, every=2)]
+STREAMED = hfpatch.Checkpointing(offload="host", tile=14, weights="host")
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
@@ -78,16 +79,20 @@ class Casting(torch.nn.Linear):
         return super().forward(x)
 
 
-def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing():
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("settings", [None, *WAYS, STREAMED], ids=["whole", "tiles", "every 2", "streamed"])
+def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings, trained):
     stock, model = pair()
     for m in (stock, model):
         for layer in m.model.layers:
             up = Casting(*reversed(layer.mlp.up_proj.weight.shape), bias=False)
             up.weight.data = layer.mlp.up_proj.weight.data
-            layer.mlp.up_proj = up
-    hfpatch.apply(model, checkpointing=WAYS[0])
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda *_: None)  # so that it runs whole
+            layer.mlp.up_proj = up.requires_grad_(trained)
+            layer.mlp.gate_proj.requires_grad_(False)
+    hfpatch.apply(model, checkpointing=settings or WAYS[0])
+    if settings is None:
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_: None)  # so that it runs whole
     ids = tokens()
     for _ in range(2):  # the layers are asked at their first call, which casts too
         for m in (stock, model):
@@ -96,7 +101,8 @@ def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing():
                 layer.mlp.up_proj.float()
         stock_loss(stock, ids, input_ids=ids).backward()
         model(ids, labels=ids).loss.backward()
-        assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float64
+        if trained:
+            assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float64
         assert largest_difference(gradients(stock), gradients(model)) < BUDGET
 
 
