@@ -51,6 +51,7 @@ _TOO_LATE = {
     "DeepSpeedEngine": "deepspeed.initialize()",
     "FullyShardedDataParallel": "FSDP wraps the model",
     "DistributedDataParallel": "DistributedDataParallel wraps the model",
+    "DataParallel": "DataParallel wraps the model",
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
@@ -96,9 +97,10 @@ def _unpin(module: nn.Module) -> None:
 
 def _base_config(model: nn.Module):
     config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "model_type"):
+    if not isinstance(model, nn.Module) or not hasattr(config, "model_type"):
+        came = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise ValueError(
-            f"hfpatch: expected a transformers model (with a config), {type(model).__name__} came; "
+            f"hfpatch: expected a transformers model (with a config), {came} came; "
             "pass the model that from_pretrained() or from_config() returned."
         )
     return config
@@ -169,8 +171,12 @@ def apply(
             raise ValueError(f'hfpatch: {name} must be "auto", True or False, {value!r} came; leave it "auto".')
     if rope not in (True, False, "float64"):
         raise ValueError(f'hfpatch: rope must be True, False or "float64", {rope!r} came; leave it True.')
-    _refuse_wrapped(model)
-    _refuse_liger(model)
+    for name, value in (("rms_norm", rms_norm), ("mlp", mlp), ("loss", loss), ("verdict", verdict)):
+        if value not in (True, False):
+            raise ValueError(f"hfpatch: {name} must be True or False, {value!r} came; leave it True.")
+    if isinstance(model, nn.Module):
+        _refuse_wrapped(model)
+        _refuse_liger(model)
     config = _base_config(model)
     undo(model)
     decoder = find_decoder(model)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoModel, LlamaModel
+from transformers import AutoModel, LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
@@ -199,7 +199,21 @@ def test_unknown_eval_logits_refused():
     refused(tiny.llama(), "eval_logits must be", "'maybe'", eval_logits="maybe")
 
 
+@pytest.mark.parametrize("option", ["rms_norm", "mlp", "loss", "verdict"])
+def test_options_that_are_no_yes_or_no_refused(option):
+    refused(tiny.llama(), f"{option} must be True or False", "'fused'", **{option: "fused"})
+
+
+@pytest.mark.parametrize(
+    "model, word", [("gpt2", "str"), (None, "NoneType"), (LlamaForCausalLM, "the class LlamaForCausalLM")]
+)
+def test_what_is_no_model_refused(model, word):
+    with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
+        hfpatch.apply(model)
+
+
 def test_plain_torch_module_refused():
+    refused(nn.DataParallel(tiny.llama()), "call apply() before DataParallel")
     refused(nn.Sequential(nn.Linear(2, 2)), "Sequential", "from_pretrained")
 
 

@@ -69,7 +69,6 @@ class DiskDirectory:
     """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
 
     def __init__(self, directory: str, pool, threads: int = 4):
-        os.makedirs(directory, exist_ok=True)
         self.directory, self.pool, self.device = directory, pool, pool.device
         self.writers = self.device.threads(threads, "hfpatch-write")
         self.readers = self.device.threads(threads, "hfpatch-read")

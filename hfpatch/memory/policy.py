@@ -58,6 +58,11 @@ class Checkpointing:
                 f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {str(self.offload)!r} came; '
                 f'write a directory as a path, for example "./{self.offload}".'
             )
+        if self.offload not in PLACES and os.path.exists(self.offload) and not os.path.isdir(self.offload):
+            raise ValueError(
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, the file {str(self.offload)!r} came; '
+                "name a directory, which is made where there is none."
+            )
         for name, wanted in (
             ("every", "a positive number of layers"), ("tile", "a positive number of tokens"), ("plain", "a number of layers"),
         ):  # fmt: skip
@@ -69,7 +74,8 @@ class Checkpointing:
                 f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} came; leave it "auto".'
             )
         keep = self.keep
-        if keep != "auto" and (isinstance(keep, str) or not all(name in KEEPABLE for name in keep)):
+        listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
+        if keep != "auto" and not listed:
             raise ValueError(
                 f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
             )

@@ -1,6 +1,8 @@
 """What is kept and where: the settings' errors, the choice from free memory, the readers of that memory."""
 
 import dataclasses
+import os
+import re
 from itertools import combinations, pairwise, product
 from random import Random
 
@@ -432,3 +434,19 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share)
         assert memory.gpu_free() == left * GiB
         assert memory.gpu_limit() == share * 80 * GiB
+
+
+@pytest.mark.parametrize(
+    "field, wrong",
+    [("offload", w) for w in ("", None, 1, "gpuu", os.__file__)]
+    + [("every", w) for w in (0, -1, 1.5, "2", True, None)]
+    + [("tile", w) for w in (0, -1, 1.5, "8", True, None)]
+    + [("plain", w) for w in (-1, 1.5, "1", True, None)]
+    + [("keep", w) for w in ("qkv", ("q",), [3], 3, None, True)]
+    + [("save_attention", w) for w in (1, "no", None)]
+    + [("weights", w) for w in (1, "disk", None)]
+    + [("aim", w) for w in ("slowest", 1, None)],
+)  # fmt: skip
+def test_a_field_out_of_range_is_refused_by_name(field, wrong):
+    with pytest.raises(ValueError, match=f"^hfpatch: {field} must be [^\n]*{re.escape(repr(wrong))} came; [^\n]*[.]$"):
+        Checkpointing(**{field: wrong})
