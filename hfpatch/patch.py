@@ -29,7 +29,7 @@ from hfpatch.memory.policy import Checkpointing
 from hfpatch.models import parts
 from hfpatch.models.angles import widen
 from hfpatch.models.answers import OTHER_MIXER
-from hfpatch.models.classes import is_mixed, replaced_forward, swap, unswap
+from hfpatch.models.classes import expect_module, is_mixed, not_a_model, replaced_forward, swap, unswap
 from hfpatch.models.finding import Decoder, find_decoder
 from hfpatch.models.first_call import AskedLayer
 from hfpatch.models.head import fuse, head_name, why_not_fused
@@ -97,12 +97,8 @@ def _unpin(module: nn.Module) -> None:
 
 def _base_config(model: nn.Module):
     config = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or not hasattr(config, "model_type"):
-        came = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise ValueError(
-            f"hfpatch: expected a transformers model (with a config), {came} came; "
-            "pass the model that from_pretrained() or from_config() returned."
-        )
+    if not hasattr(config, "model_type"):
+        raise not_a_model(model)
     return config
 
 
@@ -174,9 +170,9 @@ def apply(
     for name, value in (("rms_norm", rms_norm), ("mlp", mlp), ("loss", loss), ("verdict", verdict)):
         if value not in (True, False):
             raise ValueError(f"hfpatch: {name} must be True or False, {value!r} came; leave it True.")
-    if isinstance(model, nn.Module):
-        _refuse_wrapped(model)
-        _refuse_liger(model)
+    expect_module(model)
+    _refuse_wrapped(model)
+    _refuse_liger(model)
     config = _base_config(model)
     undo(model)
     decoder = find_decoder(model)
@@ -416,8 +412,10 @@ def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: i
 def undo(model: nn.Module) -> None:
     """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is.
 
-    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model).
+    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model). Raises
+    ValueError on what is no model.
     """
+    expect_module(model)
     sessions = set()
     for module in model.modules():
         _unpin(module)

@@ -23,8 +23,9 @@ from hfpatch.commands import profile as command  # noqa: E402
 from hfpatch.commands.failures import Parser, guarded  # noqa: E402
 from hfpatch.memory.limits import check_ranges, parse_lengths  # noqa: E402
 from hfpatch.profiling import step  # noqa: E402
+from hfpatch.profiling.options import Options, check_together  # noqa: E402
 from hfpatch.profiling.run import read, write  # noqa: E402
-from hfpatch.profiling.timeline import size  # noqa: E402
+from hfpatch.profiling.timeline import IMPLEMENTATIONS, size  # noqa: E402
 
 
 def main(argv=None) -> int:
@@ -39,22 +40,24 @@ def _main(argv) -> int:
     lengths = parse_lengths(args.seq_len)
     if len(lengths) > 1 or "," in args.impl or args.simulate:
         parser.error("expected one --impl and one --seq-len a launch, and real steps; launch again with the same --out")
+    asked = command.options(args)
+    check_together([args.impl], asked["checkpointing"], asked["gradient_checkpointing"])
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=args.device == "cpu")
-    options = step.Options(
+    options = Options(
         model=args.model,
         impl=args.impl,
         seq_len=lengths[0],
         folder=str(folder),
-        **command.options(args) | {"device": accelerator.device.type},
+        **asked | {"device": accelerator.device.type},
     )
     run = record(accelerator, options)
     if accelerator.is_main_process:
         earlier = read(folder) if (folder / "results.json").is_file() else []
         runs = sorted(
             [*(r for r in earlier if r.key != run.key), run],
-            key=lambda r: (r.seq_len, step.IMPLEMENTATIONS.index(r.impl)),
+            key=lambda r: (r.seq_len, IMPLEMENTATIONS.index(r.impl)),
         )
         write(folder, runs, command="accelerate launch " + shlex.join(["scripts/profile.py", *sys.argv[1:]]))
         print(
@@ -64,7 +67,7 @@ def _main(argv) -> int:
     return 0
 
 
-def record(accelerator: Accelerator, options: step.Options):
+def record(accelerator: Accelerator, options: Options):
     """One Run of this rank, the model patched before the engine wraps it."""
     model = step.build_model(options)
     applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)

@@ -210,6 +210,9 @@ def test_options_that_are_no_yes_or_no_refused(option):
 def test_what_is_no_model_refused(model, word):
     with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
         hfpatch.apply(model)
+    for call in (hfpatch.undo, hfpatch.prepare_for_lora):
+        with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
+            call(model)
 
 
 def test_plain_torch_module_refused():

@@ -106,6 +106,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:
         code, form = _SYSTEM.get(error.errno, (MACHINE, f"{error.strerror or text}{{at}}"))
+        if str(error.strerror).startswith("hfpatch: "):  # a sentence of our own, that names the place
+            return error.strerror.removeprefix("hfpatch: "), code
         return form.format(at=_at(error), why=""), code
     if isinstance(error, MemoryError):
         return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE

@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id")
-    add("--seq-len", default="131072", help="tokens a sequence, such as 8192 or 128k (131072)")
+    add("--seq-len", help="tokens a sequence, such as 8192 or 128k (131072)")
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
@@ -96,9 +96,10 @@ def main(args) -> int:
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
         "checkpointing": _checkpointing(args), "adapters": _adapters(args), "sp_size": args.sp_size,
     }  # fmt: skip
-    if args.sweep is not None and args.max_seq_len:
+    if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):
+        other = "--max-seq-len" if args.max_seq_len else "--seq-len"
         raise ValueError(
-            "hfpatch: --sweep takes the lengths that it is given, --max-seq-len came with it; drop one of them."
+            f"hfpatch: --sweep takes the lengths that it is given, {other} came with it; drop one of them."
         )
     if args.png and args.sweep is None:
         raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
@@ -111,7 +112,7 @@ def main(args) -> int:
             picture(plans, args.png)
             print(f"wrote {args.png}", file=sys.stderr)
         return 0 if any(p.fits for p in plans) and not any(p.contradicted for p in plans) else 3
-    seq_len = parse_lengths(args.seq_len)
+    seq_len = parse_lengths("131072" if args.seq_len is None else args.seq_len)
     if len(seq_len) != 1:
         raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
     found = _found(args, seq_len[0], args.placement, common)

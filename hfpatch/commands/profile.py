@@ -7,6 +7,7 @@ import sys
 
 from hfpatch.commands.table import show_table
 from hfpatch.memory.limits import parse_lengths, parse_word
+from hfpatch.profiling.options import CHOICES
 from hfpatch.profiling.run import profile, results
 from hfpatch.profiling.timeline import size
 
@@ -17,10 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)")
     parser.add_argument("--batch", type=int, default=1, help="sequences a step (default 1)")
     parser.add_argument("--steps", type=int, default=3, help="one recorded, the rest timed (default 3)")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before the recorded one (default 1)")
-    parser.add_argument("--from-first-step", action="store_true", help="record the first step: the same as --warmup 0")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd", "none"])
+    before = parser.add_mutually_exclusive_group()
+    before.add_argument("--warmup", type=int, default=1, help="steps before the recorded one (default 1)")
+    before.add_argument("--from-first-step", action="store_true", help="record the first step: the same as --warmup 0")
+    parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
+    parser.add_argument("--optimizer", default="adamw", choices=CHOICES["optimizer"])
     parser.add_argument(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -29,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpointing",
-        nargs="*",
+        nargs="+",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of hfpatch.Checkpointing for hfpatch: offload=host tile=4096 (default: its own choice)",
+        help="fields of hfpatch.Checkpointing for hfpatch: offload=host tile=4096 keep=qkv,mid (default: its own choice)",
     )
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
         "--simulate", action="store_true", help="follow the step on fake tensors: any size, any machine"
     )
@@ -45,21 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpointing_fields(pairs: list[str]) -> dict | None:
-    """['offload=host', 'tile=4096'] -> {'offload': 'host', 'tile': 4096}; None for none: hfpatch's own choice."""
+    """['keep=qkv,mid', 'tile=4096'] -> {'keep': ('qkv', 'mid'), 'tile': 4096}; None for none: hfpatch's own choice."""
     fields = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
-        if name not in ("offload", "every", "save_attention", "tile") or not value:
+        if not value:
             raise ValueError(
-                f"hfpatch: --checkpointing takes offload=, every=, save_attention= or tile=, {pair!r} came; "
-                "write FIELD=VALUE."
+                f"hfpatch: --checkpointing takes FIELD=VALUE, {pair!r} came; write offload=host for example."
             )
-        fields[name] = parse_word(value)
+        fields[name] = tuple(value.split(",")) if name == "keep" and value != "auto" else parse_word(value)
     return fields or None
 
 
 def options(args) -> dict:
-    """What the arguments say of each run, by the names of profiling.step.Options."""
+    """What the arguments say of each run, by the names of profiling.options.Options."""
     return {
         "batch": args.batch, "steps": args.steps, "warmup": 0 if args.from_first_step else args.warmup,
         "dtype": args.dtype, "optimizer": args.optimizer, "gradient_checkpointing": args.gradient_checkpointing,

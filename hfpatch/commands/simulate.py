@@ -9,11 +9,13 @@ import torch
 from hfpatch.memory.choice import choose
 from hfpatch.memory.formula import ModelShape
 from hfpatch.memory.limits import flag, parse_length, parse_word
-from hfpatch.memory.policy import Checkpointing, Policy, auto_tile
+from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
 from hfpatch.memory.presets import MODELS, PRESETS, preset_config
 from hfpatch.simulate.rivals import IMPLEMENTATIONS, build, prepare
 
-_TAKES = {str: "gpu, host or disk", int: "a number of 1 or more", bool: "true or false"}
+_TAKES = {int: "a number of 1 or more", bool: "true or false"}
+_WORDS = {"offload": ("gpu", "host", "disk"), "weights": ("gpu", "host"), "keep": KEEPABLE}
+_NONE = ("plain", "again")  # numbers of layers, which may be 0
 
 
 def add_arguments(parser) -> None:
@@ -25,7 +27,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
-        "--policy", nargs="*", default=[], metavar="FIELD=VALUE",
+        "--policy", nargs="+", default=[], metavar="FIELD=VALUE",
         help="fields of the policy that hfpatch follows: offload=host every=1 save_attention=true "
         "stream_attention=false tile=8192 (the default); or least: the one of least device memory",
     )  # fmt: skip
@@ -61,6 +63,8 @@ def main(args) -> int:
 
 def _policy(args, shape: ModelShape) -> Policy:
     """What --policy says, every layer's input and attention output on the host where it says nothing."""
+    if args.policy and not args.impl.startswith("hfpatch"):
+        raise ValueError(f"hfpatch: --policy is hfpatch's, --impl {args.impl} came; drop one of them.")
     if args.policy == ["least"]:
         return choose(Checkpointing.of("least"), shape, batch=args.batch, tokens=args.seq_len)
     fields = {}
@@ -69,10 +73,13 @@ def _policy(args, shape: ModelShape) -> Policy:
         if not equals or name not in Policy.__dataclass_fields__:
             known = ", ".join(Policy.__dataclass_fields__)
             raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
-        fields[name] = parse_word(value)
-        wanted = type(Policy.__dataclass_fields__[name].default)
-        if type(fields[name]) is not wanted or name == "offload" and value not in ("gpu", "host", "disk"):
-            raise ValueError(f"hfpatch: --policy {name}= takes {_TAKES[wanted]}, {value!r} came; write such a value.")
+        words = tuple(value.split(","))
+        fields[name] = words if name == "keep" else parse_word(value)
+        wanted, among = type(Policy.__dataclass_fields__[name].default), _WORDS.get(name)
+        number = wanted is not int or fields[name] or name in _NONE
+        if type(fields[name]) is not wanted or not number or among and not set(words) <= {*among}:
+            takes = ", ".join(among) if among else _TAKES[wanted]
+            raise ValueError(f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value.")
     fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
     return Policy(**fields)
 

@@ -109,7 +109,7 @@ _ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090"
 
 def gpu_row(name: str) -> Gpu:
     """The row called name, any case, with or without spaces and dashes. ValueError lists the known names."""
-    plain = name.lower().replace(" ", "").replace("_", "-")
+    plain = str(name).lower().replace(" ", "").replace("_", "-")
     for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
         if candidate in GPUS:
             return GPUS[candidate]

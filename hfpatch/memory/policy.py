@@ -53,6 +53,8 @@ class Checkpointing:
                 f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {self.offload!r} came; '
                 'pass "host" for pinned memory.'
             )
+        if str(self.offload).startswith("~"):  # no shell expands it in Python, in a file or behind a `=`
+            object.__setattr__(self, "offload", os.path.expanduser(self.offload))
         if self.offload not in PLACES and os.sep not in str(self.offload) and not os.path.isdir(self.offload):
             raise ValueError(
                 f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {str(self.offload)!r} came; '

@@ -53,6 +53,21 @@ def _mixed(part: type, base: type, forward) -> type:
     return made
 
 
+def not_a_model(came) -> ValueError:
+    """What to raise where something else than a model came."""
+    name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
+    return ValueError(
+        f"hfpatch: expected a transformers model (with a config), {name} came; "
+        "pass the model that from_pretrained() or from_config() returned."
+    )
+
+
+def expect_module(model) -> None:
+    """ValueError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise not_a_model(model)
+
+
 def swap(module: nn.Module, part: type) -> None:
     module.__class__ = mixed(part, type(module))
 

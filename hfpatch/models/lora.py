@@ -5,6 +5,7 @@ from torch import nn
 
 from hfpatch.checkpoint.quantised import is_quantised
 from hfpatch.compat import asks_inputs_for_gradients
+from hfpatch.models.classes import expect_module
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -29,8 +30,9 @@ def prepare_for_lora(model: nn.Module) -> nn.Module:
     In place of `peft.prepare_model_for_kbit_training`, which also makes norms, embeddings and head float32: the residual stream
     and what is kept of it then take twice the memory. Where that has been called, the dtype of the config comes back, which
     loses nothing. Adapters stay trained, as they are. `enable_input_require_grads()` is taken back: a tiled layer needs no
-    gradient of what was embedded.
+    gradient of what was embedded. Raises ValueError on what is no model.
     """
+    expect_module(model)
     dtype, quantised = _computed_in(model), any(is_quantised(m) for m in model.modules())
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:

@@ -32,6 +32,12 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     return True
 
 
+def expect_floating(op: str, x: Tensor) -> None:
+    """ValueError for whole numbers, which would be rounded in silence."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"hfpatch: {op} expects floating-point values, {x.dtype} came; cast them first.")
+
+
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype the plain versions compute in: float32, or float64 where an input is."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -17,7 +17,7 @@ The backward is the same for all: roundings have no derivative.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import as_dtype, define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, expect_floating, no_second_derivative, use_kernel, wide_dtype
 
 CASTS = ("before", "after", "weight", "rstd")
 MAX_KERNEL_WIDTH = 16384  # a row lives in one program's registers; wider rows take the plain path
@@ -214,6 +214,7 @@ ADD_RMS_NORM = define(
 
 
 def _check(x, weight, cast):
+    expect_floating("rms_norm", x)
     if x.ndim == 0 or (weight is not None and (weight.ndim != 1 or x.shape[-1] != weight.shape[0])):
         came = "None" if weight is None else list(weight.shape)
         raise ValueError(

@@ -11,7 +11,7 @@ is right for any cos and sin. The map is linear, so the op is its own backward o
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import as_dtype, define, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, expect_floating, use_kernel, wide_dtype
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,8 @@ def rope(
     dtype: of the results; by default promote(q, cos), which under autocast is float32 where HF's is too.
     ValueError on other shapes.
     """
-    batch, _, tokens, width = q.shape
+    expect_floating("rope", q)
+    batch, _, tokens, width = q.shape if q.dim() == 4 else (0, 0, 0, 1)  # odd, which is refused
     same = (k.shape[0], *k.shape[2:]) == (batch, tokens, width) and cos.shape == sin.shape
     if not same or width % 2 or cos.shape[1:] != (tokens, width) or cos.shape[0] not in (1, batch):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, cos, sin))

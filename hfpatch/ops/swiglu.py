@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import as_dtype, define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import as_dtype, define, expect_floating, no_second_derivative, use_kernel, wide_dtype
 
 # Names as HF's ACT2FN spells them -> the function computed. A name that is not here is refused, never replaced.
 ACTIVATIONS = {
@@ -135,6 +135,7 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
             f"hfpatch: swiglu computes {', '.join(ACTIVATIONS)}, came activation={activation!r}; "
             "leave that MLP as it is (apply(mlp=False))."
         )
+    expect_floating("swiglu", gate)
     if gate.shape != up.shape:
         raise ValueError(
             f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and {list(up.shape)}; "

@@ -67,6 +67,10 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         return model.get("_name_or_path") or model.get("model_type", "model"), model
     if not isinstance(model, (str, os.PathLike)):
         config = getattr(model, "config", model)
+        if not hasattr(config, "to_dict") and not hasattr(config, "__dict__"):
+            raise ValueError(
+                f"hfpatch: expected a model, its config or a name, {type(model).__name__} came; pass what `hfpatch plan` takes."
+            )
         values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         return getattr(config, "_name_or_path", "") or "model", values
     name = os.fspath(model)

@@ -329,6 +329,14 @@ def plan(
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "checkpointing": checkpointing, "sp_size": sp_size,
     }  # fmt: skip
+    if not isinstance(max_seq_len, bool):
+        raise ValueError(
+            f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes to seq_len."
+        )
+    if adapters is not None and not isinstance(adapters, Adapters):
+        raise ValueError(
+            f"hfpatch: adapters must be a hfpatch.memory.adapters.Adapters, {adapters!r} came; pass Adapters(16) for rank 16."
+        )
     if getattr(checkpointing, "weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
     run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)

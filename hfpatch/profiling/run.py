@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hfpatch.profiling.advice import sentences
+from hfpatch.profiling.options import Options, check_together
 from hfpatch.profiling.page import html
 from hfpatch.profiling.report import markdown
-from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run
+from hfpatch.profiling.timeline import Run
 from hfpatch.profiling.worker import PROGRESS
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -65,29 +66,37 @@ def profile(
     run here is named in the notes; one that runs out of memory is in the report.
     Raises ValueError for a bad option, and where no implementation could run at all.
     """
-    names = impl.split(",") if isinstance(impl, str) else list(impl)
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"hfpatch: --impl takes {', '.join(IMPLEMENTATIONS)}, {name!r} came; name one of these.")
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    lengths = [seq_len] if isinstance(seq_len, int) else list(seq_len)
+    names = list(
+        dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl)
+    )  # twice would write over its own trace
+    lengths = list(seq_len) if isinstance(seq_len, Iterable) and not isinstance(seq_len, str) else [seq_len]
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(
+            f"hfpatch: expected a preset, a config.json, a folder or a hub id to profile, {type(model).__name__} came; name one."
+        )
+    folder = Path(out).expanduser()
     runs, notes = [], []
     shared = {
         "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype, "optimizer": optimizer,
         "gradient_checkpointing": gradient_checkpointing, "checkpointing": checkpointing, "device": device, "stacks": stacks,
         "trace": trace, "simulate": simulate, "folder": str(folder),
     }  # fmt: skip
-    for length in lengths:
-        for name in names:
-            options = shared | {"impl": name, "seq_len": length}
-            run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
-            if note and note not in notes:
-                notes.append(note)
-            if run is not None:
-                runs.append(run)
+    asked = [shared | {"impl": name, "seq_len": length} for length in lengths for name in names]
+    if not asked:
+        raise ValueError("hfpatch: impl or seq_len named nothing to run, name at least one.")
+    for options in asked:
+        Options(**options)
+    check_together(names, checkpointing, gradient_checkpointing)
+    folder.mkdir(parents=True, exist_ok=True)
+    for options in asked:
+        name, length = options["impl"], options["seq_len"]
+        run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
+        if note and note not in notes:
+            notes.append(note)
+        if run is not None:
+            runs.append(run)
     if not runs:
-        raise ValueError(notes[0] if notes else "hfpatch: --impl named nothing to run, name at least one.")
+        raise ValueError(notes[0])
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
     write(folder, runs, command=command or called, notes=notes)
     return Profile(folder, runs, notes)

@@ -8,9 +8,10 @@ import torch
 from hfpatch.memory.choice import choose
 from hfpatch.memory.policy import Checkpointing
 from hfpatch.memory.shape import ModelShape
+from hfpatch.profiling.options import Options
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.record import holds, is_layer
-from hfpatch.profiling.step import Options, become, head_name, load_config, make_optimizer, software
+from hfpatch.profiling.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.profiling.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.simulate import liger
 from hfpatch.simulate.follow import current, module_calls

@@ -9,7 +9,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,48 +17,9 @@ from hfpatch.compat import dump_allocations, local_part, record_allocations
 from hfpatch.planner.models import config_of
 from hfpatch.profiling import record
 from hfpatch.profiling.families import by_family, copy_wait
-from hfpatch.profiling.timeline import IMPLEMENTATIONS, Run, measure, versions
+from hfpatch.profiling.options import Options, settings_of
+from hfpatch.profiling.timeline import Run, measure, versions
 from hfpatch.simulate.rivals import config_class
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to run. model: a preset, a config.json, a folder or a hub id; device: "auto" | "cpu" | "cuda"."""
-
-    model: str
-    impl: str = "hf"
-    seq_len: int = 8192
-    batch: int = 1
-    steps: int = 3
-    warmup: int = 1
-    dtype: str = "auto"
-    optimizer: str = "adamw"
-    gradient_checkpointing: bool = True
-    checkpointing: dict | None = None
-    device: str = "auto"
-    stacks: bool = True
-    trace: bool = True
-    folder: str = "."
-    simulate: bool = False
-
-    def __post_init__(self):
-        if self.impl not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"hfpatch: --impl takes {', '.join(IMPLEMENTATIONS)}, {self.impl!r} came; name one of these."
-            )
-        for name, least in (("seq_len", 2), ("batch", 1), ("steps", 1), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"hfpatch: {name} must be at least {least}, {getattr(self, name)} came; raise it.")
-
-    @property
-    def on(self) -> str:
-        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32 and said so.
-        name = ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-        return getattr(torch, name)
 
 
 def load_config(name: str):
@@ -92,8 +52,7 @@ def become(
     if impl == "hfpatch":
         import hfpatch
 
-        settings = hfpatch.Checkpointing(**checkpointing) if checkpointing else "auto"
-        return str(hfpatch.apply(model, checkpointing=settings)).splitlines()
+        return str(hfpatch.apply(model, checkpointing=settings_of(checkpointing) or "auto")).splitlines()
     if impl == "liger":
         if next(model.parameters()).device.type == "cpu":
             raise ValueError("hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this report.")

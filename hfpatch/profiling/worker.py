@@ -12,8 +12,9 @@ PROGRESS = "hfpatch-progress "
 
 def main(argv) -> int:
     from hfpatch.profiling import step
+    from hfpatch.profiling.options import Options
 
-    options = step.Options(**json.loads(argv[0]))
+    options = Options(**json.loads(argv[0]))
 
     def progress(text):
         print(PROGRESS + text, flush=True)

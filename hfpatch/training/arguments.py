@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import os
-import sys
 import traceback
 import typing
 from contextlib import contextmanager
@@ -141,6 +140,12 @@ LENGTHS = {
     "tile": lambda text: str(parse_word(text)),
 }  # fmt: skip
 CLASSES = (ModelArguments, DataArguments, TrainArguments)
+# Flags that say more of what another one asks for, and that one.
+COMPANIONS = {
+    "lora_alpha": "lora_r", "lora_dropout": "lora_r", "lora_target_modules": "lora_r",
+    "bnb_4bit_quant_type": "load_in_4bit", "use_bnb_nested_quant": "load_in_4bit",
+    "shuffle_buffer": "streaming", "eval_split": "eval_data", "early_stopping_delta": "early_stopping_patience",
+}  # fmt: skip
 
 
 def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
@@ -149,8 +154,9 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     Raises ValueError for an unknown flag or key, a file that cannot be read, or values that contradict each other.
     """
     argv = list(argv)
-    typed = "train.py" if sys.argv[0].endswith("train.py") else "hfpatch train"
-    parser = HfArgumentParser(CLASSES, prog=typed, allow_abbrev=False, description="Train a causal language model.")
+    parser = HfArgumentParser(
+        CLASSES, prog=config_file.typed(), allow_abbrev=False, description="Train a causal language model."
+    )
     actions = {action.dest: action for action in reversed(parser._actions)}  # --x rather than --no_x
     namespace, explicit = None, set()
     _take_lengths(parser)
@@ -165,6 +171,11 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}.")
     explicit |= {arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")}
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
+    for name, wanted in COMPANIONS.items():
+        if values[name] != actions[name].default and not values[wanted]:
+            raise ValueError(
+                f"hfpatch: --{name} goes with --{wanted}, which did not come; add it, or leave --{name} out."
+            )
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
     config = _use_engine(values, explicit)
@@ -290,7 +301,7 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 
 def _refuse(message, where=""):
-    raise ValueError(f"hfpatch: {where}{message}; see train.py --help.")
+    raise ValueError(f"hfpatch: {where}{message}; see {config_file.typed()} --help.")
 
 
 def _mappings() -> set[str]:

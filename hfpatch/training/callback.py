@@ -36,11 +36,19 @@ class Callback(TrainerCallback):
     evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
-    attention_share: what packed documents leave of a full row's attention, for mfu.
+    attention_share: what packed documents leave of a full row's attention, for mfu, from 0 to 1.
+    Raises ValueError for other values.
     """
 
     def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
-        self.apply, self.attention_share = apply, attention_share
+        if not isinstance(apply, (bool, dict)):
+            raise ValueError(
+                f"hfpatch: apply must be True, False or a dict of hfpatch.apply's options, {type(apply).__name__} came; pass True."
+            )
+        if not isinstance(attention_share, (int, float)) or not 0 <= attention_share <= 1:
+            raise ValueError(f"hfpatch: attention_share must be from 0 to 1, {attention_share!r} came; leave it out.")
+        self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
+        self.attention_share = attention_share
         self.report = None  # what apply said
         self._applied = lambda: None
         self._hook = self._loader = None

@@ -99,6 +99,12 @@ def _offload_folder(model) -> None:
 def flags(model, data, args) -> None:
     """Flags out of range, and flags that contradict each other. Raises ValueError."""
     check_ranges(vars(model) | vars(data) | vars(args), "_")
+    launched = environment_number("WORLD_SIZE", 1) if "LOCAL_RANK" in os.environ else 1
+    if launched > 1 and args.world_size == 1:  # each would train by itself, into one folder
+        raise ValueError(
+            f"hfpatch: expected {launched} processes that train together, as they were launched, each sees itself alone, having "
+            "no GPU; pass --use_cpu True, or launch one."
+        )
     most = 16 + 4 * cores()
     if args.dataloader_num_workers > most:
         raise ValueError(
@@ -127,12 +133,6 @@ def flags(model, data, args) -> None:
         raise ValueError(
             f"hfpatch: {bits[0]} freezes the weights that it quantises, no --lora_r came; add --lora_r 16."
         )
-    adapters = [f"--{n}" for n in ("lora_alpha", "lora_dropout") if getattr(model, n)]
-    adapters += ["--lora_target_modules"] if list(model.lora_target_modules) != ["all-linear"] else []
-    if adapters and not model.lora_r:
-        raise ValueError(
-            f"hfpatch: {adapters[0]} describes adapters, no --lora_r came; add --lora_r 16, or leave it out."
-        )
     if len(bits) > 1:
         raise ValueError("hfpatch: expected one of --load_in_4bit and --load_in_8bit, both came; keep one.")
     if bits and model.preset:
@@ -155,10 +155,14 @@ def flags(model, data, args) -> None:
             "hfpatch: --gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop it, or use "
             "--checkpointing off."
         )
-    ours = (model.offload, model.checkpoint_every, model.tile, model.rope_float64)
-    if model.impl != "hfpatch" and ours != ("auto", "auto", "auto", False):
+    places = [f"--{name}" for name in ("offload", "checkpoint_every", "tile") if getattr(model, name) != "auto"]
+    if model.impl != "hfpatch" and (places or model.rope_float64):
         raise ValueError(
             f"hfpatch: --offload, --checkpoint_every, --tile and --rope_float64 belong to --impl hfpatch, {model.impl} came."
+        )
+    if places and model.checkpointing == "off":
+        raise ValueError(
+            f"hfpatch: {places[0]} says how layers are checkpointed, --checkpointing off came; drop one of them."
         )
     for name in ("checkpoint_every", "tile"):
         value = getattr(model, name)
@@ -379,12 +383,18 @@ def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
 
 def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     """ValueError where DeepSpeed was asked for and accelerate chose something else: the weights are split, nobody gathers them.
-    Likewise where a checkpoint was written under FSDP, and this run is not under it, or the other way round."""
+    Likewise where FSDP was, and each process would train all weights, and where a checkpoint was written under FSDP, and this run
+    is not under it, or the other way round."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if args.deepspeed and kind != "DEEPSPEED":
         raise ValueError(
             f"hfpatch: expected accelerate to run DeepSpeed as its config asks, it runs {kind}; "
             "launch with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or with plain python."
+        )
+    if (getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true") and kind != "FSDP":
+        raise ValueError(
+            f"hfpatch: expected accelerate to run FSDP as its config asks, it runs {kind}: its FSDP is for GPUs, started as by "
+            "`accelerate launch` without --cpu; on CPUs take --engine zero3, or leave FSDP out."
         )
     if checkpoint is not None and (kind == "FSDP") is not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")

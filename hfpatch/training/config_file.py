@@ -6,6 +6,7 @@ where the flag has one ("--checkpointing off", "--save_strategy no") and true or
 
 import difflib
 import json
+import sys
 from pathlib import Path
 
 
@@ -31,10 +32,15 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
     return words
 
 
+def typed() -> str:
+    """The command as it was typed."""
+    return "train.py" if sys.argv[0].endswith("train.py") else "hfpatch train"
+
+
 def nearest(name: str, known) -> str:
     """How an error about an unknown name ends: the known one that is most like it."""
     near = difflib.get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
-    return f"; did you mean --{near[0]}" if near else "; see train.py --help"
+    return f"; did you mean --{near[0]}" if near else f"; see {typed()} --help"
 
 
 def _words(file: Path, key: str, value, written, action, takes_dict: bool) -> list[str]:

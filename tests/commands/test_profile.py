@@ -5,11 +5,14 @@ import stat
 import sys
 
 import pytest
+import torch
 
+import hfpatch
 from hfpatch.commands.main import main
 from hfpatch.commands.profile import checkpointing_fields
 from hfpatch.memory.limits import parse_lengths
 from hfpatch.profiling import run as runner
+from hfpatch.profiling.options import Options, settings_of
 
 
 def call(capfd, *arguments):
@@ -81,8 +84,29 @@ def test_checkpointing_fields():
     assert checkpointing_fields([]) is None
     found = checkpointing_fields(["offload=host", "tile=4096", "save_attention=false"])
     assert found == {"offload": "host", "tile": 4096, "save_attention": False}
-    with pytest.raises(ValueError, match="^hfpatch: --checkpointing"):
-        checkpointing_fields(["tiles=4"])
+    assert checkpointing_fields(["keep=qkv,mid", "plain=2"]) == {"keep": ("qkv", "mid"), "plain": 2}
+    assert settings_of({"keep": ["qkv"], "plain": 2}) == hfpatch.Checkpointing(keep=("qkv",), plain=2)
+
+
+@pytest.mark.parametrize("wrong, word", [
+    ({"seq_len": 1}, "seq_len"), ({"seq_len": "8k"}, "seq_len"), ({"seq_len": []}, "seq_len"), ({"impl": []}, "impl"),
+    ({"seq_len": None}, "seq_len"), ({"impl": "foo"}, "impl"), ({"batch": "x"}, "batch"), ({"batch": True}, "batch"),
+    ({"steps": 0}, "steps"), ({"warmup": -1}, "warmup"), ({"dtype": "int8"}, "dtype"), ({"device": "tpu"}, "device"),
+    ({"optimizer": "lion"}, "optimizer"), ({"checkpointing": "host"}, "checkpointing"),
+    ({"checkpointing": {"tiles": 4}}, "checkpointing"), ({"checkpointing": {"tile": 0}}, "tile"), ({"model": 3}, "int came"),
+    ({"impl": "hf", "checkpointing": {"tile": 4}}, "checkpointing is for hfpatch"),
+])  # fmt: skip
+def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_in_process", lambda *_: pytest.fail("a process started"))
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{word}[^\n]*[.]$"):
+        runner.profile(**{"model": "llama-tiny", "seq_len": 64, "out": tmp_path / "out"} | wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="^hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu"):
+        Options(model="llama-tiny", device="cuda").on  # noqa: B018
 
 
 def test_lengths():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import not_with_transformers_5_0
 from torch.utils.data import DataLoader, IterableDataset
 
+from hfpatch.checkpoint.disk import File
 from hfpatch.commands.failures import explain, guarded
 from hfpatch.commands.main import main
 from hfpatch.memory.limits import RANGES, check_ranges, parse_length
@@ -54,7 +55,8 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
                          "rope": {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
-    plan = "plan --model llama-tiny"
+    simulate = "simulate --preset llama-tiny --seq-len 64"
+    plan, profile = "plan --model llama-tiny", f"profile --model llama-tiny --out {tmp_path}/profile"
     for line, words in {
         "": "required: command",
         "plan": "required: --model",
@@ -81,6 +83,15 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --every 0": "1 or more for --every, 0 came",
         f"{plan} --lora-r -1": "0 or more for --lora-r, -1 came",
         f"{plan} --sp-size 0": "1 or more for --sp-size, 0 came",
+        f"{plan} --sweep 8k --seq-len 16k": "takes the lengths that it is given, --seq-len came with it",
+        f"{profile} --impl hf --checkpointing tile=64": "checkpointing is for hfpatch, impl named hf; add hfpatch",
+        f"{profile} --impl hfpatch --no-gradient-checkpointing": "turned off for hf and liger, impl named hfpatch alone",
+        f"{profile} --checkpointing": "--checkpointing: expected at least one argument",
+        f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, 0 came',
+        f"{profile} --checkpointing tiles=4": "keep=, weights=, aim=, 'tiles' came",
+        f"{profile} --checkpointing tile": "takes FIELD=VALUE, 'tile' came",
+        f"{profile} --from-first-step --warmup 2": "--warmup: not allowed with argument --from-first-step",
+        f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, 1 came",
         f"{plan} --sweep 8k --png @/none/x.png": "there is no such file or folder at",
         f"{plan} --sweep 8k --png @/file/x.png": "expected a folder, a file stands in the way at",
         "plan --model @/cut.json": "is no JSON",
@@ -107,9 +118,14 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "env @/file/x": "a config file was expected",
         "simulate --preset llama-tiny -x": "unrecognized arguments: -x; see hfpatch simulate --help",
         "simulate --preset llama-tiny --seq-len 64 --layers 0": "1 or more for --layers",
-        "simulate --preset llama-tiny --seq-len 64 --policy tile=x": "--policy tile= takes a number",
+        f"{simulate} --policy tile=x": "--policy tile= takes a number",
+        f"{simulate} --policy every=0": "--policy every= takes a number of 1 or more, '0' came",
+        f"{simulate} --policy keep=q": "--policy keep= takes qkv, mid, gate_up, 'q' came",
+        f"{simulate} --policy weights=disk": "--policy weights= takes gpu, host, 'disk' came",
+        f"{simulate} --impl hf --policy tile=8": "--policy is hfpatch's, --impl hf came",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
+    assert not (tmp_path / "profile").exists()
 
 
 def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: F811
@@ -134,9 +150,10 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"output_dir": tmp_path / "file" / "run"}, "expected a folder, a file stands in the way"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
         ({"cache_dir": tmp_path / "file"}, "expected a folder, a file stands in the way"),
-        ({"offload": tmp_path / "file"}, "file came, which is no folder"),
+        ({"offload": tmp_path / "file"}, "name a directory, which is made where there is none"),
         ({"offload": tmp_path / "file" / "below"}, "file came, which is no folder"),
         ({"offload": "somewhere"}, "offload must be"),
+        ({"zzz": 1}, "unknown flag '--zzz'; see hfpatch train --help"),
         ({"accelerator_config": '{"a": 1}'}, "transformers does not take these flags, TypeError: AcceleratorConfig"),
         ({"config_overrides": "num_attention_heads=3"}, "multiple of"),  # says transformers, hfpatch of an older one's
         ({"config_overrides": "hidden_act=swoosh"}, "hidden_act of transformers was expected, 'swoosh' came"),
@@ -296,6 +313,7 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
         ],
         "a file stands in the way": [caught(lambda: (whole / "x").mkdir()), caught(lambda: whole.mkdir())],
         "there is no such file": [caught(lambda: open(tmp_path / "none"))],
+        "in /proc/none, No such file or directory came; give another": [caught(lambda: File("/proc/none"))],
         "a folder came": [caught(lambda: open(tmp_path, "rb"))],
         "the memory ran out": [
             caught(lambda: torch.empty(1 << 60, dtype=torch.uint8)), MemoryError(),

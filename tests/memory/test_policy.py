@@ -57,6 +57,8 @@ def test_settings_take_a_directory(tmp_path):
     assert Checkpointing(offload=str(tmp_path)).directory == str(tmp_path)
     assert Checkpointing(offload="./not/yet/there").directory == "./not/yet/there"
     assert Checkpointing(offload="host").directory is None
+    # In Python, in a file and behind a `=` no shell has written the user's folder out.
+    assert Checkpointing(offload="~/fast").directory == os.path.expanduser("~/fast")
     assert chosen(settings=Checkpointing(offload=str(tmp_path)), host_free=0).offload == "disk"
 
 

@@ -226,6 +226,8 @@ def test_second_derivative_is_refused():
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"hfpatch: rms_norm expects weight \[D\]"):
         rms_norm(randn(3, 8), randn(7))
+    with pytest.raises(ValueError, match="torch.int64 came"):
+        rms_norm(torch.ones(3, 8).long(), randn(8))
     with pytest.raises(ValueError, match="of one shape"):
         add_rms_norm(randn(3, 8), randn(1, 8), randn(8))
     for weight, cast in ((randn(8), "later"), (None, "weight")):

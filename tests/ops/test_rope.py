@@ -168,6 +168,6 @@ def test_compiles_without_a_break(inplace):
 
 def test_wrong_shapes_are_refused():
     cos, sin = cos_sin(1, 5, 8)
-    for q, k in ((randn(2, 4, 5, 8), randn(2, 2, 4, 8)), (randn(2, 4, 5, 6), randn(2, 2, 5, 6))):
+    for q, k in ((randn(2, 4, 5, 8), randn(2, 2, 4, 8)), (randn(2, 4, 5, 6), randn(2, 2, 5, 6)), (randn(4, 5, 8),) * 2):
         with pytest.raises(ValueError, match="hfpatch: rope expects q"):
             rope(q, k, cos, sin)

@@ -135,3 +135,5 @@ def test_wrong_calls_are_refused():
         swiglu(randn(3, 8), randn(3, 8), activation="gelu_10")
     with pytest.raises(ValueError, match="of one shape"):
         swiglu(randn(3, 8), randn(1, 8))
+    with pytest.raises(ValueError, match="torch.int64 came"):
+        swiglu(torch.ones(3, 8).long(), torch.ones(3, 8).long())

@@ -220,7 +220,8 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
     ({"model": "nonesuch"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"), ({"placement": "moon"}, "zero3-offload"),
     ({"placement": "fsdp2"}, "several GPUs"), ({"seq_len": 0}, "seq_len"), ({"batch": -1}, "batch"),
     ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"), ({"checkpointing": "maybe"}, "checkpointing must be"),
-    ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"),
+    ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"), ({"model": 3}, "int came"), ({"gpu": 3}, "h100"),
+    ({"adapters": 16}, "16 came"), ({"max_seq_len": 8192}, "8192 came"),
 ])  # fmt: skip
 def test_errors_are_one_sentence(change, words, monkeypatch):
     import torch

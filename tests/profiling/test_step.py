@@ -11,6 +11,7 @@ import torch
 import hfpatch
 from hfpatch.memory.presets import preset_config
 from hfpatch.profiling import step
+from hfpatch.profiling.options import Options
 from hfpatch.profiling.planned import planned
 from hfpatch.profiling.report import markdown
 from hfpatch.profiling.simulated import simulated_run
@@ -21,7 +22,7 @@ from hfpatch.simulate.simulator import simulate
 def options(tmp_path, **changes):
     """96 tokens: enough for a layer's blocks to outweigh the odd scalar. No stacks: pytest's own are slow to read."""
     wanted = {"model": "llama-tiny", "seq_len": 96, "steps": 1, "device": "cpu", "folder": str(tmp_path)}
-    return step.Options(**{"stacks": False, **wanted, **changes})
+    return Options(**{"stacks": False, **wanted, **changes})
 
 
 def recorded(wanted, model=None):

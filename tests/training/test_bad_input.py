@@ -47,6 +47,12 @@ def refused(run_train, monkeypatch):
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
         ("belong to --impl hfpatch", {"impl": "hf", "tile": "64"}),
+        ("--tile says how layers are checkpointed, --checkpointing off came", {"checkpointing": "off", "tile": "64"}),
+        ("--shuffle_buffer goes with --streaming", {"shuffle_buffer": 5}),
+        ("--eval_split goes with --eval_data", {"eval_split": "test"}),
+        ("--early_stopping_delta goes with --early_stopping_patience", {"early_stopping_delta": 0.1}),
+        ("--lora_alpha goes with --lora_r", {"lora_alpha": 8}),
+        ("--bnb_4bit_quant_type goes with --load_in_4bit", {"bnb_4bit_quant_type": "fp4", "lora_r": 4}),
         ("for --tile, 'many' came", {"tile": "many"}),
         ("evaluation needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
         ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
@@ -199,6 +205,30 @@ def test_deepspeed_that_accelerate_left_out_is_refused():
         checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.NO"))
     checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.DEEPSPEED"))
     checks.engine_is_on(SimpleNamespace(deepspeed=None), SimpleNamespace(distributed_type="DistributedType.NO"))
+
+
+def test_fsdp_that_accelerate_left_out_is_refused(monkeypatch):
+    """On a CPU, or under `accelerate launch --cpu`, accelerate shards nothing and says nothing."""
+    alone, sharded = (SimpleNamespace(distributed_type=f"DistributedType.{kind}") for kind in ("MULTI_CPU", "FSDP"))
+    asked, none = SimpleNamespace(deepspeed=None, fsdp=True), SimpleNamespace(deepspeed=None, fsdp=None)
+    checks.engine_is_on(none, alone)
+    with pytest.raises(ValueError, match="^hfpatch: expected accelerate to run FSDP .*, it runs MULTI_CPU: [^\n]*$"):
+        checks.engine_is_on(asked, alone)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="^hfpatch: expected accelerate to run FSDP"):
+        checks.engine_is_on(none, alone)
+    checks.engine_is_on(none, sharded)
+
+
+def test_processes_that_would_train_apart_are_refused(monkeypatch):
+    """`accelerate launch --config_file fsdp2.yaml` without a GPU: each was told that the other writes to its folder."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    flags = SimpleNamespace(world_size=1, dataloader_num_workers=0)
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True, or launch"
+    ):
+        checks.flags(SimpleNamespace(), SimpleNamespace(), flags)
 
 
 @pytest.mark.parametrize("saved, now", [("FSDP", "NO"), ("NO", "FSDP")])

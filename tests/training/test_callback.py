@@ -125,6 +125,16 @@ def test_apply_patches_before_training(tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_no_options_are_no_refusal_and_other_values_are_refused(tmp_path):
+    """An empty dict left the model as it was, in silence."""
+    callback = Callback(apply={})
+    make_trainer(tmp_path, callback)
+    assert callback.report is not None
+    for wrong in ({"apply": "yes"}, {"apply": None}, {"attention_share": -0.1}, {"attention_share": "all"}):
+        with pytest.raises(ValueError, match=f"^hfpatch: {next(iter(wrong))} must be [^\n]* came; [^\n]*[.]$"):
+            Callback(**wrong)
+
+
 def test_apply_too_late_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.add_callback(Callback(apply=True))

@@ -45,7 +45,7 @@ def test_the_example_trains_adapters(run_train, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, words", [
     ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 4}, "both came"),
-    ({"load_in_8bit": True, "lora_r": 4}, "name a --model"), ({"lora_target_modules": ["q_proj"]}, "no --lora_r came"),
+    ({"load_in_8bit": True, "lora_r": 4}, "name a --model"), ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_at_once(run_train, flags, words):
     code, _, err, folder = run_train(**flags)
