@@ -63,7 +63,11 @@ def add_arguments(parser) -> None:
 def main(args) -> int:
     if args.seq_len is not None and args.model is None:
         raise ValueError("hfpatch: --seq-len plans a step of a model, none came; pass --model as well.")
-    if args.model is not None or args.families:
+    asked = [name for name in ("families", "model") if getattr(args, name) not in (None, False)]
+    if asked:
+        beside = [*(f"--{name}" for name in asked[1:]), *["--json"] * (args.families and args.json), *args.files]
+        if beside:
+            raise ValueError(f"hfpatch: --{asked[0]} is told of alone, {beside[0]} came with it; drop one of them.")
         from hfpatch.commands import support
 
         return support.main(args)

@@ -19,7 +19,7 @@ LOSS_WORKSPACE_FREE = 2 << 30
 class Checkpointing:
     """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
 
-    Every field may be "auto" (the default): chosen at the first step from the memory that is free.
+    Every field but aim may be "auto" (the default): chosen at the first step from the memory that is free.
 
     offload: where checkpoints live: "gpu", "host" (pinned memory) or a directory (an NVMe tier, one file a tensor).
     every: layers per checkpoint: keep the input of every k-th layer alone; the layers between are run again.

@@ -48,4 +48,4 @@ def main(model_name: str, data_file: str, output_dir: str, max_completion_length
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -40,4 +40,4 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -48,4 +48,4 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def model_folder(run_train, chat_file):
 
 
 SFT = """
+import runpy
 import sys
 from pathlib import Path
 from datasets import load_dataset
@@ -121,6 +123,14 @@ def example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of datasets' and TRL's own use of their dependencies
+@pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo", "qlora"])
+def test_examples_without_their_arguments_name_them(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "model"])
+    with pytest.raises(SystemExit, match=f"python scripts/examples/{name}.py MODEL"):
+        runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of datasets' and TRL's own use of their dependencies
