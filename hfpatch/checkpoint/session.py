@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
@@ -21,7 +20,7 @@ from hfpatch.checkpoint.room import Gauge, Room
 from hfpatch.checkpoint.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.checkpoint.streamed import StreamedWeights, frozen_tables
 from hfpatch.checkpoint.weights import is_sharded
-from hfpatch.compat import autocast_dtype, not_for_deepspeed, same_memory
+from hfpatch.compat import autocast_dtype, lock, not_for_deepspeed, same_memory, told_of_forks
 from hfpatch.memory import free as memory
 from hfpatch.memory.choice import Budget, decide
 from hfpatch.memory.cuts import head_groups, tile_bounds
@@ -93,9 +92,12 @@ class Session:
         self._last = (lambda: None,) * 2  # the call that came last, and what it gave
         self._last_index = 0  # of the layer that asked for a policy
         self.last_held = None  # checkpoint/whole.py: the input saved before, and what its layer gave
-        # Of the thread that runs one of its layers, forward or backward: a graph may be made or taken back by several at once, and
-        # a model evaluated meanwhile.
-        self.turn = threading.RLock()
+        self.turn = lock()  # of the thread that runs one of its layers, either way; another may evaluate meanwhile
+        told_of_forks(self)
+
+    def _at_fork_reinit(self) -> None:
+        """What was under way is the parent's, and so are the threads for its files."""
+        self.queues.clear()
 
     def __deepcopy__(self, memo):
         made = Session(self.checkpointing, self.shape, self.n_layers)

@@ -10,7 +10,6 @@ Adapters and trained parameters stay on the device, as do embeddings and head.
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from threading import RLock
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from hfpatch.compat import (
     buffers_of,
     is_fake,
     is_view_of_flat,
+    lock,
     modules_of,
     not_for_deepspeed,
     parameters_of,
@@ -202,7 +202,7 @@ class StreamedWeights:
         self.slots, self.stream = Shelf(), None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
         self.promised: int | None = None  # what comes next, where nothing is done in between
-        self.lock = RLock()  # slots, and where parameters lie, are one thread's for the time of a layer
+        self.lock = lock()  # slots, and where parameters lie, are one thread's for the time of a layer
 
     # -- putting them on the host --------------------------------------------------------------------------------------
     @torch.inference_mode(False)

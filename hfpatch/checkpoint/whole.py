@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hfpatch.checkpoint.weights import AsInForward, AsThen, edited
-from hfpatch.compat import MADE_FROM, closing_checkpoints, modules_in, same_memory, version
+from hfpatch.compat import MADE_FROM, closing_checkpoints, collecting, modules_in, same_memory, version
 
 
 class _Held:
@@ -49,7 +49,8 @@ class _AsFirst:
         if self.then is not None:
             if self.version is not None and version(self.mask) != self.version:
                 raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
-            with AsInForward(self.then):
+            # A hook that takes a gradient of its own has this run in the midst of the forward, which records outputs.
+            with AsInForward(self.then), collecting({}):
                 return self.run(x)
         self.then = AsThen(self.layer, modules_in(self.layer), self.streamed)
         y = self.run(x)

@@ -3,17 +3,17 @@
 import inspect
 import sys
 import threading
-from contextlib import contextmanager
 from functools import wraps
 
 from torch import nn
+
+from hfpatch.compat.turns import ForNow
 
 _CHOOSES = (
     "transformers.integrations.hub_kernels"  # whose wrappers run a package's kernel in place of the function below them
 )
 _here = threading.local()
-_lock = threading.Lock()
-_stand_ins: dict = {}  # by file and name: [how many threads are within, what stood there]
+_stand_ins: dict = {}  # by file and name: (what stood there, its plain form, the contexts that are within)
 
 
 def run_scans_plainly(model: nn.Module) -> None:
@@ -23,32 +23,35 @@ def run_scans_plainly(model: nn.Module) -> None:
             module.use_fast_kernels = False
 
 
-@contextmanager
-def plain_scans():
+class plain_scans(ForNow):
     """Within, this thread's forwards of transformers' mixers run its own code in place of packages' kernels (causal_conv1d,
     mamba_ssm, flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors. Other threads keep theirs.
     """
-    entered = []
-    with _lock:
+
+    __slots__ = ("before",)
+
+    def __init__(self):
+        self.before = getattr(_here, "plainly", False)
+
+    def enter(self):
         for file in [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]:
             for name, value in list(vars(file).items()):
                 entry = _stand_ins.get((file, name))
                 if entry is None and (plain := _plain_form(value, vars(file))) is not None:
-                    entry = _stand_ins[file, name] = [0, value]
-                    setattr(file, name, _either(value, plain))
+                    entry = value, plain, set()
                 if entry is not None:
-                    entry[0] += 1
-                    entered.append((file, name))
-    before, _here.plainly = getattr(_here, "plainly", False), True
-    try:
-        yield
-    finally:
-        _here.plainly = before
-        with _lock:
-            for place in entered:
-                _stand_ins[place][0] -= 1
-                if not _stand_ins[place][0]:
-                    setattr(*place, _stand_ins.pop(place)[1])
+                    entry[2].add(self)
+                    _stand_ins[file, name] = entry
+                    setattr(file, name, _either(*entry[:2]))
+        _here.plainly = True
+
+    def leave(self):
+        _here.plainly = self.before
+        for place, (value, _, users) in list(_stand_ins.items()):
+            users.discard(self)
+            if not users:
+                setattr(*place, value)
+                _stand_ins.pop(place, None)
 
 
 def _either(kernel, plain):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hfpatch.compat import attention_of, name_attention, ulysses
+from hfpatch.compat import LOCK, ForNow, attention_of, name_attention, ulysses
 from hfpatch.models.masks import Batch, Mask
 from hfpatch.ops.attention import CAUSAL, Pattern
 
@@ -186,6 +186,32 @@ def having(**values):
             setattr(here, name, value)
 
 
+def in_the_midst() -> bool:
+    """Whether a patched decoder's forward, or a layer's backward, is under way in this thread."""
+    return here.batch is not None or here.declined or here.role is not None
+
+
+@contextmanager
+def on_its_own():
+    """Within, a forward knows nothing of the one in whose midst it is called (by a hook, or a signal's handler).
+
+    RuntimeError in the midst of a tile, whose layer's modules do not go their ordinary ways.
+    """
+    if here.role is not None:
+        raise RuntimeError(
+            "hfpatch: expected no other forward in the midst of a layer's tile, one came (from a signal's handler?); have the "
+            "handler set a flag, and run the model between steps."
+        )
+    before, sequence = dict(vars(here)), here.sequence
+    vars(here).clear()
+    here.sequence = sequence
+    try:
+        yield
+    finally:
+        vars(here).clear()
+        vars(here).update(before)
+
+
 def asks_for_hidden_states(model, kwargs) -> bool:
     """Whether the caller of this model's forward is to have its hidden states."""
     asked = kwargs.get("output_hidden_states")
@@ -212,29 +238,35 @@ def not_exchanged(what: str) -> ValueError:
 
 # --- which configs name our attention now -----------------------------------------------------------------------------
 
-_entered: dict = {}  # id(config): [how many, what it named before]
-_lock = threading.Lock()
+_entered: dict = {}  # id(config): (the config, what it named before, the contexts in which it names ours)
 
 
-@contextmanager
-def our_attention(configs, batch: Batch | None):
+class our_attention(ForNow):
     """Within, the configs name our attention, and masks describe `batch`."""
-    before, here.batch = here.batch, batch
-    with _lock:
-        for config in configs:
-            before_it = name_attention(config, NAME)
-            entry = _entered.setdefault(id(config), [0, before_it])
-            entry[0] += 1
-    try:
-        yield
-    finally:
-        here.batch = before
-        with _lock:
-            for config in configs:
-                entry = _entered[id(config)]
-                entry[0] -= 1
-                if not entry[0]:
-                    name_attention(config, _entered.pop(id(config))[1])
+
+    __slots__ = ("configs", "batch", "before")
+
+    def __init__(self, configs, batch: Batch | None):
+        self.configs, self.batch, self.before = configs, batch, here.batch
+
+    def enter(self):
+        here.batch = self.batch
+        for config in self.configs:
+            entry = _entered.get(id(config)) or (config, attention_of(config), set())
+            entry[2].add(self)
+            _entered[id(config)] = entry
+            name_attention(config, NAME)
+
+    def leave(self):
+        here.batch = self.before
+        for config in self.configs:
+            entry = _entered.get(id(config))
+            if entry is None:
+                continue
+            entry[2].discard(self)
+            if not entry[2]:
+                name_attention(config, entry[1])
+                _entered.pop(id(config), None)
 
 
 def unnamed(configs) -> bool:
@@ -249,7 +281,7 @@ def of_another_thread(config) -> str | None:
 
 def named(config) -> str | None:
     """The attention that a config names outside of ours, whatever another thread runs at the moment."""
-    with _lock:
+    with LOCK:
         entry = _entered.get(id(config))
         return attention_of(config) if entry is None else entry[1]
 

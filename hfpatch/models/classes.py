@@ -11,12 +11,13 @@ import inspect
 import sys
 import threading
 import types
-from contextlib import contextmanager
 from functools import cache, partial, wraps
 
+import torch
 from torch import nn
 
-from hfpatch.compat import MADE_FROM, record_outputs_like
+from hfpatch.compat import MADE_FROM, ForNow, record_outputs_like
+from hfpatch.models.asking import in_the_midst, on_its_own
 
 
 def _rebuild(part: type, base: type):
@@ -152,8 +153,6 @@ def package_of(module: nn.Module) -> str:
 
 # --- forwards for a moment ----------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
-
 
 class ByThread:
     """On an instance in place of its class's forward: what a thread set for itself, for all others what was there before."""
@@ -161,7 +160,7 @@ class ByThread:
     def __init__(self, module: nn.Module, before):
         self.module, self._hfpatch_before = module, before
         # Not a table by threading.get_ident(), which dynamo cannot trace: it meets this call where a graph breaks around it.
-        self.mine, self.users = threading.local(), 0
+        self.mine, self.users = threading.local(), set()
 
     def own(self, *args, **kwargs):
         """As if nothing had been set."""
@@ -178,35 +177,39 @@ def forward_now(module: nn.Module, name: str = "forward"):
     return getattr(held.mine, "forward", held._hfpatch_before) if isinstance(held, ByThread) else held
 
 
-@contextmanager
-def forwards_for_now(pairs, name: str = "forward"):
+class forwards_for_now(ForNow):
     """Within, this thread's calls of each module run the forward beside it; (module, forward) pairs."""
-    earlier = []
-    with _lock:
-        for module, forward in pairs:
+
+    __slots__ = ("pairs", "name", "earlier")
+
+    def __init__(self, pairs, name: str = "forward"):
+        self.pairs, self.name, self.earlier = pairs, name, []
+
+    def enter(self):
+        for module, forward in self.pairs:
             own = module.__dict__
-            held = own.get(name)
+            held = own.get(self.name)
             if not isinstance(held, ByThread):
-                held = own[name] = ByThread(module, held)
-            earlier.append((module, held, getattr(held.mine, "forward", None)))
+                held = ByThread(module, held)
+            self.earlier.append((module, held, getattr(held.mine, "forward", None)))
+            held.users.add(self)
+            own[self.name] = held
             held.mine.forward = forward
-            held.users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for module, held, forward in reversed(earlier):
+
+    def leave(self):
+        for module, held, forward in reversed(self.earlier):
+            if forward is None:
+                held.mine.__dict__.pop("forward", None)
+            else:
                 held.mine.forward = forward
-                if forward is None:
-                    del held.mine.forward
-                held.users -= 1
-                own = module.__dict__
-                if held.users or own.get(name) is not held:
-                    continue
-                if held._hfpatch_before is None:
-                    del own[name]
-                else:
-                    own[name] = held._hfpatch_before
+            held.users.discard(self)
+            own = module.__dict__
+            if held.users or own.get(self.name) is not held:
+                continue
+            if held._hfpatch_before is None:
+                own.pop(self.name, None)
+            else:
+                own[self.name] = held._hfpatch_before
 
 
 # --- forwards that know their caller's arguments by name ----------------------------------------------------------------
@@ -225,8 +228,12 @@ class KeepsSignature:
         @wraps(base.forward)
         def forward(self, *args, **kwargs):
             # A trainer may keep this bound method beyond undo().
-            ours = hasattr(type(self), "_hfpatch_forward")
-            return self._hfpatch_forward(args, kwargs) if ours else base.forward(self, *args, **kwargs)
+            if not hasattr(type(self), "_hfpatch_forward"):
+                return base.forward(self, *args, **kwargs)
+            if torch.compiler.is_compiling() or not in_the_midst():
+                return self._hfpatch_forward(args, kwargs)
+            with on_its_own():
+                return self._hfpatch_forward(args, kwargs)
 
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)

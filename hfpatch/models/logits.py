@@ -106,7 +106,7 @@ class Head:
     """Stands where a model looks for its head: a call gives Logits, all else (its weight's dtype, say) is the head's own."""
 
     def __init__(self, head: nn.Module):
-        self._head, self._users = head, 0
+        self._head, self._users = head, set()
 
     def __call__(self, hidden: Tensor) -> "Logits | Tensor":
         owner = here.target[0] if here.target is not None else None  # none where another thread's call is meant

@@ -7,7 +7,6 @@ call gather its weight.
 
 import math
 import sys
-import threading
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hfpatch import ops
 from hfpatch.checkpoint.device import ToHost, beside
 from hfpatch.compat import (
+    ForNow,
     caller_reads_logits,
     context_parallel,
     forward_hooks,
@@ -47,9 +47,29 @@ _NOT_ITS_LOSS = (
     "({}_size=1)."
 )
 _LABELS_TAKEN_OUT = ("compute_loss_func or label smoothing", "gives labels that end with each GPU's part")
-_lock = threading.Lock()
 EVAL_LOGITS_BYTES = 2 << 30  # eval_logits="auto" builds logits up to this size beside a loss:
 BYTES_OF_A_LOGIT = 10  # of 16 bits, transformers' float32 copy of it, and its loss's
+
+
+class _InPlaceOf(ForNow):
+    """Within, a stand-in for the head lies in its holder's own table, where it is found before the module of that name."""
+
+    __slots__ = ("holder", "name", "head")
+
+    def __init__(self, holder: dict, name: str, head: nn.Module):
+        self.holder, self.name, self.head = holder, name, head
+
+    def enter(self):
+        head = self.holder.get(self.name) or Head(self.head)
+        head._users.add(self)
+        self.holder[self.name] = head
+
+    def leave(self):
+        head = self.holder.get(self.name)
+        if head is not None:
+            head._users.discard(self)
+            if not head._users:
+                self.holder.pop(self.name, None)
 
 
 def not_its_own_loss(model: nn.Module) -> str | None:
@@ -215,17 +235,8 @@ class FusedCausalLM(KeepsSignature):
     def _stand_in(self, target: tuple):
         """Within, this thread's forward meets a stand-in for the head, and asks for the loss of `target`."""
         holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
-        with _lock:
-            head = holder.setdefault(name, Head(self._hfpatch_head()))  # found before the module of that name
-            head._users += 1
-        try:
-            with having(target=target):
-                yield
-        finally:
-            with _lock:
-                head._users -= 1
-                if not head._users:
-                    del holder[name]
+        with _InPlaceOf(holder, name, self._hfpatch_head()), having(target=target):
+            yield
 
     def _hfpatch_tokens_watched(self) -> bool:
         """Whether a hook of the user's is given what a token is made of behind its embedding."""

@@ -5,7 +5,6 @@ implementation with a closure `mask_function(batch, head, query, key)`. Ours ask
 returns a `Mask`, which the model hands to attention untouched.
 """
 
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from hfpatch.compat import is_fake, pytree, real_tensors
+from hfpatch.compat import is_fake, lock, pytree, real_tensors
 from hfpatch.models.documents import Rows, find_rows
 from hfpatch.ops.attention import Pattern
 
 SAMPLES = 4096  # pairs a closure is asked about beside all neighbours
 _kinds: dict = {}  # what closures of one structure turned out to be
-_asking = threading.Lock()
+_asking = lock()
 
 
 class Batch:

@@ -11,6 +11,7 @@ import peft
 import pytest
 import tiny
 import torch
+from families import small_model
 from peft.tuners.lora import layer as lora
 from torch import nn
 from torch.nn import functional as F
@@ -377,3 +378,25 @@ def test_a_function_for_an_activation_that_is_exchanged():
     for model in (stock, ours):
         model.model.layers[0].mlp.act_fn = torch.relu
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+
+
+def test_a_hook_that_takes_a_gradient_has_nothing_recorded_twice():
+    """Its layers run whole, and again for that gradient while the forward that records router logits is under way."""
+    stock, factor = small_model("qwen3_moe"), nn.Parameter(torch.ones((), dtype=torch.float64))
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8, plain=0))
+
+    def hook(module, args, out):
+        with torch.enable_grad():
+            torch.autograd.grad((factor * (out[0] if isinstance(out, tuple) else out).detach()).mean(), factor)
+
+    found = []
+    for model in (stock, ours):
+        handle = model.model.layers[0].mlp.register_forward_hook(hook)
+        ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        handle.remove()
+        assert len(out.router_logits) == model.config.num_hidden_layers
+        found.append(tiny.gradients(model))
+    for name, gradient in found[0].items():  # norms and rotation are in float32 in stock
+        assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
