@@ -103,7 +103,7 @@ def flags(model, data, args) -> None:
     if launched > 1 and args.world_size == 1:  # each would train by itself, into one folder
         raise ValueError(
             f"hfpatch: expected {launched} processes that train together, as they were launched, each sees itself alone, having "
-            "no GPU; pass --use_cpu True, or launch one."
+            "no GPU; pass --use_cpu True and no engine, or launch one."
         )
     most = 16 + 4 * cores()
     if args.dataloader_num_workers > most:
@@ -394,7 +394,7 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     if (getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true") and kind != "FSDP":
         raise ValueError(
             f"hfpatch: expected accelerate to run FSDP as its config asks, it runs {kind}: its FSDP is for GPUs, started as by "
-            "`accelerate launch` without --cpu; on CPUs take --engine zero3, or leave FSDP out."
+            "`accelerate launch` without --cpu; on CPUs leave FSDP out."
         )
     if checkpoint is not None and (kind == "FSDP") is not any(Path(checkpoint).glob("pytorch_model_fsdp*")):
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")

@@ -226,7 +226,8 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     flags = SimpleNamespace(world_size=1, dataloader_num_workers=0)
     with pytest.raises(
-        ValueError, match="^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True, or launch"
+        ValueError,
+        match="^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True and no engine, or launch",
     ):
         checks.flags(SimpleNamespace(), SimpleNamespace(), flags)
 

@@ -38,7 +38,6 @@ def model_folder(run_train, chat_file):
 
 
 SFT = """
-import runpy
 import sys
 from pathlib import Path
 from datasets import load_dataset
