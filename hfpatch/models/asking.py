@@ -177,9 +177,9 @@ class Answering:
 def having(**values):
     """Within, `here` has these values for this thread."""
     before = {name: getattr(here, name) for name in values}
-    for name, value in values.items():
-        setattr(here, name, value)
     try:
+        for name, value in values.items():  # where Ctrl-C may come too
+            setattr(here, name, value)
         yield
     finally:
         for name, value in before.items():

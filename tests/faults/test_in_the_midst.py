@@ -90,6 +90,14 @@ def test_what_stands_somewhere_for_a_moment_is_gone_wherever_ctrl_c_comes(kind):
         assert at.count >= nth and stands() == before, nth
 
 
+def test_ctrl_c_while_a_thread_is_told_of_its_labels():
+    kind = asking.having.__wrapped__
+    for nth in range(1, 8):
+        with contextlib.suppress(KeyboardInterrupt), At(nth, kind), asking.having(labels=1, target=2, idle_BT=3):
+            pass
+        assert (asking.here.labels, asking.here.target, asking.here.idle_BT) == (None, None, None), nth
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_while_configs_are_named(way, monkeypatch):
     """At any of the moments at which a step gives a config our attention's name, or its own back."""
