@@ -201,6 +201,7 @@ def in_a_child(run) -> int:
         signal.alarm(30)
         status = 1
         try:
+            torch.set_num_threads(1)  # OpenMP's others are the parent's: a stock model would wait for them too
             run()
             status = 0
         finally:
