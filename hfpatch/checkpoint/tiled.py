@@ -97,9 +97,8 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) ->
     if drew:
         session.draws.add(kind)
         watched.put_back()
-    if drew or (
-        cast and not again
-    ):  # autograd has noted the types that the layer's own weights had before it cast them
+    if drew or (cast and not again):
+        # Autograd has noted the types that the layer's own weights had before it cast them.
         ask.start_anew()
         del call, outputs  # what the first run holds goes before the second one
         return tiled_layer(session, policy, ask, x, again=True)
