@@ -9,7 +9,12 @@ import torch
 from families import small_model
 
 import hfpatch
+from hfpatch.compat import models as compat
 
+RECORDS = pytest.mark.skipif(
+    compat._collector() is None,
+    reason="transformers 5.0 puts recording forwards into a model's modules for a call: stock's own threads meet in them",
+)
 HOST = {"offload": "host", "tile": 8, "plain": 0}
 WAYS = {
     "tiled": hfpatch.Checkpointing(**HOST, keep=()),
@@ -85,7 +90,7 @@ def restless(monkeypatch):
 
 @pytest.mark.parametrize("backward", ["together", "each its own"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=RECORDS)])
 def test_two_threads_train_one_model(family, way, backward, restless):
     """Written out (Llama), and with modules that are called: one thread's gradients, blocks and stand-ins are no other's."""
     stock = small_model(family)
@@ -99,6 +104,7 @@ def test_two_threads_train_one_model(family, way, backward, restless):
         assert_close(ours, wanted)
 
 
+@RECORDS
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_evaluated_while_another_thread_trains_it(way, restless):
     """What a backward has under way is no leftover of one that was cut short."""
