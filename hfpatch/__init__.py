@@ -9,37 +9,41 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the same to Python
     from hfpatch import ops as ops
-    from hfpatch.checkpoint.device import arrived as arrived
-    from hfpatch.memory.policy import Checkpointing as Checkpointing
-    from hfpatch.models.lora import prepare_for_lora as prepare_for_lora
+    from hfpatch.budget.policy import Checkpointing as Checkpointing
+    from hfpatch.lab.profile.run import profile as profile
+    from hfpatch.lab.verify import verify as verify
+    from hfpatch.layer.freeze_base import freeze_base as freeze_base
+    from hfpatch.layer.strangers import token_wise as token_wise
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
     from hfpatch.planner.answer import Plan as Plan
     from hfpatch.planner.plan import plan as plan
-    from hfpatch.profiling.run import profile as profile
     from hfpatch.report import Report as Report
-    from hfpatch.training.callback import Callback as Callback
+    from hfpatch.store.device import mark_batch_ready as mark_batch_ready
+    from hfpatch.trainer.callback import Callback as Callback
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
-    "arrived": "hfpatch.checkpoint.device",
+    "mark_batch_ready": "hfpatch.store.device",
     "undo": "hfpatch.patch",
-    "prepare_for_lora": "hfpatch.models.lora",
+    "freeze_base": "hfpatch.layer.freeze_base",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.answer",
-    "profile": "hfpatch.profiling.run",
-    "Callback": "hfpatch.training.callback",
-    "Checkpointing": "hfpatch.memory.policy",
+    "profile": "hfpatch.lab.profile.run",
+    "Callback": "hfpatch.trainer.callback",
+    "Checkpointing": "hfpatch.budget.policy",
+    "token_wise": "hfpatch.layer.strangers",
+    "verify": "hfpatch.lab.verify",
 }
 # The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what came later.
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
-    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "arrived", "ops", "plan", "prepare_for_lora",
-    "profile", "undo",
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "mark_batch_ready", "ops", "plan", "freeze_base",
+    "profile", "token_wise", "undo", "verify",
 ]  # fmt: skip
 
 
@@ -63,7 +67,7 @@ if not TYPE_CHECKING:  # a checker that sees it takes every misspelt name for a 
             _refuse_old(["torch"])
             return importlib.import_module("hfpatch.ops")
         if name in _PUBLIC:
-            if name in ("apply", "Callback"):
+            if name in ("apply", "Callback", "verify"):
                 _refuse_old(OLDEST)
             return getattr(importlib.import_module(_PUBLIC[name]), name)
         raise AttributeError(f"module 'hfpatch' has no attribute {name!r}")

@@ -1,3 +1,3 @@
-from hfpatch.commands.main import main
+from hfpatch.cli.main import main
 
 raise SystemExit(main())

@@ -10,9 +10,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from hfpatch.checkpoint.quantised import as_trained
-from hfpatch.checkpoint.session import Session, Waiting
+from hfpatch.budget.choice import choose
+from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
 from hfpatch.compat import (
+    Turn,
     balances_itself,
     drop_wrapped_forward,
     forward_before_wrapping,
@@ -23,25 +25,22 @@ from hfpatch.compat import (
     real_tensors,
     unwatched,
 )
-from hfpatch.memory.choice import choose
-from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.policy import Checkpointing
-from hfpatch.models import parts
-from hfpatch.models.angles import widen
-from hfpatch.models.answers import OTHER_MIXER
-from hfpatch.models.classes import expect_module, is_mixed, not_a_model, replaced_forward, swap, unswap
-from hfpatch.models.finding import Decoder, find_decoder
-from hfpatch.models.first_call import AskedLayer
-from hfpatch.models.head import fuse, head_name, why_not_fused
-from hfpatch.models.layer import TiledLayer
-from hfpatch.models.log_probs import TrlHead
-from hfpatch.models.lora import widened
-from hfpatch.models.loss import FusedCausalLM, TellsPositions, not_its_own_loss
-from hfpatch.models.probe import ask_layer
-from hfpatch.models.scaled import held_in
-from hfpatch.models.stack import OurAttention
-from hfpatch.models.verdict import ask_model
+from hfpatch.context.classes import KeepsSignature, expect_module, is_mixed, not_a_model, replaced_forward, swap, unswap
+from hfpatch.decoder.find import Decoder, find_decoder
+from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.verdict import ask_model
+from hfpatch.layer.condition import look
+from hfpatch.layer.freeze_base import widened
+from hfpatch.layer.layer import TiledLayer, UntiledLayer
+from hfpatch.layer.runtime import LayerRuntime, Waiting
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions, not_its_own_loss
+from hfpatch.loss.head import fuse, head_name, why_not_fused
+from hfpatch.loss.log_probs import TrlHead
 from hfpatch.ops._library import HAS_TRITON
+from hfpatch.parts import parts
+from hfpatch.parts.angles import widen
+from hfpatch.parts.quantised import as_trained
 from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
@@ -55,6 +54,8 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
+# Lightning's and Fabric's modules hold a model, and may show its config as theirs.
+_LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
 _DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range of each input
 
 
@@ -97,37 +98,23 @@ def _unpin(module: nn.Module) -> None:
 
 def _base_config(model: nn.Module):
     config = getattr(model, "config", None)
-    if not hasattr(config, "model_type"):
+    loops = any(kind.__module__.split(".")[0] in _LOOPS for kind in type(model).__mro__)
+    if loops or not hasattr(config, "model_type"):
         raise not_a_model(model)
     return config
 
 
-def _settings(checkpointing) -> Checkpointing | None:
-    if isinstance(checkpointing, Checkpointing):
-        return checkpointing
-    if checkpointing in ("auto", True):
-        return Checkpointing()
-    if checkpointing == "least":
-        return Checkpointing(aim="least")
-    if checkpointing in ("off", False, None):
-        return None
-    raise ValueError(
-        f'hfpatch: checkpointing must be "auto", "least", "off" or a hfpatch.Checkpointing, {checkpointing!r} came; '
-        'for example apply(model, checkpointing=hfpatch.Checkpointing(offload="host")).'
-    )
-
-
+@names_the_nearest
 def apply(
     model: nn.Module,
     *,
-    rope: "bool | str" = True,
+    rope: bool = True,
+    rope_float64: bool = False,
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
     checkpointing: "str | Checkpointing" = "auto",
-    eval_logits: "str | bool" = "auto",
-    train_logits: "str | bool" = "auto",
-    verdict: bool = True,
+    logits: "str | bool" = "auto",
 ) -> Report:
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
 
@@ -142,18 +129,18 @@ def apply(
 
     model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
         wrap it.
-    rope: fused rotary embedding of q and k, one launch for both; "float64": besides, angles in float64, worth it above
-        131,072 tokens, where those of float32 are off by more than bfloat16 rounds.
+    rope: fused rotary embedding of q and k, one launch for both.
+    rope_float64: rotary angles in float64, worth it above 131,072 tokens, where those of float32 are off by more than
+        bfloat16 rounds.
     rms_norm: fused RMSNorm, and residual add with the norm after it.
     mlp: fused activation times up.
     loss: head and cross-entropy by chunks of tokens, logits never whole.
     checkpointing: "auto" is the fastest that fits the memory free at the first step; "least" takes the least device
-        memory; "off" leaves transformers' own checkpointing as it is; a hfpatch.Checkpointing says what to keep and where.
-    eval_logits: whether a forward with labels also returns logits in evaluation: True, False, or "auto": up to 2 GiB with
-        the copies that its loss makes.
-    train_logits: the same in training; "auto": outputs.logits is None, but for PEFT's CPT, which reads them.
-    verdict: whether a scaled-down instance of the model first runs stock and patched; layers that differ are not tiled.
-        Without it each layer is asked at its first call, and trusted; the first that cannot be cut has the instance run then.
+        memory; "off" leaves transformers' own checkpointing as it is; a place ("gpu", "host", a folder) says where
+        checkpoints wait; a hfpatch.Checkpointing says more.
+    logits: whether a forward with labels also returns logits, in training and in evaluation. "auto": in evaluation up to
+        2 GiB with the copies that the loss makes of them; in training outputs.logits is None, but for PEFT's CPT, which
+        reads them.
 
     Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
     without decoder layers, and on settings out of range.
@@ -161,15 +148,13 @@ def apply(
     >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
     >>> print(hfpatch.apply(model))
     """
-    settings = _settings(checkpointing)
-    for name, value in (("eval_logits", eval_logits), ("train_logits", train_logits)):
-        if value not in ("auto", True, False):
-            raise ValueError(f'hfpatch: {name} must be "auto", True or False, {value!r} came; leave it "auto".')
-    if rope not in (True, False, "float64"):
-        raise ValueError(f'hfpatch: rope must be True, False or "float64", {rope!r} came; leave it True.')
-    for name, value in (("rms_norm", rms_norm), ("mlp", mlp), ("loss", loss), ("verdict", verdict)):
+    settings = parse_checkpointing(checkpointing)
+    if logits not in ("auto", True, False):
+        raise ValueError(f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".')
+    switches = {"rope": rope, "rope_float64": rope_float64, "rms_norm": rms_norm, "mlp": mlp, "loss": loss}
+    for name, value in switches.items():
         if value not in (True, False):
-            raise ValueError(f"hfpatch: {name} must be True or False, {value!r} came; leave it True.")
+            raise ValueError(f"hfpatch: {name} must be True or False, {value!r} came; leave it out.")
     expect_module(model)
     _refuse_wrapped(model)
     _refuse_liger(model)
@@ -182,27 +167,21 @@ def apply(
             f"({config.model_type}); call apply() on a causal language model as transformers made it."
         )
     report = Report(type(model).__name__)
-    asked = {"rope": rope, "rms_norm": rms_norm, "mlp": mlp}
     # What is tried out has values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched([]):
-        found = ask_model(decoder, verdict)  # of transformers' own classes, before any is swapped
+        found = ask_model(decoder)  # of transformers' own classes, before any is swapped
         for option in _PARTS:
-            if asked[option]:
+            if switches[option]:
                 _fuse_parts(decoder, option, report)
             else:
                 report.skipped.append((option, "not asked for"))
-    if rope == "float64":
+    if rope_float64:
         _count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if loss:
-        _fuse_loss(decoder, eval_logits, train_logits, report)
+        _fuse_loss(decoder, logits, report)
         if decoder.causal is not None:
             vars(decoder.causal)["_hfpatch_beside"] = partial(
-                apply,
-                **asked,
-                checkpointing=checkpointing,
-                eval_logits=eval_logits,
-                train_logits=train_logits,
-                verdict=verdict,
+                apply, **switches, checkpointing=checkpointing, logits=logits
             )
     else:
         report.skipped.append(("loss", "not asked for"))
@@ -213,7 +192,11 @@ def apply(
             else "plain PyTorch: Triton is not installed"
         )
         report.notes.append(f"fused ops run as {runs}.")
-    _checkpoint(decoder, settings, found, report)
+    turn = Turn()
+    _checkpoint(decoder, settings, found, turn, report)
+    for module in model.modules():
+        if isinstance(module, KeepsSignature):
+            module._hfpatch_turn = turn
     model._hfpatch_report = report
     return report
 
@@ -250,7 +233,7 @@ def _fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
     _count(report, option, done, left)
 
 
-def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> None:
+def _fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     model = decoder.causal
     name = None if model is None else head_name(model)
     trl = None if model is None else TrlHead.of(vars(model).get("forward"))
@@ -268,7 +251,7 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         swap(outer, FusedCausalLM)
         outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
         outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
-        outer._hfpatch_eval_logits, outer._hfpatch_train_logits = eval_logits, train_logits
+        outer._hfpatch_logits = logits
     model._hfpatch_trl = trl
     reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
     if reason:  # asked again in each call: an adapter may come off the head
@@ -277,11 +260,10 @@ def _fuse_loss(decoder: Decoder, eval_logits, train_logits, report: Report) -> N
         report.swaps.append(("loss", type(outer).__name__, 1))
 
 
-def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
+def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
     """The stack gets our attention, and its layers run tile by tile where that is exact."""
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
-    whole = Counter(answer.reason for answer in found.answers if answer is not None and answer.reason)
     if "forward" in vars(stack):
         report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
@@ -291,28 +273,28 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
     stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
-    stack._hfpatch_apart, stack._hfpatch_asks = found.apart, found.isolation
-    stack._hfpatch_mixers = OTHER_MIXER in whole or any(a is not None and a.mixers for a in found.answers)
+    stack._hfpatch_apart = found.apart
+    stack._hfpatch_mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
     stack._hfpatch_across = stack._hfpatch_mixers and found.across
-    causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart or None in found.answers
+    causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart
     told = told or causal is not None and stack not in causal.children()  # a model between them may make a cache
     if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):
         swap(causal, TellsPositions)
-    if found.apart is False:
+    if not found.apart:
         report.notes.append(
             "rows that hold several documents are refused: its layers were not seen to keep them apart."
         )
-    if settings is None or found.alone:
-        report.skipped.append(("checkpointing", "not asked for" if settings is None else found.alone))
+    if settings == "off" or found.alone:
+        report.skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
         for layer, answer in zip(layers, found.answers):
-            _asked(layer, AskedLayer, answer, configs)
+            _swap_layer(layer, UntiledLayer, answer, found.places, configs)
         return
     replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
     if replaced:
         report.skipped.append(("checkpointing", replaced[0]))
         return
     shape = as_trained(_shape(stack.config), layers[0])
-    session = Session(settings, shape, len(layers))
+    session = LayerRuntime(settings, shape, len(layers), turn)
     session.owner = weakref.ref(decoder.causal or stack)
     stack._hfpatch_session = session
     not_for_ddp(session.owner(), Waiting(session))
@@ -321,7 +303,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
             continue
         layer._hfpatch_index, layer._hfpatch_session = index, session
-        _asked(layer, TiledLayer, answer, configs)
+        _swap_layer(layer, TiledLayer, answer, found.places, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
@@ -330,12 +312,14 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
             # A plain one is here where something replaced its forward: accelerate's hooks, tensor parallelism.
             swap(rest, parts.FreeEmbedding if type(rest) is nn.Embedding else parts.ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
+    conditions = [look(layer) for layer in layers]
+    whole = Counter(found.reason for found in conditions if found.reason)
     for reason, n in whole.items():
         report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
     mixers = [
         type(layer.get_submodule(name)).__name__
         for layer, a in zip(layers, found.answers)
-        if a is not None and not a.reason
+        if not a.reason
         for name in a.mixers
     ]
     if mixers:
@@ -343,16 +327,11 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         report.notes.append(
             f"{len(mixers)} modules that mix tokens ({kinds}) take all tokens at once, and again in backward."
         )
-    if found.isolation is None and None in found.answers:
-        report.notes.append(
-            f"{found.answers.count(None)} of {len(layers)} layers hold modules that the small instance of the verdict has not: "
-            "each is asked at its first call."
-        )
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     report.notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing is replaced."
     )
-    if settings.weights == "host":
+    if settings.frozen_weights == "host":
         report.notes.append(
             "frozen weights of the layers stay in host memory and come to the device a layer ahead of their use."
         )
@@ -360,7 +339,7 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
     if wide:
         report.notes.append(
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
-            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.prepare_for_lora(model) in its place."
+            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
         )
     ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
     if ranged:
@@ -377,12 +356,10 @@ def _checkpoint(decoder: Decoder, settings, found, report: Report) -> None:
         )
 
 
-def _asked(layer: nn.Module, part: type, answers, configs) -> None:
+def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, places: frozenset, configs: tuple) -> None:
     if not is_mixed(layer):
         swap(layer, part)
-        layer._hfpatch_configs, layer._hfpatch_answers = configs, answers
-        layer._hfpatch_asks, layer._hfpatch_held = ask_layer, held_in(layer)
-        layer._hfpatch_first = layer._hfpatch_held, answers
+        layer._hfpatch_configs, layer._hfpatch_traits, layer._hfpatch_places = configs, answers, places
 
 
 def _configs(decoder: Decoder) -> tuple:

@@ -1,9 +1,16 @@
 """What apply() did, in at most ten lines; `details` holds the rest."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 
 LINES = 10
+
+
+def say(line: str) -> None:
+    """A line to the user on stderr, by rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"hfpatch: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass

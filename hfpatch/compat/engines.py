@@ -39,14 +39,6 @@ def under_zero3(module: nn.Module) -> bool:
     return any(map(is_sharded_by_zero3, module.parameters()))
 
 
-_COUNTS = ("applied_pre_backward_ref_cnt", "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn")
-
-
-def of_an_engine(name: str) -> bool:
-    """Whether an attribute of a module is DeepSpeed's, whose hooks count there, or ours."""
-    return name.startswith(("ds_", "_hfpatch_")) or name in _COUNTS
-
-
 def is_sharded_by_zero3(parameter: Tensor) -> bool:
     """Whether DeepSpeed holds shards of this parameter."""
     return "ds_id" in parameter.__dict__
@@ -120,6 +112,24 @@ def _variable(function, name: str):
     if code is None or name not in code.co_freevars:
         return None
     return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict | None:
+    """Which parameters the module's forward has hooked so far, by name; None for a forward that hooks none.
+
+    transformers' tensor parallelism sums the gradient of a norm that each rank has whole, between projections of which it has a
+    part, by a hook that the norm's forward puts on each parameter it does not find in this dict. So the dict must name whatever
+    stands in a parameter's place, and the parameter, which `parameter` is, is hooked here where that forward has not seen it.
+    """
+    forward = module.__dict__.get("forward")
+    forward = getattr(forward, "_hfpatch_before", forward)
+    hooked, hook = _variable(forward, "is_already_hooked"), _variable(forward, "_all_reduce_grad")
+    if hook is None or not isinstance(hooked, dict):
+        return None
+    if parameter.requires_grad and hooked.get(name) is not parameter:
+        parameter.register_post_accumulate_grad_hook(hook)
+        hooked[name] = parameter
+    return hooked
 
 
 def ulysses(attention):

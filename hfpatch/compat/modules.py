@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 
-from torch import Tensor, nn
+from torch import nn
 
-from hfpatch.compat.engines import in_fsdp2, of_an_engine
+from hfpatch.compat.engines import in_fsdp2
 from hfpatch.compat.tensors import gone
 
 
@@ -54,62 +54,42 @@ def buffers_of(module: nn.Module) -> MutableMapping:
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
-_AROUND = (*_ALL_HOOKS, "forward")
 _EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
 
-# By what a module's forward goes another way from one call to the next, but for the first PEFT's; and every float of its own
-# (rates of dropout, epsilons, multipliers). Engines count in its integers, which must go on.
-_WAYS = ("training", "_disable_adapters", "_active_adapter", "scaling", "p", "dropout")
-_SAYS = (bool, str, int, list, dict)  # no tensors: comparing those waits for the device
+# By what a module's forward goes another way, and a backward puts back: training or not, and which of PEFT's adapters are on.
+_SWITCHES = ("training", "_disable_adapters", "_active_adapter")
+_SAYS = (bool, str, list)
 
 OF_ALL = vars(nn.Module()).keys()  # attributes of every module
-_VALUES = (bool, int, float, str)
 
 
 GONE = object()  # what an attribute is that was deleted, or not there
 
 
-def ways_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
-    """How a layer's modules of these attributes, itself the first, go now: (where that stands, its name, a value of its own that
-    says it)."""
+def switches_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
+    """How a layer's modules of these attributes, itself the first, go now: (where a switch stands, its name, its value).
+
+    A forward on an instance is one too: older transformers record outputs by one, for as long as the model's forward runs.
+    """
     rows = [
-        (own, n, v.copy() if v.__class__ in (dict, list) else v)
-        for own in tables for n in _WAYS if n in own and (v := own[n]).__class__ in _SAYS
+        (own, n, v.copy() if v.__class__ is list else v)
+        for own in tables for n in _SWITCHES if n in own and (v := own[n]).__class__ in _SAYS
     ]  # fmt: skip
-    rows += [(own, n, own[n]) for own in tables for n in own if type(own[n]) is float]
-    around = _around(tables)
-    return (
-        rows + [(own, n, forward_in(own) if n == "forward" else own[n].copy()) for own, n in around] if around else rows
-    )
+    return rows + [(own, "forward", forward_in(own)) for own in tables[1:] if "forward" in own]
 
 
-def came_since(tables: list[dict], ways: list) -> list[tuple[dict, str, object]]:
-    """The same of the hooks and forwards that modules inside a layer have now and had not when it went these ways."""
-    now = _around(tables)
-    if not now:
-        return now
-    known = {(id(own), n) for own, n, _ in ways}
-    return [(own, n, GONE if n == "forward" else _but_users(own, n)) for own, n in now if (id(own), n) not in known]
-
-
-def _around(tables: list[dict]) -> list[tuple[dict, str]]:
-    """Where hooks on modules inside a layer of these tables stand, forwards on instances, and the user's hooks on all modules."""
-    found = [(own, n) for own in tables[1:] for n in _AROUND if n in own and own[n]]
-    for name in _ON_ALL:  # asked at every layer: without a call where there are none
-        if name in _EVERYWHERE and _EVERYWHERE[name] and hooks_on_all():
-            found.append((_EVERYWHERE, name))
-    return found + [(own, n) for own, n in _flags_of(found) if n in own] if found else found
-
-
-def _flags_of(found: list) -> list[tuple[dict, str]]:
-    """Where torch says of such hooks whether they take keyword arguments, and run whatever happens."""
-    return [(own, f"{n}_{what}") for own, n in found for what in ("with_kwargs", "always_called")]
-
-
-def _but_users(own: dict, name: str) -> dict:
-    """A table of hooks on one module empty, of hooks on all modules without the user's."""
-    users = hooks_on_all() if own is _EVERYWHERE else [*own[name].values()]
-    return type(own[name])((k, h) for k, h in own[name].items() if all(h is not user for user in users))
+def users_around(tables: list[dict]) -> list:
+    """The user's hooks and forwards on modules inside a layer of these attributes, each behind where it stands, and the user's
+    hooks on all modules."""
+    found = hooks_on_all()
+    for own in tables[1:]:
+        there = [h for n in _ALL_HOOKS if n in own and own[n] for h in own[n].values()]
+        if "forward" in own and (forward := forward_in(own)) is not GONE:
+            there.append(forward)
+        for x in there:
+            if not _home(x).startswith(_LIBRARIES):
+                found += (own, x)
+    return found
 
 
 class _MadeFrom(dict):
@@ -128,68 +108,49 @@ class _MadeFrom(dict):
 MADE_FROM = _MadeFrom()
 
 
-class Standing:
-    """All that stands in a layer's modules, the layer first, one deep and but for one object of the layer's: classes and their
-    forwards, attributes, what containers hold; of parameters and buffers the names alone. Compared by identity, without a call of
-    Python's an attribute."""
+class Snapshot:
+    """What a layer and the modules in it are made of: children, classes, forwards, hooks, and the names of their tensors.
 
-    __slots__ = ("kinds", "rows")
+    Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called. Everything is compared by
+    identity, in flat lists, since every forward asks. Nothing here refers to the layer, which may own this snapshot.
+    """
 
-    def __init__(self, modules: list[nn.Module], but: object):
-        kinds, self.rows = {m.__class__ for m in modules}, []
-        self.kinds = [(k, getattr(k, "forward", None)) for k in kinds | {MADE_FROM[k] for k in kinds}]
-        for module in modules:
-            own = module.__dict__
-            tables = [v for v in own.values() if isinstance(v, (dict, list, set))]
-            filled = [(t, [*t], _values_in(t, own)) for t in tables if t]
-            values = [None if v is but else v for v in own.values()]
-            self.rows.append((module.__class__, [*own], values, [t for t in tables if not t], filled))
+    __slots__ = ("inside", "made_of", "names", "hooks")
 
-    def hold(self, modules: list[nn.Module], but: object) -> bool:
-        """Whether the same stands in the same modules now."""
-        for kind, forward in self.kinds:
-            if getattr(kind, "forward", None) is not forward:
-                return False
-        layer = modules[0]
-        for module, (kind, names, values, empty, filled) in zip(modules, self.rows):
-            own = module.__dict__
-            if module.__class__ is not kind or len(own) != len(names) or any(empty):
-                return False
-            now = [None if v is but else v for v in own.values()] if module is layer else own.values()
-            if not (all(map(is_, now, values)) and [*own] == names):
-                return False
-            for table, keys, held in filled:
-                if len(table) != len(keys) or not all(map(is_, table, keys)):
-                    return False
-                if held is not None and not all(map(is_, table.values(), held)):
-                    return False
-        return True
+    def __init__(self, layer: nn.Module):
+        self.inside = modules_in(layer)[1:]
+        self.made_of, self.names, self.hooks = self._read(layer)
 
-    def tensors(self) -> bool:
-        """Whether a tensor is among it, which it would keep alive."""
-        held = [
-            v
-            for _, _, values, _, filled in self.rows
-            for part in (values, *(p for t in filled for p in t[1:]))
-            for v in part or ()
-        ]
-        return any(isinstance(v, Tensor) for v in held)
+    def _read(self, layer: nn.Module) -> tuple[list, list, list]:
+        modules = [layer, *self.inside]
+        tables = [m.__dict__ for m in modules]
+        kinds = [m.__class__ for m in modules]
+        made_of = [child for m in modules for child in modules_of(m).values()]
+        made_of += kinds + [_code_of(forward_in(own)) for own in tables if "forward" in own]
+        for kind in dict.fromkeys(kinds):
+            made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
+        names = [n for m in modules for table in (parameters_of(m), buffers_of(m)) for n in table]
+        hooks = [id(h) for own in tables for n in _ALL_HOOKS if n in own and own[n] for h in own[n].values()]
+        return made_of, names, hooks
+
+    def holds(self, layer: nn.Module) -> bool:
+        """Whether the layer is made of the same things still."""
+        made_of, names, hooks = self._read(layer)
+        same = len(made_of) == len(self.made_of) and all(map(is_, made_of, self.made_of))
+        return same and names == self.names and hooks == self.hooks
 
 
-def _values_in(table, own: dict) -> list | None:
-    tensors = table is own.get("_parameters") or table is own.get("_buffers")
-    return None if tensors or not isinstance(table, dict) else [*table.values()]
-
-
-def settings_of(own: dict) -> tuple:
-    """What a module with these attributes may branch on, but for torch's and engines' own."""
-    return tuple([(n, v) for n, v in own.items() if type(v) in _VALUES and n not in OF_ALL and not of_an_engine(n)])
+def _code_of(forward):
+    """What a forward on an instance runs. Not the forward: a closure may hold the layer that holds this."""
+    while isinstance(forward, partial):
+        forward = forward.func
+    forward = getattr(forward, "__func__", forward)
+    return getattr(forward, "__code__", type(forward))
 
 
 def forward_in(own: dict):
-    """The forward on the instance of these attributes, GONE where it has its class's; not what a thread set there for a moment."""
-    held = own["forward"] if "forward" in own else None
-    held = getattr(held, "_hfpatch_before", held)
+    """The forward on the instance of these attributes, GONE where it has its class's."""
+    held = own.get("forward")
     return GONE if held is None else held
 
 
@@ -267,6 +228,7 @@ def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
 
 
 _SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.")
+_LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")  # whose hooks and forwards come and go as a step goes on
 _GATHER = "torch.distributed.fsdp."
 
 
@@ -301,9 +263,7 @@ def watched(modules: list[nn.Module]) -> bool:
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
-    """The first of these modules that has such a hook."""
-    if hooks_on_all():
-        return next(iter(modules), None)
+    """The first of these modules that has such a hook of its own."""
     hooked = [m for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
     return next((m for m in hooked if user_hooks(m)), None) if hooked else None
 

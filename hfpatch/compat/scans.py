@@ -2,18 +2,13 @@
 
 import inspect
 import sys
-import threading
-from functools import wraps
+from contextlib import contextmanager
 
 from torch import nn
-
-from hfpatch.compat.turns import ForNow
 
 _CHOOSES = (
     "transformers.integrations.hub_kernels"  # whose wrappers run a package's kernel in place of the function below them
 )
-_here = threading.local()
-_stand_ins: dict = {}  # by file and name: (what stood there, its plain form, the contexts that are within)
 
 
 def run_scans_plainly(model: nn.Module) -> None:
@@ -23,43 +18,22 @@ def run_scans_plainly(model: nn.Module) -> None:
             module.use_fast_kernels = False
 
 
-class plain_scans(ForNow):
-    """Within, this thread's forwards of transformers' mixers run its own code in place of packages' kernels (causal_conv1d,
-    mamba_ssm, flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors. Other threads keep theirs.
-    """
-
-    __slots__ = ("before",)
-
-    def __init__(self):
-        self.before = getattr(_here, "plainly", False)
-
-    def enter(self):
+@contextmanager
+def plain_scans():
+    """Within, transformers' mixers run its own code in place of packages' kernels (causal_conv1d, mamba_ssm,
+    flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors."""
+    before = []
+    try:
         for file in [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]:
             for name, value in list(vars(file).items()):
-                entry = _stand_ins.get((file, name))
-                if entry is None and (plain := _plain_form(value, vars(file))) is not None:
-                    entry = value, plain, set()
-                if entry is not None:
-                    entry[2].add(self)
-                    _stand_ins[file, name] = entry
-                    setattr(file, name, _either(*entry[:2]))
-        _here.plainly = True
-
-    def leave(self):
-        _here.plainly = self.before
-        for place, (value, _, users) in list(_stand_ins.items()):
-            users.discard(self)
-            if not users:
-                setattr(*place, value)
-                _stand_ins.pop(place, None)
-
-
-def _either(kernel, plain):
-    @wraps(plain)
-    def run(*args, **kwargs):
-        return (plain if getattr(_here, "plainly", False) else kernel)(*args, **kwargs)
-
-    return run
+                plain = _plain_form(value, vars(file))
+                if plain is not None:
+                    before.append((file, name, value))
+                    setattr(file, name, plain)
+        yield
+    finally:
+        for file, name, value in reversed(before):
+            setattr(file, name, value)
 
 
 def _plain_form(value, names: dict):

@@ -311,6 +311,14 @@ def simulation_parts():
     return FakeTensorMode, FakeTensor, in_kernel_invocation_manager, TorchDispatchMode
 
 
+def keep_busy(cycles: int) -> None:
+    """Has the GPU wait for so many of its clock's cycles, for a host that queues work meanwhile. Without the name it does not:
+    what is timed then holds the host's gaps."""
+    wait = getattr(torch.cuda, "_sleep", None)
+    if wait is not None:
+        wait(cycles)
+
+
 def record_allocations(start: bool) -> None:
     """Starts, or ends, the CUDA allocator's own history; none where torch has no such thing."""
     record = getattr(torch.cuda.memory, "_record_memory_history", None)

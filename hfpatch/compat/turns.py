@@ -1,8 +1,10 @@
-"""What stands somewhere for the time of a call: there with the first thread that wants it, gone with the last."""
+"""One model, one thread at a time."""
 
 import os
 import threading
 import weakref
+
+WAIT_SECONDS = 1800.0
 
 _told: weakref.WeakSet = weakref.WeakSet()
 
@@ -15,7 +17,7 @@ def told_of_forks(thing):
 
 
 def lock():
-    """A lock that its thread may take again (a signal's handler, in the midst of anything, may run a model), free after a fork."""
+    """A lock that its thread may take again, free after a fork."""
     return told_of_forks(threading.RLock())
 
 
@@ -27,30 +29,33 @@ def _forked() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
-LOCK = lock()
 
+class Turn:
+    """The lock of one patched model: held during a forward of it and during each of its backward nodes, never between them.
 
-class ForNow:
-    """A context by which something stands in its place. `enter` puts it there and adds the context to its users, `leave` takes it
-    away where none is left; a signal may end either anywhere, and a handler run both of another context there, so that leaving
-    twice, or what was never entered, does nothing, and entering puts in place what is wanted after its user is noted.
+    A thread may take it again. A copy of the model, or a pickle, has a lock of its own.
     """
 
-    __slots__ = ()
+    def __init__(self):
+        self.lock = lock()
+
+    def __deepcopy__(self, memo):
+        return Turn()
+
+    def __reduce__(self):
+        return Turn, ()
 
     def __enter__(self):
-        try:
-            with LOCK:
-                self.enter()
-        except BaseException:
-            self.__exit__()
-            raise
+        # On a GPU autograd has threads of its own: one that waits for a forward which waits for it would wait for ever.
+        if not self.lock.acquire(timeout=WAIT_SECONDS):
+            raise RuntimeError(
+                f"hfpatch: expected this model's other thread to end its forward or backward within {WAIT_SECONDS:.0f} s, it did "
+                "not; take gradients of a patched model outside of its forward (not in a forward hook)."
+            )
+        return self
 
     def __exit__(self, *exc):
-        try:
-            with LOCK:
-                self.leave()
-        except BaseException:  # Ctrl-C in the midst of it
-            with LOCK:
-                self.leave()
-            raise
+        self.lock.release()
+
+
+__all__ = ["Turn", "lock", "told_of_forks"]

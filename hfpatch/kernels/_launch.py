@@ -1,4 +1,4 @@
-"""What the launchers share: starting a kernel on the tensors' device, and small sizes."""
+"""Shared by the launchers: starting a kernel on the tensors' device, and block sizes."""
 
 import contextlib
 import functools
@@ -7,18 +7,33 @@ import torch
 
 
 def launch(
-    kernel, grid: tuple[int, ...], args: tuple, constexprs: dict, *, num_warps: int, num_stages: int = 2
+    kernel,
+    grid: tuple[int, ...],
+    args: tuple,
+    constexprs: dict,
+    *,
+    num_warps: int,
+    num_stages: int = 2,
 ) -> None:
-    """Starts kernel[grid](*args, **constexprs) on the device of the first tensor. args: in the kernel's order.
+    """Starts kernel[grid](*args, **constexprs) on the device of the first tensor.
 
-    num_warps: of 32 threads each.
+    Args:
+        kernel: a triton.jit function.
+        grid: the number of programs.
+        args: in the order of the kernel's parameters.
+        constexprs: compile-time arguments by name.
+        num_warps: in warps of 32 threads, also on devices with warps of 64.
+        num_stages: of the kernel's software pipelines.
     """
     num_warps = warps_for(num_warps, 64 if torch.version.hip else 32)
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     # Triton starts a kernel on the current device, which need not be the tensors'.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # Fused multiply-adds are named because Triton 3.9 warns where its default is relied on (3.10 changes it).
-        kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+        # enable_fp_fusion is explicit, because Triton 3.9 warns where its default is used: 3.10
+        # changes it.
+        kernel[grid](
+            *args, **constexprs, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
+        )
 
 
 @functools.lru_cache
@@ -27,14 +42,15 @@ def _cuda_sm_count(index: int) -> int:
 
 
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; an H100's 132 where there is none to ask, 4 in the interpreter."""
+    """The device's streaming multiprocessors: 4 in the interpreter, an H100's 132 without a GPU."""
     if device.type == "cuda":
         return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
     return 4 if device.type == "cpu" else 132
 
 
 def warps_for(num_warps: int, warp_size: int) -> int:
-    """num_warps of 32 threads in warps of warp_size: as many where the 1,024 threads of a program allow it."""
+    """The number of warps of warp_size threads for num_warps; a program has at most 1,024
+    threads."""
     return min(num_warps, 1024 // warp_size)
 
 
@@ -47,6 +63,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def rows_view(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [N, D] whose last stride is 1: a view where the layout allows one, else a copy."""
+    """x [..., D] as [N, D] with a last stride of 1; a view if the layout allows one, else a
+    copy."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,13 +1,18 @@
-"""Cross-entropy over a chunk of logits, in place: one program per row, any vocabulary by looping over blocks.
+"""Cross-entropy over a chunk of logits, in place. One program per row loops over blocks of columns.
 
-Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded past V).
-The forward reads a row twice, once for the maximum and the sum (online softmax), once to turn it into its gradient. HBM
-sees one read and one write if the rows in flight stay in L2 between the two: hence one program an SM for long rows (256
-KiB each at V = 128,256 in bf16), held to one by the registers of its 1,024 threads, with the loads of the next blocks
-under way while it computes (`forward_config`; profiles/kernels/ has the figures). Row offsets are int64. All arithmetic
-is float32; logits are upcast right after the load.
-A logit x becomes z = outer * u with u = tanh(inner * x), or x without SOFTCAP; what a row is asked for is at the head of
-ops/_linear_ce_chunk.py. Differences are taken of u, where they are exact near the largest, and then multiplied.
+Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded
+past V).
+
+The forward reads a row twice: for the maximum and the sum (online softmax), then to turn it into
+its gradient. HBM sees one read and one write if the rows in flight stay in L2 in between. So long
+rows (256 KiB each at V = 128,256 in bf16) run one program per SM. The registers of its 1,024
+threads leave no room for a second one, and it loads the next blocks while it computes
+(`forward_config`; figures in profiles/kernels/).
+
+Row offsets are int64. All arithmetic is float32; logits are upcast right after the load. A logit x
+becomes z = outer * u with u = tanh(inner * x), or u = x without SOFTCAP. The outputs of a row are
+defined in ops/_linear_ce_chunk.py. Differences are taken of u, which is exact near the largest,
+and then multiplied.
 """
 
 import triton
@@ -23,9 +28,10 @@ SCALE_BLOCK = 4096
 
 @triton.jit
 def _tanh(x):
-    # No libdevice, which the interpreter lacks: far from 0 by exp of a negative number, which cannot overflow; near it, where 1 - e
-    # loses digits, by a polynomial. Either errs by at most 1.1e-7, torch's by 0.6e-7. The sign goes by its bit: a condition takes
-    # two of an AMD GPU's scalar registers for each element.
+    # Not libdevice's tanh, which the interpreter lacks. Far from 0: exp of a negative number, which
+    # cannot overflow. Near 0, where 1 - e loses digits: a polynomial. Both err by at most 1.1e-7,
+    # torch's by 0.6e-7. The sign is copied as a bit, because a condition takes two of an AMD GPU's
+    # scalar registers per element.
     a = tl.abs(x)
     near = tl.minimum(a, 0.625)
     s = near * near
@@ -47,7 +53,8 @@ def _tanh_slope(x):
 
 @triton.jit
 def _finite(x):
-    # A word ruled out with -inf has probability 0, and 0 * -inf would be NaN. A maximum would hide a NaN.
+    # A word ruled out with -inf has probability 0, and 0 * -inf would be NaN. Not tl.maximum, which
+    # would hide a NaN.
     return tl.where(x < -1e4, -1e4, x)
 
 
@@ -66,9 +73,9 @@ def cross_entropy_fwd_kernel(
     scale_ptr,  # (), float32: what each token's loss is multiplied by on its way into the total
     class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     loss_ptr,  # (N,)
-    lse_ptr,  # (2, N), row stride stride_lse: the largest u, and the logarithm of the sum of exp(z - largest z)
+    lse_ptr,  # (2, N), row stride stride_lse: the largest u, log of the sum of exp(z - largest z)
     best_ptr,  # (N,) int32, the first largest logit; touched only where BEST
-    stats_ptr,  # (3, N), row stride stride_stats: entropy, mean z, sum of squared probabilities; only where STATS
+    stats_ptr,  # (3, N), row stride stride_stats, if STATS: entropy, mean z, sum of squared p
     S,
     V,
     stride_lse,
@@ -106,7 +113,8 @@ def cross_entropy_fwd_kernel(
                 b_zero = tl.zeros([BLOCK], dtype=tl.float32).to(logits_ptr.dtype.element_ty)
                 tl.store(p_row + start + o_v, b_zero, mask=start + o_v < V)
     else:
-        # A label outside the vocabulary has tripped the assertion of the op; it must not read outside memory as well.
+        # The op asserts that labels are valid, but this runs before the assertion stops anything:
+        # an invalid label must not read outside the row.
         safe = tl.minimum(tl.maximum(label, 0), V - 1)
         target = _u(tl.load(p_row + safe).to(tl.float32), inner, SOFTCAP)
         weight = 1.0
@@ -127,7 +135,9 @@ def cross_entropy_fwd_kernel(
             if SOFTCAP:
                 b_u = tl.where(m_v, b_u, -float("inf"))
             if BEST:
-                b_top, b_best = tl.max(b_u, axis=0, return_indices=True, return_indices_tie_break_left=True)
+                b_top, b_best = tl.max(
+                    b_u, axis=0, return_indices=True, return_indices_tie_break_left=True
+                )
                 best = tl.where(b_top > top, start + b_best, best)
             else:
                 b_top = tl.max(b_u, axis=0)
@@ -137,7 +147,9 @@ def cross_entropy_fwd_kernel(
             b_below = outer * (b_u - shift)
             b_e = tl.exp(b_below)
             if STATS:
-                slack = fade * (slack + total * tl.where(top == -float("inf"), 0.0, outer * (top - shift)))
+                slack = fade * (
+                    slack + total * tl.where(top == -float("inf"), 0.0, outer * (top - shift))
+                )
                 slack += tl.sum(b_e * _finite(b_below), axis=0)
                 square = fade * fade * square + tl.sum(b_e * b_e, axis=0)
             total = total * fade + tl.sum(b_e, axis=0)
@@ -145,14 +157,18 @@ def cross_entropy_fwd_kernel(
             if SMOOTHING or STATS:
                 b_u = tl.where(m_v, b_u, 0.0)
                 if CLASS_WEIGHT:
-                    b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0).to(tl.float32)
+                    b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0).to(
+                        tl.float32
+                    )
                     w_sum += tl.sum(b_w, axis=0)
                     b_u *= b_w
                 u_sum += tl.sum(b_u, axis=0)
 
         log_total = tl.log(total)
         lse = outer * top + log_total
-        loss = weight * (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
+        loss = (
+            weight * (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
+        )
         if SMOOTHING:
             if not CLASS_WEIGHT:
                 w_sum += V
@@ -197,7 +213,7 @@ def cross_entropy_bwd_kernel(
     logits_ptr,  # (N, V), row stride S
     out_ptr,  # (N, V), row stride S_out: the gradient; may be the logits
     labels_ptr,  # (N,)
-    rows_ptr,  # (K, N) float32, row stride stride_rows: the largest u and the factors of the gradient's terms
+    rows_ptr,  # (K, N) float32, row stride stride_rows: the largest u, factors of the gradient
     class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     S,
     S_out,
@@ -217,7 +233,9 @@ def cross_entropy_bwd_kernel(
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
     keep = label != ignore_index
-    top = tl.where(keep, tl.load(p_factor), float("inf"))  # probabilities of 0, that nothing overflows
+    top = tl.where(
+        keep, tl.load(p_factor), float("inf")
+    )  # probabilities of 0, that nothing overflows
     p_scale = tl.load(p_factor + stride_rows)
     y_scale = tl.load(p_factor + 2 * stride_rows)
     if UNIFORM:
@@ -265,22 +283,27 @@ def scale_kernel(
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
-    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two, never below 128.
+    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two,
+    never below 128.
 
-    Half as many elements a thread where the loop holds more than the logits (not plain): registers would spill.
+    Half as many elements a thread where the loop holds more than the logits (not plain): registers
+    would spill.
     """
     block = min(MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, next_power_of_2(vocab_size)))
     return block, max(1, min(16, block // (512 if plain else 256)))
 
 
-def forward_config(row_bytes: int, itemsize: int, *, grad: bool, plain: bool, bare: bool) -> tuple[int, int, int]:
-    """(block, num_warps, stages) of the forward for rows of row_bytes; bare: no soft cap, no smoothing.
+def forward_config(
+    row_bytes: int, itemsize: int, *, grad: bool, plain: bool, bare: bool
+) -> tuple[int, int, int]:
+    """(block, num_warps, stages) of the forward for rows of row_bytes.
 
-    Rows of up to 96 KiB fit L2 for three programs an SM, and without a gradient nothing is read again.
+    Rows of up to 96 KiB fit L2 for three programs per SM, and without a gradient no row is read
+    twice: both take small blocks. bare: no soft cap and no smoothing.
     """
     if not grad or not plain or row_bytes <= LONG_ROW:
         return *block_and_warps(row_bytes // itemsize, plain), 1
-    # Blocks of 16 KiB, a stage less than `stages` of them in shared memory: one is computed, the others under way.
+    # Blocks of 16 KiB. One is in registers, the other stages - 1 are on their way to shared memory.
     return 16384 // itemsize, 32, 4 if bare else 3
 
 
@@ -300,7 +323,7 @@ def cross_entropy_fwd(
     z_loss: float,
     grad: bool,
 ) -> None:
-    """Launch of the forward; the arguments are those of `hfpatch::cross_entropy_chunk_`."""
+    """Launches the forward. Arguments as `hfpatch::cross_entropy_chunk_`."""
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
@@ -314,9 +337,24 @@ def cross_entropy_fwd(
     }
     row_bytes, itemsize = vocab_size * logits_NV.element_size(), logits_NV.element_size()
     plain = class_weight_V is None and stats_3N is None
-    block, warps, stages = forward_config(row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing)
-    best, stats_row, weight = (loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V))
-    args = (logits_NV, labels_N, scale, weight, loss_N, lse_2N, best, stats_row, logits_NV.stride(0), vocab_size)
+    block, warps, stages = forward_config(
+        row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing
+    )
+    best, stats_row, weight = (
+        loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V)
+    )
+    args = (
+        logits_NV,
+        labels_N,
+        scale,
+        weight,
+        loss_N,
+        lse_2N,
+        best,
+        stats_row,
+        logits_NV.stride(0),
+        vocab_size,
+    )
     args += (lse_2N.stride(0), stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
     constexprs = options | {"BLOCK": block, "STAGES": stages}
     launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
@@ -332,9 +370,10 @@ def cross_entropy_bwd(
     inner: float,
     outer: float,
 ) -> None:
-    """Launch of the backward: out_NV (logits_NV itself, or a tensor like it) gets the gradient of the logits.
+    """Launches the backward, which writes the gradient of the logits to out_NV.
 
-    The other arguments are those of `hfpatch::cross_entropy_chunk_bwd_`.
+    out_NV: logits_NV itself, or a tensor of its shape and dtype. Other arguments as
+    `hfpatch::cross_entropy_chunk_bwd_`.
     """
     rows, vocab_size = logits_NV.shape
     if rows == 0:
@@ -347,13 +386,27 @@ def cross_entropy_bwd(
         "CLASS_WEIGHT": class_weight_V is not None,
     }
     weight = rows_KN if class_weight_V is None else class_weight_V
-    args = (logits_NV, out_NV, labels_N, rows_KN, weight, logits_NV.stride(0), out_NV.stride(0), vocab_size)
+    args = (
+        logits_NV,
+        out_NV,
+        labels_N,
+        rows_KN,
+        weight,
+        logits_NV.stride(0),
+        out_NV.stride(0),
+        vocab_size,
+    )
     args += (rows_KN.stride(0), ignore_index, inner, outer)
     launch(cross_entropy_bwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor in place; x contiguous, factor a float32 scalar on the device. Reads nothing of x where it is 1."""
+    """x *= factor in place. x: contiguous. factor: a float32 scalar on the device.
+
+    Where factor is 1, x is neither read nor written.
+    """
     if x.numel():
         args = (x, factor, x.numel())
-        launch(scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8)
+        launch(
+            scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8
+        )

@@ -1,8 +1,8 @@
-"""Triton kernels of RMSNorm: rows in registers (but for the backward of very wide ones), dW by partial sums.
+"""Triton kernels of RMSNorm. Rows live in registers; the backward of very wide rows uses L2.
 
-N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements (4 with the
-residual), backward 3 ND (4 with dsum). Each backward program walks its own rows, keeps its share of dW in registers
-and writes it once, as one row of [P, D] float32 that torch then sums.
+N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
+(4 with the residual), backward 3 ND (4 with dsum). Each backward program walks its own rows, keeps
+its share of dW in registers and writes it once, as one row of [P, D] float32 that torch then sums.
 """
 
 import torch
@@ -12,12 +12,14 @@ import triton.language as tl
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-MAX_BWD_WIDTH = 8192  # beyond, a row's x, dy, weight and dW spill: 16 of each a thread at 64 registers
+MAX_BWD_WIDTH = (
+    8192  # beyond, a row's x, dy, weight and dW spill: 16 of each a thread at 64 registers
+)
 
 
 @triton.jit
 def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """What x_hat is multiplied by: OFFSET + weight, weight 1 where there is none."""
+    """The factor of x_hat: OFFSET + weight, with weight 1 where there is none."""
     if HAS_WEIGHT:
         return tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
     else:
@@ -50,11 +52,15 @@ def rms_norm_fwd_kernel(
     m_n = o_n < N
     mask = m_n[:, None] & (o_d < D)[None, :]
     b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
-    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     o_out = o_n[:, None] * D + o_d[None, :]
     x_type: tl.constexpr = total_ptr.dtype.element_ty
     if HAS_RESIDUAL:
-        b_r = tl.load(residual_ptr + o_n[:, None] * stride_residual + o_d[None, :], mask=mask, other=0.0)
+        b_r = tl.load(
+            residual_ptr + o_n[:, None] * stride_residual + o_d[None, :], mask=mask, other=0.0
+        )
         # The norm sees the sum as it is stored, as HF's next module would.
         b_total = (b_x + b_r.to(tl.float32)).to(x_type)
         tl.store(total_ptr + o_out, b_total, mask=mask)
@@ -101,8 +107,12 @@ def rms_norm_bwd_kernel(
     for i in tl.range(0, rows_each, BLOCK_N, num_stages=STAGES):
         o_n = first + i + tl.arange(0, BLOCK_N)
         mask = (o_n < N)[:, None] & m_d[None, :]
-        b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
+        b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         b_rstd = tl.load(rstd_ptr + o_n, mask=o_n < N, other=0.0)
         b_xhat = b_x * b_rstd[:, None]
         if NEED_DW:
@@ -112,9 +122,15 @@ def rms_norm_bwd_kernel(
             b_mean = tl.sum(b_g * b_xhat, axis=1) / D
             b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
             if HAS_DSUM:
-                b_dsum = tl.load(dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0)
+                b_dsum = tl.load(
+                    dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0
+                )
                 b_dx += b_dsum.to(tl.float32)
-            tl.store(dx_ptr + o_n[:, None] * D + o_d[None, :], b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dx_ptr + o_n[:, None] * D + o_d[None, :],
+                b_dx.to(dx_ptr.dtype.element_ty),
+                mask=mask,
+            )
     if NEED_DW:
         tl.store(dw_ptr + i_p * D + o_d, tl.sum(b_dw, axis=0), mask=m_d)
 
@@ -142,7 +158,11 @@ def rms_norm_bwd_wide_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows too wide for registers: columns in pieces, read again from L2 after the row's mean, dW kept in L2."""
+    """The backward of rows too wide for registers.
+
+    Works in pieces of columns. A row is read again, from L2, after its mean is known. dW stays in
+    L2.
+    """
     i_p = tl.program_id(0).to(tl.int64)
     for i in range(0, rows_each, BLOCK_N):
         o_n = i_p * rows_each + i + tl.arange(0, BLOCK_N)
@@ -153,15 +173,23 @@ def rms_norm_bwd_wide_kernel(
                 o_d = i_d + tl.arange(0, BLOCK_D)
                 mask = (o_n < N)[:, None] & (o_d < D)[None, :]
                 b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
-                b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-                b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+                b_x = tl.load(
+                    x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0
+                ).to(tl.float32)
+                b_dy = tl.load(
+                    dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0
+                ).to(tl.float32)
                 b_sum += b_dy * b_w[None, :] * b_x * b_rstd
         b_mean = (tl.sum(b_sum, axis=1) / D)[:, None]
         for i_d in range(0, D, BLOCK_D):
             o_d = i_d + tl.arange(0, BLOCK_D)
             mask = (o_n < N)[:, None] & (o_d < D)[None, :]
-            b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+            b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
+            b_dy = tl.load(
+                dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0
+            ).to(tl.float32)
             b_xhat = b_x * b_rstd
             if NEED_DW:
                 p_dw = dw_ptr + i_p * D + o_d
@@ -171,32 +199,52 @@ def rms_norm_bwd_wide_kernel(
                 b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
                 b_dx = (b_dy * b_w[None, :] - b_xhat * b_mean) * b_rstd
                 if HAS_DSUM:
-                    b_dsum = tl.load(dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0)
+                    b_dsum = tl.load(
+                        dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0
+                    )
                     b_dx += b_dsum.to(tl.float32)
-                tl.store(dx_ptr + o_n[:, None] * D + o_d[None, :], b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                tl.store(
+                    dx_ptr + o_n[:, None] * D + o_d[None, :],
+                    b_dx.to(dx_ptr.dtype.element_ty),
+                    mask=mask,
+                )
         # What one thread adds to dW here another may read in the next step.
         tl.debug_barrier()
 
 
 def _block(D: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_D, num_warps): 16 elements a thread for wide rows, several rows a program for narrow ones."""
+    """(BLOCK_N, BLOCK_D, num_warps).
+
+    Wide rows get 16 elements per thread; of narrow rows a program takes several.
+    """
     block_d = next_power_of_2(D)
     block_n = max(1, min(16, 2048 // block_d))
     return block_n, block_d, min(32, max(4, block_n * block_d // 512))
 
 
 def _stages(bytes_each: int) -> int:
-    """Loop stages of the backward by the bytes one step loads: a stage less than this waits in shared memory.
+    """How many loop stages the backward uses; stages - 1 steps of bytes_each wait in shared memory.
 
-    Two programs an SM must fit an A100's 164 KiB; one program alone may take 96 KiB, and wider rows do without.
+    Two programs per SM must fit an A100's 164 KiB. One program alone may take 96 KiB; wider rows
+    are not prefetched.
     """
     return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
 
 
 def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dtype):
-    """x, residual (or None): [..., D]; weight: [D] or None. Returns y of y_dtype, rstd float32 [...], the sum or None.
+    """Launches the forward.
 
-    round_rstd: to the dtype of the sum; x_hat_dtype: what x_hat is rounded to before the weight.
+    Args:
+        x: [..., D].
+        residual: [..., D], added to x before the norm, or None.
+        weight: [D], or None for 1.
+        eps, offset: as in ops.rms_norm.
+        round_rstd: round rstd to the dtype of the sum.
+        x_hat_dtype: the dtype x_hat is rounded to before it is multiplied by the weight.
+        y_dtype: the dtype of the result.
+
+    Returns:
+        (y, rstd as float32 [...], the sum or None).
     """
     x_ND, D = rows_view(x), x.shape[-1]
     N = x_ND.shape[0]
@@ -205,28 +253,43 @@ def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dt
     residual_ND, total = x_ND, None
     if residual is not None:
         residual_ND = rows_view(residual)
-        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+        total = torch.empty(
+            x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
+        )
     block_n, block_d, num_warps = _block(D)
     launch(
         rms_norm_fwd_kernel,
         (cdiv(N, block_n),),
-        (x_ND, residual_ND, x_ND if weight is None else weight.contiguous(), y, x_ND if total is None else total, rstd)
+        (
+            x_ND,
+            residual_ND,
+            x_ND if weight is None else weight.contiguous(),
+            y,
+            x_ND if total is None else total,
+            rstd,
+        )
         + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),
         dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_RESIDUAL=residual is not None)
-        | dict(ROUND_RSTD=round_rstd, X_HAT_TYPE=TYPES[x_hat_dtype], BLOCK_N=block_n, BLOCK_D=block_d),
+        | dict(
+            ROUND_RSTD=round_rstd, X_HAT_TYPE=TYPES[x_hat_dtype], BLOCK_N=block_n, BLOCK_D=block_d
+        ),
         num_warps=num_warps,
     )
     return y, rstd, total
 
 
 def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    """Returns dx [..., D] of x's dtype and dw [D] of weight's dtype; None where not needed. weight may be None."""
+    """Launches the backward. Returns dx [..., D] and dw [D], None where not needed.
+
+    They have the dtypes of x and weight. weight and dsum may be None.
+    """
     x_ND, dy_ND, D = rows_view(x), rows_view(dy), x.shape[-1]
     dsum_ND = dy_ND if dsum is None else rows_view(dsum)
     N = x_ND.shape[0]
     wide = D > MAX_BWD_WIDTH
     block_n, block_d, num_warps = (4, 1024, 8) if wide else _block(D)
-    # About two programs an SM hide each other's reductions; then as few as cover the rows, so no row of dw is unused.
+    # About two programs an SM hide each other's reductions; then as few as cover the rows, so no
+    # row of dw is unused.
     rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = cdiv(N, rows_each)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
@@ -235,7 +298,9 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     constexprs = dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None)
     constexprs |= dict(NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_N=block_n, BLOCK_D=block_d)
     if not wide:
-        bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
+        bytes_each = (
+            x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
+        )
         constexprs["STAGES"] = _stages(block_n * block_d * bytes_each)
     launch(
         rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel,

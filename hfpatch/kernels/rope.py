@@ -1,8 +1,8 @@
-"""Triton kernel of RoPE: queries and keys in one launch, read and written as they lie.
+"""Triton kernel of RoPE: queries and keys in one launch, in any memory layout.
 
-B batch, T tokens, H query heads, K key heads, E head dim. A program takes BLOCK_T tokens of one sequence, loads their
-cos and sin once and rotates every head of q, then of k. Each pair (x1, x2) is read before it is written by the
-same thread, so outputs may be the inputs.
+B batch, T tokens, H query heads, K key heads, E head dim. A program takes BLOCK_T tokens of one
+sequence, loads their cos and sin once and rotates every head of q, then of k. Each pair (x1, x2) is
+read before it is written by the same thread, so outputs may be the inputs.
 """
 
 import triton
@@ -95,19 +95,48 @@ def rope_kernel(
     o_q = i_b * stride_qb + o_t * stride_qt + o_e
     o_qo = i_b * stride_qob + o_t * stride_qot + o_e
     _rotate_heads(
-        q_ptr, q_out_ptr, stride_qh, stride_qoh, o_q, o_qo, mask,
-        b_cos1, b_cos2, b_sin1, b_sin2, H, HALF, TRANSPOSE, BLOCK_H,
-    )  # fmt: skip
+        q_ptr,
+        q_out_ptr,
+        stride_qh,
+        stride_qoh,
+        o_q,
+        o_qo,
+        mask,
+        b_cos1,
+        b_cos2,
+        b_sin1,
+        b_sin2,
+        H,
+        HALF,
+        TRANSPOSE,
+        BLOCK_H,
+    )
     o_k = i_b * stride_kb + o_t * stride_kt + o_e
     o_ko = i_b * stride_kob + o_t * stride_kot + o_e
     _rotate_heads(
-        k_ptr, k_out_ptr, stride_kh, stride_koh, o_k, o_ko, mask,
-        b_cos1, b_cos2, b_sin1, b_sin2, K, HALF, TRANSPOSE, BLOCK_K,
-    )  # fmt: skip
+        k_ptr,
+        k_out_ptr,
+        stride_kh,
+        stride_koh,
+        o_k,
+        o_ko,
+        mask,
+        b_cos1,
+        b_cos2,
+        b_sin1,
+        b_sin2,
+        K,
+        HALF,
+        TRANSPOSE,
+        BLOCK_K,
+    )
 
 
 def _blocks(q, k, half: int) -> dict:
-    """Tokens and heads a program: heads side by side where memory has them so, else tokens; about 2048 pairs."""
+    """How many tokens and heads a program takes: about 2048 pairs in all.
+
+    It takes several heads where heads are adjacent in memory, else several tokens.
+    """
     block_e = next_power_of_2(half)
     pairs = max(1, 2048 // block_e)
     _, H, T, _ = q.shape
@@ -122,7 +151,10 @@ def _blocks(q, k, half: int) -> dict:
 
 
 def rope(ins, outs, cos, sin, transpose) -> None:
-    """ins, outs: (q [B,H,T,E], k [B,K,T,E]); outs may be ins. Rotates ins into outs by cos, sin [1 or B, T, E]."""
+    """Rotates `ins` into `outs`, each (q [B, H, T, E], k [B, K, T, E]); outs may be ins.
+
+    cos, sin: [1 or B, T, E].
+    """
     ins = [x if x.stride(-1) == 1 else x.contiguous() for x in ins]
     results = [x if x.stride(-1) == 1 else x.contiguous() for x in outs]
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))

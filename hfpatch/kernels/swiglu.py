@@ -1,6 +1,7 @@
 """Triton kernels of the gated activation: read once, computed in float32, written once.
 
-N rows, F columns, tiled along both; contiguous tensors are one long row, so no width is a special case.
+N rows, F columns, tiled along both; contiguous tensors are one long row, so no width is a special
+case.
 """
 
 import torch
@@ -12,7 +13,10 @@ from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view
 
 @triton.jit
 def _sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), both to full precision: 1 - sigmoid(x) has lost its digits where it is small."""
+    """sigmoid(x) and sigmoid(-x), both in full precision.
+
+    1 - sigmoid(x) would lose digits where it is small.
+    """
     e = tl.exp(-tl.abs(x))
     large = 1.0 / (1.0 + e)
     small = e * large
@@ -89,7 +93,7 @@ def swiglu_bwd_kernel(
     BLOCK_F: tl.constexpr,
 ):
     o_n, o_f, mask = _tile(n_blocks_f, N, F, BLOCK_N, BLOCK_F)
-    # All loads stand before the first store: the compiler may not move one across it.
+    # All loads come before the first store, because the compiler must not move a load across it.
     b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
     b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
     if NEED_DGATE:
@@ -98,11 +102,16 @@ def swiglu_bwd_kernel(
     if NEED_DUP:
         tl.store(dup_ptr + o_n * F + o_f, (b_dy * b_act).to(dup_ptr.dtype.element_ty), mask=mask)
     if NEED_DGATE:
-        tl.store(dgate_ptr + o_n * F + o_f, (b_dy * b_up * b_slope).to(dgate_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            dgate_ptr + o_n * F + o_f,
+            (b_dy * b_up * b_slope).to(dgate_ptr.dtype.element_ty),
+            mask=mask,
+        )
 
 
 def _layout(*tensors):
-    """The tensors as [N, F] rows, N, F, the tile, and its warps: 8 elements a thread."""
+    """(the tensors as [N, F] rows, N, F, ...): the tile and its warps, with 8 elements per
+    thread."""
     if all(x.is_contiguous() for x in tensors):
         tensors = [x.view(1, -1) for x in tensors]
     else:

@@ -1,9 +1,9 @@
 """Cross-compilation of every kernel without a GPU: `python -m hfpatch.kernels.targets`.
 
-A row calls a launcher with tensors on the meta device at a real shape; the start of the kernel is caught and what would
-have been run is compiled for each target, so the table is about the very arguments, tiles and warps that a GPU is given.
-Registers, stack (spilled registers live there; 0 is none) and shared memory are read from the compiled binary.
-A new kernel adds its rows to ROWS.
+Each row calls a launcher with tensors on the meta device, at a real shape. The start of the kernel
+is intercepted and compiled for each target, so the table describes exactly the arguments, tiles and
+warps that a GPU gets. Registers, stack (spilled registers; 0 means none) and shared memory are read
+from the compiled binary. A new kernel adds its rows to ROWS.
 """
 
 import argparse
@@ -32,15 +32,35 @@ from hfpatch.kernels._launch import warps_for
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 TABLE = Path(__file__).parents[2] / "profiles" / "kernels" / "table.csv"
-COLUMNS = ("kernel", "variant", "dtype", "shape", "target", "num_warps", "registers", "stack", "shared", "triton")
+COLUMNS = (
+    "kernel",
+    "variant",
+    "dtype",
+    "shape",
+    "target",
+    "num_warps",
+    "registers",
+    "stack",
+    "shared",
+    "triton",
+)
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Row(NamedTuple):
-    """One compilation: `call` is a launcher with its arguments; variant and shape say which, for the reader."""
+    """One compilation.
+
+    call: a launcher with its arguments. variant, shape: labels for the table.
+    """
 
     variant: str
     dtype: str
@@ -50,7 +70,7 @@ class Row(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A caught start of a kernel, as triton.compile wants it."""
+    """An intercepted start of a kernel, in the form that triton.compile takes."""
 
     kernel: JITFunction
     signature: dict[str, str]
@@ -73,16 +93,23 @@ NORMS = (
 
 
 def _rms_norm_rows():
-    # Hidden sizes of Llama 3.2 1B and 3B, 8B, Llama 2 13B, 70B, 405B; 128 is a norm over one head (Qwen3).
+    # Hidden sizes of Llama 3.2 1B and 3B, 8B, Llama 2 13B, 70B, 405B; 128 is a norm over one head
+    # (Qwen3).
     for D in (128, 2048, 3072, 4096, 5120, 8192, 16384):
         for x_dtype, w_dtype in ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)):
             if D != 4096 and x_dtype != BF16:
                 continue
-            x, w, rstd = meta(8192, D, dtype=x_dtype), meta(D, dtype=w_dtype), meta(8192, dtype=FP32)
+            x, w, rstd = (
+                meta(8192, D, dtype=x_dtype),
+                meta(D, dtype=w_dtype),
+                meta(8192, dtype=FP32),
+            )
             label, short = NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
             if x_dtype != w_dtype:
                 label += "+" + NAMES[w_dtype]
-            for order, has_weight, offset, round_rstd, round_x_hat in NORMS if D == 4096 else NORMS[:1]:
+            for order, has_weight, offset, round_rstd, round_x_hat in (
+                NORMS if D == 4096 else NORMS[:1]
+            ):
                 if order in (" olmo2", " no weight") and not short:
                     continue
                 y_dtype = torch.promote_types(x_dtype, w_dtype) if round_x_hat else x_dtype
@@ -94,15 +121,17 @@ def _rms_norm_rows():
                         f"{name} fwd",
                         label,
                         f"[*,{D}]",
-                        lambda x=x, r=residual, w=weight, o=options: rms_norm.rms_norm_fwd(x, r, w, 1e-6, *o),
+                        lambda x=x, r=residual, w=weight, o=options: rms_norm.rms_norm_fwd(
+                            x, r, w, 1e-6, *o
+                        ),
                         short,
                     )
                     yield Row(
                         f"{name} bwd",
                         label,
                         f"[*,{D}]",
-                        lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: rms_norm.rms_norm_bwd(
-                            dy, s, x, w, r, o, True, w is not None
+                        lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: (
+                            rms_norm.rms_norm_bwd(dy, s, x, w, r, o, True, w is not None)
                         ),
                         short,
                     )
@@ -125,19 +154,25 @@ def _swiglu_rows():
                     f"{activation} bwd",
                     NAMES[dtype],
                     shape,
-                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(y, g, u, a, True, True),
+                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(
+                        y, g, u, a, True, True
+                    ),
                     short,
                 )
 
 
 def _rope_rows():
-    # Heads of 8B, 70B, 405B (128) and of Llama 3.2 1B (64); a projection's view [B, T, H, E] and a contiguous q.
+    # Heads of 8B, 70B, 405B (128) and of Llama 3.2 1B (64); a projection's view [B, T, H, E] and a
+    # contiguous q.
     for heads, kv_heads, width in ((32, 8, 128), (64, 8, 128), (128, 8, 128), (32, 8, 64)):
         for dtype in (BF16, FP16, FP32) if heads == 32 and width == 128 else (BF16,):
             cos = meta(1, 8192, width, dtype=dtype)
             for layout in ("BTHE", "BHTE"):
                 if layout == "BTHE":
-                    qk = [meta(1, 8192, h, width, dtype=dtype).transpose(1, 2) for h in (heads, kv_heads)]
+                    qk = [
+                        meta(1, 8192, h, width, dtype=dtype).transpose(1, 2)
+                        for h in (heads, kv_heads)
+                    ]
                 else:
                     qk = [meta(1, h, 8192, width, dtype=dtype) for h in (heads, kv_heads)]
                 for transpose in (False, True):
@@ -151,13 +186,22 @@ def _rope_rows():
 
 
 def _cross_entropy_rows():
-    # Vocabularies of Llama 3 and Llama 2. Each kind: its name, (inner, outer), smoothing, z-loss, factors of the backward.
+    # Vocabularies of Llama 3 and Llama 2. Each kind: its name, (inner, outer), smoothing, z-loss,
+    # factors of the backward.
     cap = (1 / 30.0, 30.0)
-    kinds = ("", (0.0, 1.0), 0.0, 0.0, 3), (" smoothing softcap z", cap, 0.1, 1e-4, 4), (" weights", cap, 0.1, 1e-4, 4)
+    kinds = (
+        ("", (0.0, 1.0), 0.0, 0.0, 3),
+        (" smoothing softcap z", cap, 0.1, 1e-4, 4),
+        (" weights", cap, 0.1, 1e-4, 4),
+    )
     fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
     for V in (128256, 32000):
         for dtype in (BF16, FP16, FP32):
-            x, y, scalar = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta(dtype=FP32)
+            x, y, scalar = (
+                meta(4096, V, dtype=dtype),
+                meta(4096, dtype=torch.int64),
+                meta(dtype=FP32),
+            )
             row, lse, stats, best = (
                 meta(4096, dtype=FP32),
                 meta(2, 4096, dtype=FP32),
@@ -166,14 +210,40 @@ def _cross_entropy_rows():
             )
             name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
             for kind, z, smoothing, z_loss, K in kinds:
-                b, weight = best if kind else None, meta(V, dtype=FP32) if kind == " weights" else None
+                b, weight = (
+                    best if kind else None,
+                    meta(V, dtype=FP32) if kind == " weights" else None,
+                )
                 for grad in (True, False):
-                    call = partial(fwd, x, y, scalar, weight, row, lse, b, None, -100, smoothing, *z, z_loss, grad)
-                    yield Row(f"{'loss+grad' if grad else 'loss'}{kind}", name, shape, call, short and grad)
+                    call = partial(
+                        fwd,
+                        x,
+                        y,
+                        scalar,
+                        weight,
+                        row,
+                        lse,
+                        b,
+                        None,
+                        -100,
+                        smoothing,
+                        *z,
+                        z_loss,
+                        grad,
+                    )
+                    yield Row(
+                        f"{'loss+grad' if grad else 'loss'}{kind}",
+                        name,
+                        shape,
+                        call,
+                        short and grad,
+                    )
                 call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
                 yield Row(f"loss bwd{kind}", name, shape, call, short)
             for kind, z in (("", (0.0, 1.0)), (" softcap", cap)):
-                call = partial(fwd, x, y, scalar, None, row, lse, best, stats, -100, 0.0, *z, 0.0, False)
+                call = partial(
+                    fwd, x, y, scalar, None, row, lse, best, stats, -100, 0.0, *z, 0.0, False
+                )
                 yield Row(f"log prob{kind}", name, shape, call, short)
                 call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
                 yield Row(f"log prob bwd{kind}", name, shape, call, short)
@@ -191,7 +261,7 @@ ROWS = (_rms_norm_rows, _swiglu_rows, _rope_rows, _cross_entropy_rows)
 
 @contextmanager
 def caught():
-    """Yields the list of Launches that would have run inside."""
+    """Intercepts kernel starts within the context. Yields the list of their Launches."""
     launches, run = [], JITFunction.run
 
     def catch(self, *args, grid, warmup, **kwargs):
@@ -205,8 +275,10 @@ def caught():
 
 
 def _specialize(kernel, args, kwargs) -> Launch:
-    """The argument types and facts Triton's own launcher would find: multiples of 16, integers that are 1."""
-    values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    """The types and specialisations that Triton's launcher would find: multiples of 16, ones."""
+    values = dict(zip(kernel.arg_names, args)) | {
+        k: v for k, v in kwargs.items() if k in kernel.arg_names
+    }
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
     signature, constexprs, attrs = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -228,7 +300,8 @@ def _specialize(kernel, args, kwargs) -> Launch:
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, int]:
-    """num_warps, registers, stack and shared bytes (a thread, a thread, a program) of one kernel on one target."""
+    """num_warps, registers and stack bytes per thread, and shared bytes per program, on one
+    target."""
     binary = compiled(launch, target)
     usage = _amd_usage(binary) if target.backend == "hip" else _nvidia_usage(binary)
     return {"num_warps": binary.metadata.num_warps, **usage, "shared": binary.metadata.shared}
@@ -258,13 +331,21 @@ def _amd_usage(binary) -> dict[str, int]:
     keys = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     found = {key: int(re.search(rf"\.{key}:\s*(\d+)", binary.asm["amdgcn"])[1]) for key in keys}
     spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
-    return {"registers": found["vgpr_count"], "stack": found["private_segment_fixed_size"] + 4 * spilled}
+    return {
+        "registers": found["vgpr_count"],
+        "stack": found["private_segment_fixed_size"] + 4 * spilled,
+    }
 
 
 def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]]:
-    """Compiles every row (short: those of the quick test) and returns the table's lines, all values as text."""
+    """Compiles every row and returns the table's lines, all values as text.
+
+    short: only the rows of the quick test.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError("hfpatch: compiling needs a process without TRITON_INTERPRET, came 1; unset it.")
+        raise ValueError(
+            "hfpatch: compiling needs a process without TRITON_INTERPRET, came 1; unset it."
+        )
     lines = []
     for row in (row for rows in ROWS for row in rows() if row.short or not short):
         with caught() as launches:
@@ -272,16 +353,27 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
         assert launches, row
         for launch in launches:
             for name in targets:
-                line = dict(kernel=launch.kernel.__name__, variant=row.variant, dtype=row.dtype, shape=row.shape)
-                line |= {"target": name, "triton": triton.__version__} | compile_launch(launch, TARGETS[name])
+                line = dict(
+                    kernel=launch.kernel.__name__,
+                    variant=row.variant,
+                    dtype=row.dtype,
+                    shape=row.shape,
+                )
+                line |= {"target": name, "triton": triton.__version__} | compile_launch(
+                    launch, TARGETS[name]
+                )
                 lines.append({column: str(line[column]) for column in COLUMNS})
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
-    parser.add_argument("--target", nargs="+", choices=TARGETS, default=tuple(TARGETS), help="what to compile for")
+    parser.add_argument(
+        "--target", nargs="+", choices=TARGETS, default=tuple(TARGETS), help="what to compile for"
+    )
     parser.add_argument("--short", action="store_true", help="only the rows of the quick test")
     args = parser.parse_args()
     lines = table(args.target, short=args.short)
@@ -291,7 +383,10 @@ def main() -> int:
         writer.writeheader()
         writer.writerows(lines)
     spilled = [line for line in lines if line["stack"] != "0"]
-    print(f"{len(lines)} kernels for {', '.join(args.target)}, {len(spilled)} with spills -> {args.out}")
+    print(
+        f"{len(lines)} kernels for {', '.join(args.target)}, {len(spilled)} with spills -> "
+        f"{args.out}"
+    )
     for line in spilled:
         print("spills:", *(line[column] for column in COLUMNS), file=sys.stderr)
     return 0

@@ -1,4 +1,7 @@
-"""The fused operations, usable on their own. Each file holds the plain-torch version, the op, its fake and its autograd."""
+"""The fused operations, usable on their own.
+
+Each file has the plain-torch version, the op, its fake and its autograd.
+"""
 
 from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops.cross_entropy import cross_entropy

@@ -1,7 +1,8 @@
-"""How every op of `hfpatch::` is registered: schema, implementation, fake, autograd; and which implementation runs.
+"""Registers the ops of `hfpatch::`: schema, implementation, fake and autograd.
 
-Plain `torch.library.Library` calls, since the `custom_op` wrapper costs more a call. One implementation serves all
-devices: it takes the Triton kernel for CUDA tensors (and, under TRITON_INTERPRET=1, for CPU tensors), else plain torch.
+Uses plain `torch.library.Library` calls, because the `custom_op` wrapper costs more per call. One
+implementation serves all devices. It runs the Triton kernel for CUDA tensors (and under
+TRITON_INTERPRET=1 for CPU tensors), else plain torch.
 """
 
 import functools
@@ -18,33 +19,41 @@ LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# overload -> impl: for the planner, which looks inside where the CPU allocator does, and for models/direct.py, past the dispatcher
+# overload -> implementation: for the simulator, which follows allocations inside an op, and for
+# layer/direct.py, which skips the dispatcher.
 IMPLEMENTATIONS: dict = {}
 
 
 def use_kernel(*tensors: Tensor | None) -> bool:
-    """True where the Triton kernel serves these tensors, False where plain torch does (float64, CPU, no triton)."""
+    """Whether the Triton kernel serves these tensors.
+
+    Plain torch serves float64, CPUs and missing triton.
+    """
     if not HAS_TRITON:
         return False
     for t in tensors:
-        if t is not None and not ((t.is_cuda or (INTERPRET and t.is_cpu)) and t.dtype in KERNEL_DTYPES):
+        if t is not None and not (
+            (t.is_cuda or (INTERPRET and t.is_cpu)) and t.dtype in KERNEL_DTYPES
+        ):
             return False
     return True
 
 
 def expect_floating(op: str, x: Tensor) -> None:
-    """ValueError for whole numbers, which would be rounded in silence."""
+    """Raises ValueError for integers, which would be rounded silently."""
     if not x.dtype.is_floating_point:
-        raise ValueError(f"hfpatch: {op} expects floating-point values, {x.dtype} came; cast them first.")
+        raise ValueError(
+            f"hfpatch: {op} expects floating-point values, {x.dtype} came; cast them first."
+        )
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype the plain versions compute in: float32, or float64 where an input is."""
+    """The dtype that the plain versions compute in: float32, or float64 if an input is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), which takes as long as a small op where it does nothing."""
+    """x.to(dtype), without the call where x has that dtype: it would cost as much as a small op."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -58,10 +67,18 @@ def define(
 ):
     """Registers `hfpatch::<schema>` and returns the overload to call.
 
-    schema: without the namespace and without default values (the dispatcher strips defaults, and putting them back
-    costs time); impl: any device; fake: shapes, dtypes and strides; backward(ctx, *grads) -> a tuple, one entry an
-    argument, and setup_context(ctx, inputs, output), as torch.library.register_autograd takes them;
-    ctx.needs_input_grad has one entry more, at the end.
+    Args:
+        schema: without namespace and without default values. The dispatcher strips defaults, and
+            restoring them costs time.
+        impl: the implementation for every device.
+        fake: returns empty outputs with the right shapes, dtypes and strides.
+        backward: backward(ctx, *grads) -> a gradient per argument, as
+            torch.library.register_autograd takes it. ctx.needs_input_grad has one more entry at the
+            end.
+        setup_context: setup_context(ctx, inputs, output), as for register_autograd.
+
+    Returns:
+        torch.ops.hfpatch.<name>.default.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -70,20 +87,29 @@ def define(
     op = getattr(torch.ops.hfpatch, name).default
     IMPLEMENTATIONS[op] = impl
     if backward is not None and below_autograd() is None:
-        torch.library.register_autograd(f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
     elif backward is not None:
-        LIBRARY.impl(name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True)
+        LIBRARY.impl(
+            name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True
+        )
     return op
 
 
 def _autograd_impl(op, impl, backward, setup_context):
-    """What torch.library.register_autograd builds, for positional arguments only, in about half the time a call."""
+    """Does what torch.library.register_autograd does, for positional arguments, in half the time
+    per call."""
     below, keys, backends = below_autograd()
 
     def run(keyset, args):
         keyset &= keys
         with below():
-            return impl(*args) if keyset.highestPriorityTypeId() in backends else op.redispatch(keyset, *args)
+            return (
+                impl(*args)
+                if keyset.highestPriorityTypeId() in backends
+                else op.redispatch(keyset, *args)
+            )
 
     def forward(ctx, *args):
         *args, keyset = args
@@ -92,7 +118,10 @@ def _autograd_impl(op, impl, backward, setup_context):
             setup_context(ctx, args, output)
         return output
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None))}
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None)),
+    }
     apply = applying(type(op.name().replace("::", "_"), (torch.autograd.Function,), members))
 
     def autograd_impl(keyset, *args):
@@ -106,7 +135,11 @@ def _autograd_impl(op, impl, backward, setup_context):
 
 
 def one_gradient(backward: Callable) -> Callable:
-    """A backward(ctx, *grads) that refuses a batch of gradients (refuse_a_batch). Not where it asks who else holds one."""
+    """Wraps backward(ctx, *grads): a batch of gradients is refused with a sentence
+    (refuse_a_batch).
+
+    Not for a backward that counts references to its gradients: the wrapper holds one.
+    """
 
     @functools.wraps(backward)
     def checked(ctx, *grads):
@@ -120,21 +153,24 @@ def one_gradient(backward: Callable) -> Callable:
 
 
 def refuse_a_batch(error: RuntimeError) -> None:
-    """RuntimeError with a sentence where a backward failed as it got a batch of gradients: torch names a rule that is missing."""
+    """Raises a RuntimeError with a sentence if `error` is torch's about a missing batching rule."""
     if "Batching rule" in str(error) or "BatchedTensorImpl" in str(error):
         raise RuntimeError(
-            "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, vectorize); "
+            "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, "
+            "vectorize); "
             "ask for one after the other, or call hfpatch.undo(model) before it."
         ) from error
 
 
 def no_second_derivative(name: str) -> Callable:
-    """The backward of a backward op: says that there is none, instead of a gradient that is silently wrong."""
+    """The backward of a backward op: raises, where otherwise the gradient would be silently
+    wrong."""
 
     def backward(ctx, *grads):
         raise RuntimeError(
             f"hfpatch: {name} has one derivative, a second was asked for (create_graph=True); "
-            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again, or, in a model that was "
+            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate "
+            "again, or, in a model that was "
             "patched, hfpatch.undo(model) and model.set_attn_implementation('eager')."
         )
 

@@ -1,22 +1,25 @@
-"""The element-wise heart of the losses over logits: three small ops that work on one chunk of logits, in place.
+"""Three small ops on one chunk of logits, in place: the element-wise part of the losses.
 
-Legend: C rows of one chunk, V vocabulary. Each op mutates what its schema marks and returns nothing, so that nothing is
-allocated inside it (on the plain path a tile of rows of at most TILE elements, or one row, is upcast at a time).
+Legend: C rows of one chunk, V vocabulary. Each op mutates the arguments that its schema marks and
+returns nothing, so it allocates nothing. (The plain path upcasts a tile of at most TILE elements,
+or one row, at a time.)
 
-For a row with logits x, u = tanh(inner * x) (or x), z = outer * u, y the label, e the label smoothing, w_j the weight
-of class j (1 without class weights), p_j = exp(z_j - lse):
+For a row with logits x, u = tanh(inner * x) (or x), z = outer * u, y the label, e the label
+smoothing, w_j the weight of class j (1 without class weights), p_j = exp(z_j - lse):
     lse  = log sum_j exp(z_j)               best = the first largest u
     loss = (1 - e) w_y (lse - z_y) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2
     entropy = - sum_j p_j log p_j           mean = 1/V sum_j z_j           square = sum_j p_j^2
 and the gradient of any combination of these is
     dz_j = p_j (P + H (log p_j + entropy) + Q p_j) - Y [j = y] - U w_j,     dx_j = dz_j * dz/dx
-with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e) w_y, U = s e/V,
-P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss, lse and the others 0, best
--1 and an exactly zero gradient.
+with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e) w_y, U = s
+e/V, P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss,
+lse and the others 0, best -1 and an exactly zero gradient.
 
-lse is two numbers, the largest u and the logarithm of L = sum_j exp(z_j - largest z): where logits are large one rounding of lse
-or of z is many of a probability, while differences of u near the largest are exact. The backward is given factors for
-q_j = exp(z_j - largest z) = L p_j and its logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
+lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). Where
+logits are large, one rounding step of lse or z is many steps of a probability, while differences of
+u near the largest are exact. The backward therefore takes factors for q_j = exp(z_j - largest z) =
+L p_j and its
+logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
 """
 
 import torch
@@ -34,28 +37,42 @@ def _tiles(logits_CV: Tensor):
 
 
 def _u(logits_RV: Tensor, inner: float) -> Tensor:
-    """u of the head of this file, a new tensor in the wide dtype."""
+    """u, see the top of this file: a new tensor in the wide dtype."""
     u_RV = logits_RV.to(wide_dtype(logits_RV.dtype), copy=True)
     return u_RV.mul_(inner).tanh_() if inner else u_RV
 
 
 def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
-    """lse of its two numbers, as the head of this file says; 0 where ignored."""
+    """lse from its two numbers, see the top of this file; 0 where ignored."""
     return outer * lse_2N[0] + lse_2N[1]
 
 
 def _below(u_RV: Tensor, top_R: Tensor, outer: float) -> Tensor:
-    """z less the largest z of its row; u_RV is consumed."""
+    """z minus the largest z of its row. Overwrites u_RV."""
     u_RV.sub_(top_R.unsqueeze(1))
     return u_RV.mul_(outer) if outer != 1.0 else u_RV
 
 
 def _gradient_(
-    u_RV: Tensor, logits_RV: Tensor, labels_R1, keep_R1, rows_KR: Tensor, class_weight_V, inner: float, outer: float
+    u_RV: Tensor,
+    logits_RV: Tensor,
+    labels_R1,
+    keep_R1,
+    rows_KR: Tensor,
+    class_weight_V,
+    inner: float,
+    outer: float,
 ) -> Tensor:
-    """dx of the head of this file; u_RV is consumed. rows_KR: the largest u, P, Y, then U, then entropy, H, Q."""
+    """dx, see the top of this file.
+
+    Overwrites u_RV. rows_KR: largest u, P, Y, then U, then entropy, H, Q.
+    """
     # 1 - tanh^2 without the cancellation where tanh is near 1.
-    slope_RV = logits_RV.to(u_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner) if inner else None
+    slope_RV = (
+        logits_RV.to(u_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner)
+        if inner
+        else None
+    )
     below_RV = _below(u_RV, rows_KR[0], outer)
     p_R1, y_R1, *others = rows_KR[1:].unsqueeze(-1)
     if len(others) > 1:
@@ -66,7 +83,9 @@ def _gradient_(
     else:
         d_RV = below_RV.exp_().mul_(p_R1)
     if others:
-        d_RV.sub_(others[0] if class_weight_V is None else others[0] * class_weight_V.to(d_RV.dtype))
+        d_RV.sub_(
+            others[0] if class_weight_V is None else others[0] * class_weight_V.to(d_RV.dtype)
+        )
     d_RV.scatter_add_(1, labels_R1, -y_R1)
     if slope_RV is not None:
         d_RV.mul_(slope_RV)
@@ -89,7 +108,7 @@ def cross_entropy_chunk_plain_(
     z_loss: float,
     grad: bool,
 ) -> None:
-    """`hfpatch::cross_entropy_chunk_` in plain torch; computes in float32, or float64 where the logits are."""
+    """`hfpatch::cross_entropy_chunk_` in plain torch, in float32 (float64 for float64 logits)."""
     vocab_size = logits_CV.shape[1]
     w_V = None if class_weight_V is None else class_weight_V.to(loss_C.dtype)
     for rows in _tiles(logits_CV):
@@ -104,7 +123,10 @@ def cross_entropy_chunk_plain_(
         if w_V is not None:
             share_R *= w_V[labels_R1.squeeze(1)]
         uniform = smoothing / vocab_size
-        loss_R = share_R * (outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R) + z_loss * lse_R.square()
+        loss_R = (
+            share_R * (outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R)
+            + z_loss * lse_R.square()
+        )
         if smoothing:
             u_sum_R, w_sum = (u_RV.sum(1), vocab_size) if w_V is None else (u_RV @ w_V, w_V.sum())
             loss_R += uniform * (w_sum * lse_R - outer * u_sum_R)
@@ -123,16 +145,26 @@ def cross_entropy_chunk_plain_(
                 factors.append((scale * uniform).expand_as(lse_R))
             factors[1] *= log_R.neg().exp_()
             logits_CV[rows] = _gradient_(
-                u_RV, logits_CV[rows], labels_R1, keep_R.unsqueeze(1), torch.stack(factors), w_V, inner, outer
+                u_RV,
+                logits_CV[rows],
+                labels_R1,
+                keep_R.unsqueeze(1),
+                torch.stack(factors),
+                w_V,
+                inner,
+                outer,
             ).to(logits_CV.dtype)
 
 
 def _stats_(u_RV: Tensor, top_R: Tensor, outer: float, keep_R: Tensor, out_3R: Tensor) -> None:
-    """Entropy, mean z and the sum of squared probabilities of each row; u_RV stays as it is."""
+    """Writes entropy, mean z and the sum of squared probabilities of each row.
+
+    Does not change u_RV.
+    """
     below_RV = _below(u_RV.clone(), top_R, outer)
     e_RV = below_RV.exp()
     total_R = e_RV.sum(1)
-    # Nothing where e is 0: a word ruled out with -inf.
+    # 0 where e is 0: a word ruled out with -inf.
     entropy_R = total_R.log() - below_RV.masked_fill_(e_RV == 0.0, 0.0).mul_(e_RV).sum(1) / total_R
     square_R = e_RV.square_().sum(1) / total_R.square()
     for out_R, values_R in zip(out_3R, (entropy_R, outer * u_RV.mean(1), square_R)):
@@ -154,7 +186,14 @@ def cross_entropy_chunk_bwd_plain_(
         keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
         labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, u_RV.shape[1] - 1)
         logits_CV[rows] = _gradient_(
-            u_RV, logits_CV[rows], labels_R1, keep_R1, rows_KC[:, rows], class_weight_V, inner, outer
+            u_RV,
+            logits_CV[rows],
+            labels_R1,
+            keep_R1,
+            rows_KC[:, rows],
+            class_weight_V,
+            inner,
+            outer,
         ).to(logits_CV.dtype)
 
 
@@ -182,30 +221,36 @@ def _scale(x: Tensor, factor: Tensor) -> None:
 
         scale_(x, factor)
     else:
-        # In float32: a 16-bit x would otherwise round the factor first.
+        # In float32, because a 16-bit x would round the factor first.
         for part in x.view(-1).split(TILE):
-            part.copy_(part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor)
+            part.copy_(
+                part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor
+            )
 
 
 def _no_output(*args) -> None:
     return None
 
 
-# logits become their gradient where `grad`; inner 0 means no soft cap; scale is a 0-d tensor on the device. stats holds
-# entropy, mean and square, one row each.
+# Where `grad` is set, the logits become their gradient. inner 0 means no soft cap; scale is a 0-d
+# tensor on the device. stats has a row each for entropy, mean and square.
 cross_entropy_chunk_ = define(
-    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor? class_weight, Tensor(b!) loss,"
-    " Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, float inner, float outer,"
+    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor? class_weight, "
+    "Tensor(b!) loss,"
+    " Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, "
+    "float inner, float outer,"
     " float z_loss, bool grad) -> ()",
     _chunk,
     _no_output,
 )
-# rows: [K, C] in the wide dtype, one column a row of logits: the largest u, P, Y (K = 3), U (K = 4), entropy, H, Q (K = 7).
+# rows: [K, C] in the wide dtype, a column per row of logits: largest u, P, Y (K = 3), U (K = 4),
+# then entropy, H, Q (K = 7).
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, Tensor? class_weight,"
     " int ignore_index, float inner, float outer) -> ()",
     _chunk_bwd,
     _no_output,
 )
-# x *= factor. The kernel reads the factor on the device and leaves x alone where it is 1, as after loss.backward().
+# x *= factor. The kernel reads the factor on the device, and leaves x as it is where the factor is
+# 1.
 scale_ = define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, _no_output)

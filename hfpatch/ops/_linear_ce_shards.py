@@ -1,10 +1,14 @@
-"""The chunk of linear_cross_entropy and linear_log_prob where each rank has a part of the vocabulary, and of the logits.
+"""One chunk of linear_cross_entropy and linear_log_prob where each rank has a part of the
+vocabulary.
 
-What a rank finds of its part goes together in two small all-reduces a chunk, the largest logit and the sums: with s_r = exp(lse_r -
-lse) over ranks r,
-    lse = top + log sum_r exp(lse_r - top), top the largest z    z_y: of the rank that has the label, 0 of the others
-    entropy = sum_r s_r (entropy_r + lse - lse_r)               sum p^2 = sum_r s_r^2 square_r
-and the ordinary backward of the chunk makes this rank's gradient from them. The gradient of hidden is a sum over the ranks.
+Each rank computes the logits of its words. Two small all-reduces per chunk combine the results: one
+of the largest logit, one of sums. With s_r = exp(lse_r - lse) for rank r:
+    lse = top + log sum_r exp(lse_r - top), top being the largest z
+    z_y = the value of the rank that has the label, 0 of the others
+    entropy = sum_r s_r (entropy_r + lse - lse_r)
+    sum p^2 = sum_r s_r^2 square_r
+The ordinary backward of a chunk computes this rank's gradient from them. The gradient of hidden is
+the sum over the ranks.
 
 Legend: C rows of one chunk, V vocabulary of all ranks, v columns of this one.
 """
@@ -16,14 +20,19 @@ from torch import Tensor
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
 
-IGNORED = -1  # among columns, where the caller's ignore_index may be one of them
+IGNORED = -1  # in place of the caller's ignore_index, which may be a valid column of this part
 
 
 class VocabShard:
-    """This rank's rows [start, stop) of a head of `size` rows that a process group has between its ranks, in their order.
+    """This rank's rows [start, stop) of a head of `size` rows, split over the ranks of a process
+    group.
 
-    group: of torch.distributed, None for all ranks. Rows are split as torch.chunk and DTensor's Shard(0) do: as many on each
-    rank as the division rounded up, fewer or none on the last. Every rank has the same hidden states and labels.
+    The split is that of torch.chunk and DTensor's Shard(0): ceil(size / ranks) rows on each rank,
+    fewer or none on the last ones. Every rank has the same hidden states and labels.
+
+    Args:
+        group: a torch.distributed process group, None for all ranks.
+        size: rows of the whole head.
     """
 
     def __init__(self, group, size: int):
@@ -33,7 +42,7 @@ class VocabShard:
         self.start, self.stop = (min(size, r * self.widest) for r in (rank, rank + 1))
 
     def summed(self, dx_ND: Tensor | None) -> Tensor | None:
-        """The gradient of hidden, from those that the ranks' parts give."""
+        """The gradient of hidden: the sum of the ranks' parts, in place."""
         if dx_ND is not None:
             self._reduce(dx_ND, dist.ReduceOp.SUM)
         return dx_ND
@@ -42,27 +51,54 @@ class VocabShard:
         dist.all_reduce(x, op, group=self.group)
 
     def _local(self, labels_C: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """(labels as columns of this part, any column where another rank has it, IGNORED; whether this rank has it)."""
+        """(column of each label in this rank's part, whether this rank has the label).
+
+        The column is arbitrary where another rank has the label, and IGNORED where it is ignored.
+        """
         keep_C, here_C = labels_C != ignore_index, (labels_C >= self.start) & (labels_C < self.stop)
         local_C = (labels_C - self.start).clamp(0, max(0, self.stop - self.start - 1))
         return local_C.masked_fill_(~keep_C, IGNORED), here_C & keep_C
 
     def chunk_(
-        self, logits_Cv: Tensor, labels_C: Tensor, scale: Tensor, class_weight_V: Tensor | None, loss_C: Tensor, lse_2C: Tensor,
-        best_C: Tensor | None, stats_3C: Tensor | None, opts, factors,
-    ) -> None:  # fmt: skip
-        """`cross_entropy_chunk_`'s work; class_weight_V is of all words. factors: loss_factors where logits become their
-        gradient, else None."""
+        self,
+        logits_Cv: Tensor,
+        labels_C: Tensor,
+        scale: Tensor,
+        class_weight_V: Tensor | None,
+        loss_C: Tensor,
+        lse_2C: Tensor,
+        best_C: Tensor | None,
+        stats_3C: Tensor | None,
+        opts,
+        factors,
+    ) -> None:
+        """Does what `cross_entropy_chunk_` does, over all ranks.
+
+        class_weight_V: of the whole vocabulary. factors: loss_factors where the logits are to
+        become their gradient, else None.
+        """
         wide, v, (top_C, log_C) = loss_C.dtype, logits_Cv.shape[1], lse_2C
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         keep_C, index_C1 = local_C != IGNORED, local_C.clamp(min=0).long().unsqueeze(1)
         weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop]
         if v:
-            # With smoothing 1 its loss is the mean over words of w (lse - z).
+            # With smoothing 1 the loss is the mean over words of w (lse - z).
             cross_entropy_chunk_(
-                logits_Cv, local_C, scale, weight_v if opts.smoothing else None, loss_C, lse_2C, best_C, stats_3C,
-                IGNORED, 1.0 if opts.smoothing else 0.0, opts.inner, opts.outer, 0.0, False,
-            )  # fmt: skip
+                logits_Cv,
+                local_C,
+                scale,
+                weight_v if opts.smoothing else None,
+                loss_C,
+                lse_2C,
+                best_C,
+                stats_3C,
+                IGNORED,
+                1.0 if opts.smoothing else 0.0,
+                opts.inner,
+                opts.outer,
+                0.0,
+                False,
+            )
             u_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
             u_C = torch.tanh(u_C * opts.inner) if opts.inner else u_C
         else:
@@ -72,14 +108,16 @@ class VocabShard:
         if opts.smoothing:
             weights = v if weight_v is None else weight_v.sum()
             sums.append(weights * whole_lse(lse_2C, opts.outer) - v * loss_C if v else u_C)
-        top_C.masked_fill_(log_C == float("-inf"), float("-inf"))  # no word here has a probability
+        top_C.masked_fill_(
+            log_C == float("-inf"), float("-inf")
+        )  # every word of this part is ruled out
         part_2C = lse_2C.clone()
         self._reduce(top_C, dist.ReduceOp.MAX)
         below_C = (part_2C[0] - top_C).mul_(opts.outer).add_(part_2C[1])
         sums_KC = torch.stack([below_C.exp(), *sums])
         self._reduce(sums_KC, dist.ReduceOp.SUM)
         log_C.copy_(sums_KC[0].log_())
-        log_share_C = below_C.sub_(log_C)  # of the probability that this rank's words have
+        log_share_C = below_C.sub_(log_C)  # log of the probability of this rank's words
         lse_2C.masked_fill_(~keep_C, 0.0)
         lse_C = whole_lse(lse_2C, opts.outer)
 
@@ -96,11 +134,16 @@ class VocabShard:
         if stats_3C is not None:
             self._stats_(log_share_C, keep_C, stats_3C, v)
         if factors is not None:
-            rows_KC = factors(scale.expand_as(lse_C), None, labels_C, lse_2C, class_weight_V, self.size, opts)
+            rows_KC = factors(
+                scale.expand_as(lse_C), labels_C, lse_2C, class_weight_V, self.size, opts
+            )
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
 
     def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor, inner: float) -> None:
-        """The first word of the largest z of all ranks, from the first of each rank's; logits that reach the cap have one z."""
+        """The first word with the largest z, over all ranks.
+
+        Logits that reach the cap are equal.
+        """
         value_C = torch.full_like(best_C, float("-inf"), dtype=wide_dtype(logits_Cv.dtype))
         if logits_Cv.shape[1]:
             value_C.copy_(logits_Cv.gather(1, best_C.clamp(min=0).long().unsqueeze(1)).squeeze(1))
@@ -112,7 +155,7 @@ class VocabShard:
         best_C.masked_fill_(~keep_C, -1)
 
     def _stats_(self, log_share_C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
-        """Entropy, mean z and sum of squared probabilities, from those of this rank's words and their share of probability."""
+        """Combines entropy, mean z and sum of squared probabilities of the ranks' words."""
         entropy_C, mean_C, square_C = stats_3C
         share_C = log_share_C.exp()
         if v:
@@ -120,20 +163,32 @@ class VocabShard:
         mean_C *= v / self.size
         square_C *= share_C.square()
         for out_C in (entropy_C, square_C):
-            out_C.masked_fill_(share_C == 0.0, 0.0)  # every word here is ruled out
+            out_C.masked_fill_(share_C == 0.0, 0.0)  # every word of this part is ruled out
         stats_3C.masked_fill_(~keep_C, 0.0)
         summed_3C = stats_3C.contiguous()
         self._reduce(summed_3C, dist.ReduceOp.SUM)
         stats_3C.copy_(summed_3C)
 
     def chunk_bwd_(
-        self, logits_Cv: Tensor, labels_C: Tensor, rows_KC: Tensor, class_weight_V: Tensor | None, opts
+        self,
+        logits_Cv: Tensor,
+        labels_C: Tensor,
+        rows_KC: Tensor,
+        class_weight_V: Tensor | None,
+        opts,
     ) -> None:
-        """`cross_entropy_chunk_bwd_`'s work; rows_KC and class_weight_V are of the whole vocabulary."""
+        """Does what `cross_entropy_chunk_bwd_` does.
+
+        rows_KC, class_weight_V: of the whole vocabulary.
+        """
         if not logits_Cv.shape[1]:
             return
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         top_C, p_C, y_C, *others = rows_KC
         rows_KC = torch.stack([top_C, p_C, torch.where(here_C, y_C, 0.0), *others])
-        weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop].contiguous()
-        cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, weight_v, IGNORED, opts.inner, opts.outer)
+        weight_v = (
+            None if class_weight_V is None else class_weight_V[self.start : self.stop].contiguous()
+        )
+        cross_entropy_chunk_bwd_(
+            logits_Cv, local_C, rows_KC, weight_v, IGNORED, opts.inner, opts.outer
+        )

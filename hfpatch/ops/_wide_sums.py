@@ -1,7 +1,8 @@
-"""Float32 sums of products of 16-bit matrices, added up in the matmul itself where the device can: what is summed is neither
-rounded nor written and read again in between.
+"""Float32 sums of products of 16-bit matrices, accumulated inside the matmul where the device can.
 
-M, N rows and columns of a sum, K what is summed over.
+The products are then neither rounded nor written to memory before they are added.
+
+M, N rows and columns of a sum; K the dimension that a matmul sums over.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def as_on_cuda():
-    """Inside, fake CPU tensors take the route of CUDA tensors, and so their allocations."""
+    """A context in which fake CPU tensors take the route of CUDA tensors, with its allocations."""
     token = _AS_CUDA.set(True)
     try:
         with shapes_of_out_dtype():
@@ -29,7 +30,7 @@ def as_on_cuda():
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Whether x is, or stands for, a tensor on such a device."""
+    """Whether x is on a GPU, or a fake tensor that stands for one (as_on_cuda)."""
     return x.is_cuda or (_AS_CUDA.get() and is_fake(x))
 
 
@@ -41,7 +42,7 @@ def sums_in_matmul(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
-    """The product into the float32 sum or, where it is the first, in its place."""
+    """Adds a_MK @ b_KN to the float32 sum out_MN; `first` overwrites the sum instead."""
     aten = torch.ops.aten
     if first:
         aten.mm.dtype_out(a_MK, b_KN, out_MN.dtype, out=out_MN)
@@ -51,13 +52,17 @@ def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
 
 @lru_cache(maxsize=32)
 def exact_there(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device's matmul takes a float32 sum, and adds as float32 does: tried once, on a small product.
+    """Whether a device's matmul adds to a float32 sum with float32 precision. Tried once, on a
+    small product.
 
-    torch.OutOfMemoryError where there is no room to find it: the answer stands for the process.
+    Raises:
+        torch.OutOfMemoryError: no room for the trial. Raised because the answer is cached.
     """
     M, K, N = 64, 256, 128
     generator = torch.Generator(device).manual_seed(0)
-    a_KM, b_KN = (torch.randn(K, n, generator=generator, device=device, dtype=dtype) for n in (M, N))
+    a_KM, b_KN = (
+        torch.randn(K, n, generator=generator, device=device, dtype=dtype) for n in (M, N)
+    )
     sum_MN = torch.empty(M, N, dtype=torch.float32, device=device)
     try:
         for first in (True, False):

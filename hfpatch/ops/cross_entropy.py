@@ -1,8 +1,8 @@
-"""Cross-entropy of logits that exist already: one pass over them for the loss, one for the gradient, no copy in float32.
+"""Cross-entropy of existing logits: one pass for the loss, one for the gradient, no float32 copy.
 
-Legend: N tokens, V vocabulary. The arithmetic is that of linear_cross_entropy (_linear_ce_chunk.py, whose kernels it
-shares); the backward reads the logits and writes a gradient of their dtype. Where the logits need not exist, use
-linear_cross_entropy.
+Legend: N tokens, V vocabulary. Arithmetic and kernels are those of linear_cross_entropy
+(_linear_ce_chunk.py). The backward reads the logits and writes a gradient of their dtype. Where the
+logits need not exist, use linear_cross_entropy.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_, whole_lse
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_
 from hfpatch.ops._linear_ce_inputs import (
     as_class_weight,
     as_num_items,
@@ -26,21 +26,25 @@ from hfpatch.ops._linear_ce_loop import SCHEMA, Options, check_labels, divisor, 
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What the losses return where more than the loss was asked for; fields not asked for are None."""
+    """The loss with further outputs. Fields that were not asked for are None."""
 
     loss: Tensor
-    token_loss: Tensor | None  # like labels, float32: each token's part of the sum, z-loss included; 0 where ignored
-    lse: Tensor | None  # like labels, float32: log sum exp of the (scaled, soft-capped) logits; 0 where ignored
-    accuracy: Tensor | None  # like labels, bool: the label has the first largest logit; False where ignored
+    accuracy: (
+        Tensor | None
+    )  # like labels, bool: the label has the first largest logit; False where ignored
     predicted: Tensor | None  # like labels: the word with the first largest logit; -1 where ignored
 
     @classmethod
-    def of(cls, loss, token_loss_N, lse_N, best_N, labels, ignore_index, asked) -> "CrossEntropyOutput":
-        """asked: which of the four are wanted, in their order; best_N: int32, -1 where ignored."""
-        accuracy = lambda: (best_N.view(labels.shape) == labels) & (labels != ignore_index)  # noqa: E731
-        predicted = lambda: best_N.view(labels.shape).to(labels.dtype)  # noqa: E731
-        fields = lambda: token_loss_N.view(labels.shape), lambda: lse_N.view(labels.shape), accuracy, predicted
-        return cls(loss, *(field() if wanted else None for field, wanted in zip(fields, asked)))
+    def of(
+        cls, loss, best_N, labels, ignore_index, accuracy: bool = True, predicted: bool = True
+    ) -> "CrossEntropyOutput":
+        """best_N: int32, -1 where ignored. accuracy, predicted: whether each is wanted."""
+        best = best_N.view(labels.shape)
+        return cls(
+            loss,
+            (best == labels) & (labels != ignore_index) if accuracy else None,
+            best.to(labels.dtype) if predicted else None,
+        )
 
 
 def cross_entropy_ref(
@@ -52,21 +56,25 @@ def cross_entropy_ref(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     label_smoothing: float = 0.0,
-    scale: float = 1.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> CrossEntropyOutput:
-    """The same in plain torch, differentiable as often as asked; the oracle in float64."""
+    """cross_entropy in plain torch, with any number of derivatives. The oracle in float64."""
     labels = shift_labels(labels, ignore_index) if shift else labels
-    z = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1]) * scale
+    z = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1])
     z = softcap * torch.tanh(z / softcap) if softcap else z
     class_weight = as_class_weight(class_weight, z, z.dtype)
     labels_N = labels.reshape(-1).long()
     keep_N = labels_N != ignore_index
     lse_N = z.logsumexp(-1) * keep_N
     token_loss_N = F.cross_entropy(
-        z, labels_N, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        z,
+        labels_N,
+        class_weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
     token_loss_N = token_loss_N + z_loss * lse_N.square()
     best_N = z.argmax(-1).masked_fill(~keep_N, -1)
@@ -77,10 +85,10 @@ def cross_entropy_ref(
     else:
         share_N = keep_N if class_weight is None else class_weight[labels_N * keep_N] * keep_N
         loss = token_loss_N.sum() / share_N.sum() if reduction == "mean" else token_loss_N.sum()
-    return CrossEntropyOutput.of(loss, token_loss_N, lse_N, best_N, labels, ignore_index, (True,) * 4)
+    return CrossEntropyOutput.of(loss, best_N, labels, ignore_index)
 
 
-# The op, its backward op, their fakes: a number a token. Outputs that are absent are empty tensors.
+# The op, its backward op and their fakes: one loss per token. Absent outputs are empty tensors.
 
 
 def _op(logits, labels, class_weight, best, *options):
@@ -93,7 +101,7 @@ def _op(logits, labels, class_weight, best, *options):
     if use_kernel(logits):
         from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
     outputs = loss_N, lse_2N, best_N if best else None, None
-    scale = loss_N.new_ones(())  # of the gradient, which waits for the backward
+    scale = loss_N.new_ones(())  # the gradient is computed in the backward
     settings = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, False
     run(logits, labels, scale, class_weight, *outputs, *settings)
     return loss_N, lse_2N, best_N
@@ -101,13 +109,16 @@ def _op(logits, labels, class_weight, best, *options):
 
 def _op_fake(logits, labels, class_weight, best, *options):
     loss_N = logits.new_empty(labels.shape, dtype=wide_dtype(logits.dtype))
-    return loss_N, loss_N.new_empty(2, *labels.shape), labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
+    return (
+        loss_N,
+        loss_N.new_empty(2, *labels.shape),
+        labels.new_empty(labels.shape if best else 0, dtype=torch.int32),
+    )
 
 
-def _op_bwd(dloss, dlse, logits, labels, class_weight, lse, *options):
+def _op_bwd(dloss, logits, labels, class_weight, lse, *options):
     opts = Options(*options)
-    dloss = torch.zeros_like(lse[0]) if dloss is None else dloss
-    rows = loss_factors(dloss, dlse, labels, lse, class_weight, logits.shape[1], opts)
+    rows = loss_factors(dloss, labels, lse, class_weight, logits.shape[1], opts)
     settings = labels, rows, class_weight, opts.ignore_index, opts.inner, opts.outer
     if use_kernel(logits):
         from hfpatch.kernels.cross_entropy import cross_entropy_bwd
@@ -123,23 +134,25 @@ def _op_bwd(dloss, dlse, logits, labels, class_weight, lse, *options):
 def _op_setup(ctx, inputs, output):
     logits, labels, class_weight, _, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(logits, labels, class_weight, output[1])
 
 
-def _op_backward(ctx, dloss, dlse, _):
-    return _bwd(dloss, dlse, *ctx.saved_tensors, *ctx.options), *[None] * (3 + len(ctx.options))
+def _op_backward(ctx, dloss, *_):
+    d_logits = None if dloss is None else _bwd(dloss, *ctx.saved_tensors, *ctx.options)
+    return d_logits, *[None] * (3 + len(ctx.options))
 
 
 _bwd = define(
-    "cross_entropy_bwd(Tensor? dloss, Tensor? dlse, Tensor logits, Tensor labels, Tensor? class_weight, Tensor lse,"
-    f" {SCHEMA}) -> Tensor",
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor labels, Tensor? class_weight,"
+    f" Tensor lse, {SCHEMA}) -> Tensor",
     _op_bwd,
-    lambda dloss, dlse, logits, *others: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    lambda dloss, logits, *others: torch.empty_like(logits, memory_format=torch.contiguous_format),
     backward=no_second_derivative("cross_entropy"),
 )
 _fwd = define(
-    f"cross_entropy(Tensor logits, Tensor labels, Tensor? class_weight, bool best, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"cross_entropy(Tensor logits, Tensor labels, Tensor? class_weight, bool best, {SCHEMA})"
+    " -> (Tensor, Tensor, Tensor)",
     _op,
     _op_fake,
     backward=_op_backward,
@@ -156,40 +169,66 @@ def cross_entropy(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     label_smoothing: float = 0.0,
-    scale: float = 1.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
     shift: bool = False,
-    return_token_loss: bool = False,
-    return_lse: bool = False,
     return_accuracy: bool = False,
     return_predicted: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross-entropy of logits [..., V] (bf16, fp16, fp32; fp64 on the plain path) and labels [...], in float32.
+    """Cross-entropy of logits and labels, computed in float32.
 
-    Options, results, dtypes and errors are those of linear_cross_entropy, whose docstring has them. The gradient is a
-    new tensor of the logits' dtype; token_loss and lse are differentiable. There is no second derivative: use
-    cross_entropy_ref.
+    Args:
+        logits: [..., V], bf16, fp16 or fp32 (fp64 on the plain path).
+        labels: [...], int64 or int32, in [0, V) or ignore_index.
+        class_weight, ignore_index, reduction, num_items, label_smoothing, softcap, z_loss, shift,
+            return_accuracy, return_predicted: as in linear_cross_entropy.
+
+    Returns:
+        As linear_cross_entropy. The gradient is a new tensor of the logits' dtype.
+
+    Raises:
+        ValueError: as linear_cross_entropy.
+        RuntimeError: for a second derivative; use cross_entropy_ref.
+
+    Example:
+        loss = cross_entropy(logits_BTV, labels_BT, shift=True)
     """
     op = "cross_entropy"
     if logits.dim() == 0 or not logits.is_floating_point():
-        refuse(op, "floating-point logits [..., V]", f"{logits.dtype} {tuple(logits.shape)}", "check the head")
+        refuse(
+            op,
+            "floating-point logits [..., V]",
+            f"{logits.dtype} {tuple(logits.shape)}",
+            "check the head",
+        )
     check_labels_like(op, logits, labels, shift)
-    check_options(op, scale=scale, softcap=softcap)
+    check_options(op, softcap=softcap)
     check_loss(op, logits.shape[-1], class_weight, reduction, num_items, label_smoothing, z_loss)
     labels = shift_labels(labels, ignore_index) if shift else labels
     class_weight = as_class_weight(class_weight, logits, logits.dtype)
-    opts = Options(ignore_index, reduction, None, label_smoothing, scale, softcap or 0.0, 1.0, z_loss, 0, logits.dtype)
+    opts = Options(
+        ignore_index,
+        reduction,
+        None,
+        label_smoothing,
+        1.0,
+        softcap or 0.0,
+        1.0,
+        z_loss,
+        0,
+        logits.dtype,
+    )
     logits_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     best = return_accuracy or return_predicted
-    token_loss_N, lse_2N, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
+    token_loss_N, _, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
     if reduction == "none":
         loss = token_loss_N.view(labels.shape)
     else:
         num_items = as_num_items(num_items, logits, logits.dtype)
         loss = token_loss_N.sum() / divisor(labels_N, class_weight, num_items, opts, logits.device)
-    asked = return_token_loss, return_lse, return_accuracy, return_predicted
-    if not any(asked):
+    if not best:
         return loss
-    return CrossEntropyOutput.of(loss, token_loss_N, whole_lse(lse_2N, opts.outer), best_N, labels, ignore_index, asked)
+    return CrossEntropyOutput.of(
+        loss, best_N, labels, ignore_index, return_accuracy, return_predicted
+    )

@@ -1,7 +1,10 @@
-"""Token embedding whose backward needs no second copy of the gradient in float32.
+"""Token embedding whose backward needs no float32 copy of the whole gradient.
 
-`embedding_dense_backward` sums repeated tokens through float32 partials as large as the gradient of the output (2.2 GiB for
-131,072 tokens of 4096); done in column slices it takes one slice's. N tokens, V vocabulary, D hidden.
+`embedding_dense_backward` sums repeated tokens in float32 partials as large as the output's
+gradient: 2.2 GiB for 131,072 tokens of 4096. In column slices only one slice of partials exists at
+    a time.
+
+N tokens, V vocabulary, D hidden.
 """
 
 import torch
@@ -21,8 +24,10 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "hfpatch: expected a first-order backward through the embedding, create_graph=True came; "
-                "for second derivatives call hfpatch.undo(model), and model.set_attn_implementation('eager')."
+                "hfpatch: expected a first-order backward through the embedding, create_graph=True "
+                "came; "
+                "for second derivatives call hfpatch.undo(model), and "
+                "model.set_attn_implementation('eager')."
             )
         (ids,) = ctx.saved_tensors
         D = dy.shape[-1]
@@ -33,10 +38,24 @@ class _Embedding(torch.autograd.Function):
         dw_VD = dy.new_empty(ctx.rows, D)
         for start in range(0, D, columns):
             part = slice(start, start + columns)
-            dw_VD[:, part] = backward(dy[..., part].contiguous(), ids, ctx.rows, ctx.padding_idx, False)
+            dw_VD[:, part] = backward(
+                dy[..., part].contiguous(), ids, ctx.rows, ctx.padding_idx, False
+            )
         return None, dw_VD, None
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """weight[ids]: ids [...] int, weight [V, D] -> [..., D]. The gradient of row padding_idx is zero. One derivative."""
+    """weight[ids].
+
+    Args:
+        ids: [...], int.
+        weight: [V, D].
+        padding_idx: a row whose gradient is zero, or None.
+
+    Returns:
+        [..., D].
+
+    Raises:
+        RuntimeError: for a second derivative.
+    """
     return _Embedding.apply(ids, weight, -1 if padding_idx is None else padding_idx)

@@ -1,16 +1,22 @@
-"""Per-token log-probabilities, entropies and their kin of hidden @ weight.T, without the logits: what preference and
-policy-gradient losses read of a language model.
+"""Per-token log-probabilities, entropies and related values of hidden @ weight.T, without whole
+logits.
 
-Legend: N tokens, D hidden size, V vocabulary. Chunks, kept tokens, weight gradient and kernels are those of
-linear_cross_entropy (_linear_ce_loop.py, _linear_ce_chunk.py). The upstream gradient of every token is known in the
-backward alone, so the forward keeps a few numbers a token and the logits are computed once more: four matmuls in all.
-As there, eager calls run an autograd Function of aten calls, and torch.compile sees one op a direction.
+Preference and policy-gradient losses read these. Legend: N tokens, D hidden size, V vocabulary.
 
-With z = softcap * tanh(scale * logits / softcap) / temperature (no cap: scale * logits / temperature), p = softmax(z):
+Chunks, dropped tokens, weight gradient and kernels are those of linear_cross_entropy
+(_linear_ce_loop.py, _linear_ce_chunk.py). A token's upstream gradient is known in the backward
+only. So the forward saves a few numbers per token, and the backward computes the logits a second
+time: four matmuls in all.
+
+With z = softcap * tanh(scale * logits / softcap) / temperature (without a cap: scale * logits /
+temperature) and p = softmax(z):
     log_prob = z_y - lse        lse = log sum exp z        entropy = - sum p log p
-    mean_logit = mean of z over the vocabulary             sum_sq_prob = sum p^2        is_top1: y has the first largest z
-and for upstream gradients g of each the logits get dz = p (P + H (log p + entropy) + Q p) - Y [y] - U with
-Y = -g_log_prob, U = -g_mean_logit / V, H = -g_entropy, Q = 2 g_sum_sq_prob, P = Y + g_lse - Q sum_sq_prob.
+    mean_logit = mean of z over the vocabulary             sum_sq_prob = sum p^2
+    is_top1: y has the first largest z
+For upstream gradients g of each, the gradient of the logits is
+    dz = p (P + H (log p + entropy) + Q p) - Y [y] - U
+with Y = -g_log_prob, U = -g_mean_logit / V, H = -g_entropy, Q = 2 g_sum_sq_prob,
+P = Y + g_lse - Q sum_sq_prob.
 """
 
 from typing import NamedTuple
@@ -20,15 +26,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
-from hfpatch.ops._library import define, no_second_derivative, one_gradient, wide_dtype
+from hfpatch.ops._library import no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
-from hfpatch.ops._linear_ce_inputs import check_head, check_options, check_shard, logits_dtype, refuse, shift_labels
-from hfpatch.ops._linear_ce_loop import SCHEMA, Options, backward_pass, empty_grads, forward_pass, or_empty, share
+from hfpatch.ops._linear_ce_inputs import (
+    check_head,
+    check_options,
+    check_shard,
+    logits_dtype,
+    refuse,
+    shift_labels,
+)
+from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, share
 from hfpatch.ops._linear_ce_shards import VocabShard
 
 
 class LinearLogProbOutput(NamedTuple):
-    """Each like labels, float32 (float64 for float64 inputs), differentiable; 0 where ignored, None where not asked."""
+    """Each shaped like labels, float32 (float64 for float64 inputs) and differentiable.
+
+    0 where the label is ignored, None where the field was not asked for.
+    """
 
     log_prob: Tensor | None
     entropy: Tensor | None
@@ -50,7 +66,10 @@ def linear_log_prob_ref(
     ignore_index: int = -100,
     shift: bool = False,
 ) -> LinearLogProbOutput:
-    """All outputs in plain torch with whole logits, differentiable as often as asked; the oracle in float64."""
+    """All outputs in plain torch, from whole logits; any number of derivatives.
+
+    The oracle in float64.
+    """
     labels = shift_labels(labels, ignore_index) if shift else labels
     z = F.linear(hidden, weight, bias)
     z = z.to(wide_dtype(z.dtype)) * scale
@@ -71,10 +90,10 @@ def linear_log_prob_ref(
 
 
 def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
-    """The rows of backward_pass, as the head of this file says; an upstream gradient may be None.
+    """The factors that backward_pass takes; see the formula at the top of this file.
 
-    They are for p / c, where c is the largest p, and its logarithm, log p + lse_2N[1]: c is in P and H, c^2 in Q. lse's upstream
-    gradient is dlse_2N[1].
+    backward_pass multiplies them by p / c, c being the largest p, so P and H contain c, and Q
+    contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
     """
     top_N, c_N = lse_2N[0], share(lse_2N)
     y_N = torch.zeros_like(top_N) if dlog_prob_N is None else -dlog_prob_N
@@ -84,32 +103,57 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
     (entropy_N, _, square_N), (dentropy_N, dmean_N, dsquare_N) = stats_3N, dstats_3N
     q_N, entropy_N = 2.0 * dsquare_N, entropy_N - lse_2N[1]
     p_N = (p_N - q_N * square_N) * c_N
-    return torch.stack([top_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()])
+    return torch.stack(
+        [top_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()]
+    )
 
 
 def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
     with autocast(hidden.device.type, enabled=False):
-        out = forward_pass(hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard)
+        out = forward_pass(
+            hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard
+        )
     return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
 
 
 def _backward(
-    dlog_prob, dlse, dstats, hidden, weight, bias, labels, lse, stats, needs, opts, overwrite=False, shard=None
+    dlog_prob,
+    dlse,
+    dstats,
+    hidden,
+    weight,
+    bias,
+    labels,
+    lse,
+    stats,
+    needs,
+    opts,
+    overwrite=False,
+    shard=None,
 ):
-    rows_KN = _factors(dlog_prob, dlse, dstats, lse, stats, weight.shape[0] if shard is None else shard.size)
+    rows_KN = _factors(
+        dlog_prob, dlse, dstats, lse, stats, weight.shape[0] if shard is None else shard.size
+    )
     with autocast(hidden.device.type, enabled=False):
-        return backward_pass(hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite, shard)
+        return backward_pass(
+            hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite, shard
+        )
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Eager route. Outputs: log_prob, lse in two numbers [2, N], stats [3, N] (empty where not asked for), best (int32, so too)."""
+    """Returns log_prob, lse as two numbers [2, N], stats [3, N] and best (int32).
+
+    stats and best are empty where not asked for.
+    """
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private, shard):
         ctx.set_materialize_grads(False)
         ctx.opts, ctx.needs, ctx.private, ctx.shard = opts, ctx.needs_input_grad[:3], private, shard
         tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
-        log_prob_N, lse_2N, stats_3N, best_N = _forward(*tensors, labels_N, stats, best, opts, shard)
+        log_prob_N, lse_2N, stats_3N, best_N = _forward(
+            *tensors, labels_N, stats, best, opts, shard
+        )
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N)
         ctx.mark_non_differentiable(best_N)
         return log_prob_N, lse_2N, stats_3N, best_N
@@ -121,68 +165,25 @@ class _LinearLogProb(torch.autograd.Function):
             no_second_derivative("linear_log_prob")(ctx)
         hidden_ND, *others = ctx.saved_tensors
         overwrite = ctx.private and not keeps_graph()
-        hidden_ND = (
-            hidden_ND.detach()
-        )  # its values are read no more, so that writing there is no change of a saved tensor
+        # Detached: its values are not read again, so autograd need not see that they are
+        # overwritten.
+        hidden_ND = hidden_ND.detach()
         grads = _backward(
-            dlog_prob_N, dlse_2N, dstats_3N, hidden_ND, *others, ctx.needs, ctx.opts, overwrite, ctx.shard
+            dlog_prob_N,
+            dlse_2N,
+            dstats_3N,
+            hidden_ND,
+            *others,
+            ctx.needs,
+            ctx.opts,
+            overwrite,
+            ctx.shard,
         )
         return *grads, None, None, None, None, None, None
 
 
-# The compiled route: the same passes behind two ops. Outputs that are absent are empty tensors.
-
-
-def _op(hidden, weight, bias, labels, stats, best, *options):
-    return _forward(hidden, weight, bias, labels, stats, best, Options(*options))
-
-
-def _op_fake(hidden, weight, bias, labels, stats, best, *options):
-    log_prob = hidden.new_empty(labels.shape, dtype=wide_dtype(Options(*options).dtype))
-    lse = log_prob.new_empty(2, *labels.shape)
-    stats_3N = log_prob.new_empty(3, labels.shape[0] if stats else 0)
-    return log_prob, lse, stats_3N, labels.new_empty(labels.shape if best else 0, dtype=torch.int32)
-
-
-def _op_bwd(dlog_prob, dlse, dstats, hidden, *others):
-    *tensors, need_dx, need_dw, need_db = others[:8]
-    needs, opts = (need_dx, need_dw, need_db), Options(*others[8:])
-    return or_empty(_backward(dlog_prob, dlse, dstats, hidden, *tensors, needs, opts), hidden)
-
-
-def _op_bwd_fake(dlog_prob, dlse, dstats, hidden, weight, bias, *others):
-    return or_empty(empty_grads((hidden, weight, bias), others[3:6]), hidden)
-
-
-def _op_setup(ctx, inputs, output):
-    log_prob, lse, stats, best = output
-    ctx.options = inputs[6:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(best)
-    ctx.save_for_backward(*inputs[:4], lse, stats)
-
-
-def _op_backward(ctx, dlog_prob, dlse, dstats, _):
-    needs = tuple(ctx.needs_input_grad[:3])
-    grads = _bwd(dlog_prob, dlse, dstats, *ctx.saved_tensors, *needs, *ctx.options)
-    return *(g if need else None for g, need in zip(grads, needs)), *[None] * (3 + len(ctx.options))
-
-
-_TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
-_bwd = define(
-    f"linear_log_prob_bwd(Tensor? dlog_prob, Tensor? dlse, Tensor? dstats, {_TENSORS}, Tensor lse, Tensor stats,"
-    f" bool need_dx, bool need_dw, bool need_db, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _op_bwd,
-    _op_bwd_fake,
-    backward=no_second_derivative("linear_log_prob"),
-)
-_fwd = define(
-    f"linear_log_prob({_TENSORS}, bool stats, bool best, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _op,
-    _op_fake,
-    backward=_op_backward,
-    setup_context=_op_setup,
-)
+# Under torch.compile this runs outside the graph, as linear_cross_entropy does.
+_apply = torch.compiler.disable(_LinearLogProb.apply)
 
 
 def linear_log_prob(
@@ -202,23 +203,35 @@ def linear_log_prob(
     inplace_hidden: bool = False,
     shard: VocabShard | None = None,
 ) -> LinearLogProbOutput:
-    """log softmax(hidden @ weight.T + bias) at the labels, and what else is asked for, a number a token.
+    """log softmax(hidden @ weight.T + bias) at the labels, and other values per token, without
+    whole logits.
 
-    hidden [..., D], weight [V, D], bias [V]: one floating dtype (under autocast any, computed in autocast's). labels
-    [...], int64 or int32, in [0, V) or ignore_index. outputs: names of the fields of LinearLogProbOutput; they are
-    defined at the head of this file, each like labels, 0 (False) where ignored, float32 (float64 for float64 inputs)
-    and differentiable, is_top1 apart. entropy, mean_logit and sum_sq_prob come together: asking for one costs what all
-    cost.
+    hidden, weight and bias get gradients, for any upstream gradient of every token.
 
-    scale, softcap, temperature: logits are multiplied by scale, soft-capped, divided by temperature, in float32.
-    shift, num_valid, workspace_bytes: as in linear_cross_entropy; with shift each row's last position is ignored.
-    inplace_hidden: the backward may write hidden's gradient over hidden, as in linear_cross_entropy (not under
-        torch.compile, and not where the graph is kept).
-    shard: this rank's part of the vocabulary, as in linear_cross_entropy.
+    Args:
+        hidden, weight, labels, bias, ignore_index, num_valid, shift, workspace_bytes, shard: as in
+            linear_cross_entropy.
+        temperature, scale, softcap: logits are multiplied by scale, soft-capped, then divided by
+            temperature, in float32.
+        outputs: names of the wanted fields of LinearLogProbOutput, defined at the top of this file.
+            entropy, mean_logit and sum_sq_prob are computed together: one costs as much as all
+            three.
+        inplace_hidden: the backward may write hidden's gradient over hidden, as in
+            linear_cross_entropy; ignored where the graph is kept for another backward.
 
-    Gradients for hidden, weight and bias, for any upstream gradient of every token; the backward computes the logits a
-    second time. Raises ValueError for a label out of range (on a GPU: a device-side assertion), for shapes, dtypes or
-    options that do not fit. There is no second derivative: use linear_log_prob_ref.
+    Returns:
+        A LinearLogProbOutput: each wanted field is shaped like labels, and 0 (False) where the
+        label is ignored. All but is_top1 are differentiable.
+
+    Raises:
+        ValueError: a label out of range (on a GPU a device-side assertion), or shapes, dtypes or
+            options that do not fit.
+        RuntimeError: in the backward, for create_graph=True. There is no second derivative; use
+            linear_log_prob_ref.
+
+    Example:
+        out = linear_log_prob(hidden_BTD, head.weight, labels_BT, outputs=("log_prob", "entropy"),
+        shift=True)
     """
     op, names = "linear_log_prob", LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
@@ -230,16 +243,29 @@ def linear_log_prob(
     dtype = logits_dtype(op, hidden, weight, bias)
     labels = shift_labels(labels, ignore_index) if shift else labels
     opts = Options(
-        ignore_index, "none", num_valid, 0.0, scale, softcap or 0.0, temperature, 0.0, workspace_bytes, dtype
+        ignore_index,
+        "none",
+        num_valid,
+        0.0,
+        scale,
+        softcap or 0.0,
+        temperature,
+        0.0,
+        workspace_bytes,
+        dtype,
     )
-    stats, best = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs), "is_top1" in outputs
+    stats, best = (
+        not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs),
+        "is_top1" in outputs,
+    )
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
-    if torch.compiler.is_compiling():
-        log_prob_N, lse_2N, stats_3N, best_N = torch.ops.hfpatch.linear_log_prob(*tensors, stats, best, *opts)
-    else:
-        private = inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
-        log_prob_N, lse_2N, stats_3N, best_N = _LinearLogProb.apply(*tensors, stats, best, opts, private, shard)
+    private = (
+        inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
+    )
+    log_prob_N, lse_2N, stats_3N, best_N = _apply(*tensors, stats, best, opts, private, shard)
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
     values = log_prob_N, entropy_N, whole_lse(lse_2N, opts.outer), mean_N, square_N, is_top1_N
-    return LinearLogProbOutput(*(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values)))
+    return LinearLogProbOutput(
+        *(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values))
+    )

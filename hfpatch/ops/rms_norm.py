@@ -2,31 +2,49 @@
 
 Legend: B batch, T tokens, N = all leading dims together, D hidden.
 
-    rstd = 1 / sqrt(mean(x^2) + eps)        x_hat = x * rstd        w = offset + weight, or offset + 1 without a weight
-    y = w * x_hat                           g = dy * w
-    dx = rstd * (g - x_hat * mean(g * x_hat))                       dweight = sum over N of dy * x_hat
-Only rstd is saved beside the inputs. Families differ in where 16 bits come in (`cast`) and so in the result's dtype:
+    rstd = 1 / sqrt(mean(x^2) + eps)
+    x_hat = x * rstd
+    w = offset + weight, or offset + 1 without a weight
+    y = w * x_hat
+    g = dy * w
+    dx = rstd * (g - x_hat * mean(g * x_hat))
+    dweight = sum over N of dy * x_hat
+Besides the inputs only rstd is saved. Families differ in where they round to 16 bits (`cast`), and
+so in the dtype of the result:
 
-    "before"  x_hat to x.dtype, then the weight       promote(x, weight)  Llama, Qwen, Mistral, DeepSeek-V3 and most
-    "after"   the product, once                       x.dtype             Gemma (offset 1), OLMo2, gpt-oss, Nemotron-H
-    "weight"  x_hat to the weight's dtype, if 16 bits that dtype or wide  T5 and its kin
-    "rstd"    rstd to x.dtype, x times that as well   promote(x, weight)  DeepSeek-V4 (no weight)
-The backward is the same for all: roundings have no derivative.
+    cast      rounds                           result              families
+    "before"  x_hat to x.dtype, then weight    promote(x, weight)  Llama, Qwen, Mistral, most others
+    "after"   the product, once                x.dtype             Gemma (offset 1), OLMo2, gpt-oss
+    "weight"  x_hat to weight.dtype if 16-bit  that dtype or wide  T5 and relatives
+    "rstd"    rstd to x.dtype, then x * rstd   promote(x, weight)  DeepSeek-V4 (no weight)
+The backward is the same for all, since a rounding has no derivative.
 """
 
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import as_dtype, define, expect_floating, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import (
+    as_dtype,
+    define,
+    expect_floating,
+    no_second_derivative,
+    use_kernel,
+    wide_dtype,
+)
 
 CASTS = ("before", "after", "weight", "rstd")
-MAX_KERNEL_WIDTH = 16384  # a row lives in one program's registers; wider rows take the plain path
+MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; wider rows take the plain path
 
 
 def rms_norm_ref(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: str = "before"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "before",
 ) -> Tensor:
-    """Plain torch, differentiable any number of times; float64 stays float64."""
+    """rms_norm in plain torch, with any number of derivatives. float64 stays float64."""
     return _plain_fwd(x, weight, eps, offset, cast)[0]
 
 
@@ -39,6 +57,7 @@ def add_rms_norm_ref(
     offset: float = 0.0,
     cast: str = "before",
 ) -> tuple[Tensor, Tensor]:
+    """add_rms_norm in plain torch, with any number of derivatives."""
     total = x + residual
     return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
 
@@ -63,11 +82,17 @@ def _factor(weight, offset, wide):
 
 def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
-    dy, rstd, w = as_dtype(dy, wide), as_dtype(rstd, wide).unsqueeze(-1), _factor(weight, offset, wide)
+    dy, rstd, w = (
+        as_dtype(dy, wide),
+        as_dtype(rstd, wide).unsqueeze(-1),
+        _factor(weight, offset, wide),
+    )
     x_hat = as_dtype(x, wide) * rstd
     dx = dw = None
     if need_dw:
-        dw = as_dtype((dy * x_hat).flatten(0, -2).sum(0) if x.dim() > 1 else dy * x_hat, weight.dtype)
+        dw = as_dtype(
+            (dy * x_hat).flatten(0, -2).sum(0) if x.dim() > 1 else dy * x_hat, weight.dtype
+        )
     if need_dx:
         g = dy if w is None else dy * w
         x_hat *= (g * x_hat).mean(-1, keepdim=True)
@@ -77,7 +102,7 @@ def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
 
 
 def _x_hat_dtype(dtype, weight, cast):
-    """The dtype x_hat is rounded to before the weight meets it."""
+    """The dtype to which x_hat is rounded before it is multiplied by the weight."""
     if cast == "weight":
         return weight.dtype if weight.dtype.itemsize == 2 else wide_dtype(dtype)
     return wide_dtype(dtype) if cast == "after" else dtype
@@ -86,11 +111,15 @@ def _x_hat_dtype(dtype, weight, cast):
 def _y_dtype(dtype, x_hat_dtype, weight, cast):
     if cast == "after" or weight is None:
         return dtype
-    return x_hat_dtype if x_hat_dtype is weight.dtype else torch.promote_types(x_hat_dtype, weight.dtype)
+    return (
+        x_hat_dtype
+        if x_hat_dtype is weight.dtype
+        else torch.promote_types(x_hat_dtype, weight.dtype)
+    )
 
 
 def _dtypes(dtype, weight, cast):
-    """Of x_hat and of the result."""
+    """The dtypes of x_hat and of the result."""
     x_hat = _x_hat_dtype(dtype, weight, cast)
     return x_hat, _y_dtype(dtype, x_hat, weight, cast)
 
@@ -99,7 +128,7 @@ def _kernel_serves(x, *others):
     return use_kernel(x, *others) and 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0
 
 
-# The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.
+# The ops, their backward op and the fakes. A gradient that is not needed is an empty tensor.
 
 
 def _rms_norm(x, weight, eps, offset, cast):
@@ -197,7 +226,8 @@ def _add_backward(ctx, dy, _, dsum):
 
 
 RMS_NORM = define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor "
+    "rstd)",
     _rms_norm,
     _rms_norm_fake,
     backward=_backward,
@@ -218,26 +248,47 @@ def _check(x, weight, cast):
     if x.ndim == 0 or (weight is not None and (weight.ndim != 1 or x.shape[-1] != weight.shape[0])):
         came = "None" if weight is None else list(weight.shape)
         raise ValueError(
-            f"hfpatch: rms_norm expects weight [D] or None for x [..., D], came weight {came} and x {list(x.shape)}; "
+            f"hfpatch: rms_norm expects weight [D] or None for x [..., D], came weight {came} and "
+            f"x {list(x.shape)}; "
             "normalise over the last dimension."
         )
     if cast not in CASTS or (cast == "weight" and weight is None):
         raise ValueError(
-            f'hfpatch: rms_norm expects cast to be one of {", ".join(CASTS)} ("weight" with a weight alone), '
-            f'came {cast!r} with weight {"absent" if weight is None else "given"}; "before" is Llama\'s.'
+            f'hfpatch: rms_norm expects cast to be one of {", ".join(CASTS)} ("weight" with a '
+            "weight alone), "
+            f'came {cast!r} with weight {"absent" if weight is None else "given"}; "before" is '
+            "Llama's."
         )
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: str = "before"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "before",
 ) -> Tensor:
     """(offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32.
 
-    x: [..., D], bf16/fp16/fp32 (fp64 on the plain path); weight: [D], or None for 1; offset: what is added to the
-    weight in float32, 1.0 for Gemma. cast: where the result is rounded to 16 bits, one of CASTS, with the dtype of the
-    result as the head of this file says; the default is Llama's, Gemma takes offset=1.0, cast="after".
-    Returns [..., D] contiguous. ValueError where D differs or cast is not known. Same dtypes and values as the module
-    of transformers that rounds there. One derivative.
+    Dtypes and values equal those of the transformers module that rounds in the same place.
+
+    Args:
+        x: [..., D], bf16, fp16 or fp32 (fp64 on the plain path).
+        weight: [D], or None for 1.
+        eps: added to the mean of squares.
+        offset: added to the weight in float32; 1.0 for Gemma.
+        cast: where the result is rounded to 16 bits, one of CASTS, which also decides the dtype of
+            the result (see the top of this file). The default is Llama's; Gemma takes cast="after".
+
+    Returns:
+        [..., D], contiguous. It has one derivative.
+
+    Raises:
+        ValueError: for integers, where D differs, or for an unknown cast.
+
+    Example:
+        y = rms_norm(x, norm.weight, norm.variance_epsilon)
     """
     _check(x, weight, cast)
     return RMS_NORM(x, weight, eps, offset, cast)[0]
@@ -252,9 +303,17 @@ def add_rms_norm(
     offset: float = 0.0,
     cast: str = "before",
 ) -> tuple[Tensor, Tensor]:
-    """total = x + residual and rms_norm(total, weight), in one pass. Returns (normed, total).
+    """total = x + residual and rms_norm(total, weight), in one pass over memory.
 
-    x, residual: [..., D], the same shape; the sum has their promoted dtype. Everything else as rms_norm.
+    Args:
+        x, residual: [..., D], of one shape.
+        weight, eps, offset, cast: as in rms_norm.
+
+    Returns:
+        (normed, total); total has the promoted dtype of x and residual.
+
+    Raises:
+        ValueError: as rms_norm, or where the shapes differ.
     """
     _check(x, weight, cast)
     if x.shape != residual.shape:

@@ -1,18 +1,26 @@
 """The gated activation of an MLP: activation(gate) * up, computed in float32 and rounded once.
 
-Legend: N tokens, F intermediate. Any leading dims; gate and up may be strided (the halves of one projection).
+Legend: N tokens, F intermediate. Any leading dimensions. gate and up may be strided: halves of one
+projection, for example.
 
     y = act(gate) * up        dup = dy * act(gate)        dgate = dy * up * act'(gate)
-Backward reads dy, gate and up once and writes dgate and dup once; nothing else is saved.
+The backward reads dy, gate and up once and writes dgate and dup once. Nothing else is saved.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import as_dtype, define, expect_floating, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import (
+    as_dtype,
+    define,
+    expect_floating,
+    no_second_derivative,
+    use_kernel,
+    wide_dtype,
+)
 
-# Names as HF's ACT2FN spells them -> the function computed. A name that is not here is refused, never replaced.
+# Names in transformers' ACT2FN -> the function computed. Other names are refused, never replaced.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -31,7 +39,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
-    """Plain torch, differentiable any number of times; float64 stays float64."""
+    """swiglu in plain torch, with any number of derivatives. float64 stays float64."""
     wide = wide_dtype(gate.dtype, up.dtype)
     y = _act(as_dtype(gate, wide), ACTIVATIONS[activation]) * as_dtype(up, wide)
     return as_dtype(y, torch.promote_types(gate.dtype, up.dtype))
@@ -46,7 +54,7 @@ def _act(x, name):
 
 
 def _dgate(dact, x, name):
-    """Gradient of act(x) whose own is dact, in the dtype of both."""
+    """The gradient of x from dact, the gradient of act(x)."""
     if name == "silu":
         return torch.ops.aten.silu_backward(dact, x)
     if name in _APPROXIMATE:
@@ -65,7 +73,7 @@ def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
     return dgate, dup
 
 
-# The op, its backward op, their fakes. A gradient that nobody needs is an empty tensor.
+# The op, its backward op and their fakes. A gradient that is not needed is an empty tensor.
 
 
 def _swiglu(gate, up, activation):
@@ -92,7 +100,9 @@ def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
 
 
 def _swiglu_bwd_fake(dy, gate, up, activation, need_dgate, need_dup):
-    return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(up.shape if need_dup else 0)
+    return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(
+        up.shape if need_dup else 0
+    )
 
 
 SWIGLU_BACK = define(
@@ -127,8 +137,18 @@ SWIGLU = define(
 def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     """activation(gate) * up, computed in float32 and rounded once.
 
-    gate, up: [..., F], the same shape, bf16/fp16/fp32 (fp64 on the plain path); activation: a key of ACTIVATIONS.
-    Returns [..., F] contiguous, of the promoted dtype. ValueError on other shapes or names. One derivative.
+    Args:
+        gate, up: [..., F], of one shape, bf16, fp16 or fp32 (fp64 on the plain path).
+        activation: a key of ACTIVATIONS.
+
+    Returns:
+        [..., F], contiguous, of the promoted dtype. It has one derivative.
+
+    Raises:
+        ValueError: for other shapes, integers, or an unknown activation.
+
+    Example:
+        y = swiglu(gate_proj(x), up_proj(x), activation="silu")
     """
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -138,7 +158,8 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     expect_floating("swiglu", gate)
     if gate.shape != up.shape:
         raise ValueError(
-            f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and {list(up.shape)}; "
+            f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and "
+            f"{list(up.shape)}; "
             "both come from projections of one width."
         )
     return SWIGLU(gate, up, ACTIVATIONS[activation])

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from hfpatch.memory.choice import HOST_SHARE, reserve
-from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
-from hfpatch.memory.hardware import Gpu, gpu_row
-from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.memory.sequence import why_not_shared_out
-from hfpatch.memory.shape import UnknownFamily
-from hfpatch.planner.models import resolve, text_config_of
+from hfpatch.budget.choice import HOST_SHARE, reserve
+from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
+from hfpatch.budget.hardware import Gpu, gpu_row
+from hfpatch.budget.limits import parse_bytes
+from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.budget.shape import UnknownFamily
+from hfpatch.lab.models import resolve, text_config_of
 from hfpatch.planner.placements import resident
 
 CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
@@ -26,7 +26,7 @@ class Plan:
     policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
     checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
     contradicted: a simulated step takes more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its
-    own (memory/seconds.py). closed_form: False where the step was simulated for want of one.
+    own (budget/seconds.py). closed_form: False where the step was simulated for want of one.
     """
 
     model: str
@@ -174,10 +174,17 @@ ASSUMED = (
 )
 
 
+def settings_of(checkpointing) -> Checkpointing | str:
+    """The Checkpointing that plan() was asked for, or one word of WHOLE. Raises ValueError."""
+    words = checkpointing if isinstance(checkpointing, list) else [checkpointing]
+    return words[0] if len(words) == 1 and words[0] in WHOLE else parse_checkpointing(checkpointing)
+
+
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, shape=None) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
     was counted, whose config no closed form describes."""
+    checkpointing = settings_of(checkpointing)
     name, shape = (text_config_of(model)[0], shape) if shape else resolve(model)[:2]
     for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -194,13 +201,11 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if gpu == "this":
-        from hfpatch.memory.free import host_limit
+        from hfpatch.budget.free import host_limit
         from hfpatch.planner.measure import measure_this
 
         row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram
     else:
         row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
-    if checkpointing not in WHOLE:
-        checkpointing = Checkpointing.of(checkpointing)
     host = None if host_ram is None else parse_bytes(host_ram)
     return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)

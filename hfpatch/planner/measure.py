@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from hfpatch.memory.free import gpu_limit
-from hfpatch.memory.hardware import Gpu
+from hfpatch.budget.free import gpu_limit
+from hfpatch.budget.hardware import Gpu
 
 
 def _seconds(run, least: float = 0.1) -> float:
@@ -23,31 +23,31 @@ def _seconds(run, least: float = 0.1) -> float:
 
 def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
     """None where this machine's first GPU serves such attention in bf16 with a backward, else the reason."""
-    from hfpatch.ops.attention import Pattern, supported
+    from hfpatch.attention.attention import Pattern, supported
 
     if not torch.cuda.is_available():
         return "no CUDA device is here"
     return supported(head_dim, torch.bfloat16, torch.device("cuda"), Pattern(softcap=softcap))
 
 
-def measure_this() -> Gpu:
-    """This machine's first GPU as a row. ValueError where there is none."""
+def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
+    """This machine's first GPU as a row, its rates those of that dtype. ValueError where there is none."""
     if not torch.cuda.is_available():
         raise ValueError("hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean instead.")
 
     device = torch.device("cuda:0")
     properties = torch.cuda.get_device_properties(device)
     return Gpu(
-        name=properties.name, memory_bytes=gpu_limit(device), **_rates(device), source="measured on this machine",
+        name=properties.name, memory_bytes=gpu_limit(device), **_rates(device, dtype), source="measured on this machine",
         processors=properties.multi_processor_count, measured=True,
     )  # fmt: skip
 
 
-def _rates(device: torch.device) -> dict[str, float]:
+def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """A Gpu's rates, each timed."""
-    from hfpatch.ops.attention import BACKENDS, pick
+    from hfpatch.attention.attention import BACKENDS, pick
 
-    make = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
     a, b = make(8192, 8192), make(8192, 8192)
     matmul = 2 * 8192**3 / _seconds(lambda: a @ b)
     T, H, K, E = 16384, 32, 8, 128

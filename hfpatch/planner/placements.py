@@ -5,9 +5,9 @@ The names are those of `--placement` (one GPU) and of the engine configurations 
 
 from dataclasses import dataclass
 
-from hfpatch.memory.formula import WEIGHT_SLOTS
-from hfpatch.memory.seconds import Resident
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.formula import WEIGHT_SLOTS
+from hfpatch.budget.seconds import Resident
+from hfpatch.budget.shape import ModelShape
 
 LIVE_PARAMETERS = 1_000_000_000  # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
 
@@ -38,7 +38,7 @@ PLACEMENTS = {
         Placement("fsdp2-offload", True, False, "fp32 shards, gradients and Adam states in host memory"),
         Placement("gpu8bit", False, True, "bf16 weights rounded at random, 8-bit Adam states, all on the GPU"),
         Placement("gpu8bit-fused", False, True, "gpu8bit stepping inside backward: one layer's gradients at a time"),
-        # What a Trainer does by itself. In bf16 it rounds small updates away (training/callback.py), so auto has it not.
+        # What a Trainer does by itself. In bf16 it rounds small updates away (trainer/callback.py), so auto has it not.
         Placement("adamw", False, True, "torch's AdamW on bf16 weights, bf16 states, all on the GPU", auto=False),
         Placement(
             "adamw-fp32", False, True, "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU", False, 4
@@ -83,7 +83,7 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
     whole = isinstance(policy, str)
     if shape.adapters:
         T, base, host = shape.trained_parameters, shape.parameter_bytes(), 0
-        if getattr(policy, "weights", "gpu") == "host":
+        if getattr(policy, "frozen_weights", "gpu") == "host":
             # Two layers' frozen weights on the GPU at a time; each process has its own of all.
             host = shape.over(shape.frozen_bytes_of)
             base += WEIGHT_SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host

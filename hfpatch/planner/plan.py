@@ -1,6 +1,6 @@
 """`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does not fit.
 
-Bytes come from memory/formula.py, which the layers' policy asks too; seconds from memory/seconds.py. No torch.
+Bytes come from budget/formula.py, which the layers' policy asks too; seconds from budget/seconds.py. No torch.
 """
 
 import sys
@@ -8,15 +8,15 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import GiB, ModelShape, step_memory
-from hfpatch.memory.hardware import DISK, GPUS
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.memory.seconds import first_step, step_time
-from hfpatch.memory.shape import UnknownFamily
-from hfpatch.planner.answer import ASSUMED, PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import GiB, ModelShape, step_memory
+from hfpatch.budget.hardware import DISK, GPUS
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.budget.shape import UnknownFamily
+from hfpatch.planner.answer import ASSUMED, PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run, settings_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
 
@@ -85,14 +85,19 @@ def _frugal(settings: Checkpointing) -> Checkpointing:
 
 def _weights_at(run: Run, place: str) -> Run:
     """The run with its layers' frozen weights there."""
-    return replace(run, checkpointing=replace(run.checkpointing, weights=place))
+    return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
 
 
 @lru_cache(maxsize=64)  # of a plan, its suggestions and the longest sequence, which ask for some twice
 def evaluate(run: Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
     host where it fits with them there alone; ranks that share rows leave them where they are, as the session does."""
-    stay = run.checkpointing in WHOLE or run.checkpointing.weights != "auto" or not run.shape.adapters or run.ranks > 1
+    stay = (
+        run.checkpointing in WHOLE
+        or run.checkpointing.frozen_weights != "auto"
+        or not run.shape.adapters
+        or run.ranks > 1
+    )
     if policy or stay:
         return _evaluated(run, placement, policy)
     here = _evaluated(_weights_at(run, "gpu"), placement)
@@ -148,7 +153,7 @@ def _why(run: Run, policy) -> str:
     else:
         why = "would take longer to write than to make" if run.on_disk else "do not fit beside them"
         reasons.append(f"attention outputs {why}, its forward runs again")
-    if policy.weights == "host":
+    if policy.frozen_weights == "host":
         reasons.append("frozen weights wait on the host and come a layer ahead of their use")
     if policy.by_group:
         reasons.append("what has heads waits beside them and comes back per KV group, the GPU being short")
@@ -284,7 +289,7 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
     if sp_size > 1:
         raise ValueError(
             f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose engines shard them; leave "
-            "--weights out."
+            "frozen_weights out."
         )
 
 
@@ -322,10 +327,11 @@ def plan(
     measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
     "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
     alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (memory/adapters.py). A model that no closed form describes runs its step on fake tensors,
+    adapters: LoRA over a frozen base (budget/adapters.py). A model that no closed form describes runs its step on fake tensors,
     said on stderr, and its longest sequence is found to a thirtieth. Raises ValueError for what is unknown
     or unsupported.
     """
+    checkpointing = settings_of(checkpointing)
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "checkpointing": checkpointing, "sp_size": sp_size,
     }  # fmt: skip
@@ -335,9 +341,9 @@ def plan(
         )
     if adapters is not None and not isinstance(adapters, Adapters):
         raise ValueError(
-            f"hfpatch: adapters must be a hfpatch.memory.adapters.Adapters, {adapters!r} came; pass Adapters(16) for rank 16."
+            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; pass Adapters(16) for rank 16."
         )
-    if getattr(checkpointing, "weights", "auto") == "host":
+    if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
     run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)
     names = placements(run, placement)
@@ -349,7 +355,7 @@ def plan(
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
     tiled = isinstance(found.policy, dict)
-    chosen = _weights_at(run, found.policy["weights"]) if tiled and run.shape.adapters else run
+    chosen = _weights_at(run, found.policy["frozen_weights"]) if tiled and run.shape.adapters else run
     found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
         ways = _longest_ways(run, names)

@@ -1,9 +1,9 @@
 """A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
 
-from hfpatch.memory.hardware import GiB
-from hfpatch.memory.policy import Policy, describe
-from hfpatch.memory.seconds import FIRST_STEP_BUDGET
-from hfpatch.memory.sequence import FLOAT32_ANGLES
+from hfpatch.budget.hardware import GiB
+from hfpatch.budget.policy import Policy, describe
+from hfpatch.budget.seconds import FIRST_STEP_BUDGET
+from hfpatch.budget.sequence import FLOAT32_ANGLES
 
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
@@ -35,11 +35,13 @@ def policy_text(policy, num_layers: int | None = None) -> str:
 
 
 def _points(plan) -> list[str]:
-    """Of the frontier those that are a hundredth faster than the one before and not as large as what was chosen, and that."""
+    """Of the frontier those that are a hundredth, and as printed, faster than the one before and not as large as what was
+    chosen, and that."""
     shown = []
     for point in sorted(plan.frontier, key=lambda point: point["gpu_peak_bytes"]):
         seconds, peak = point["step_seconds"], point["gpu_peak_bytes"]
-        if abs(peak / plan.gpu_peak_bytes - 1) > 0.1 and (not shown or seconds < 0.99 * shown[-1][1]):
+        faster = not shown or seconds < 0.99 * shown[-1][1] and f"{seconds:.1f}" != f"{shown[-1][1]:.1f}"
+        if faster and abs(peak / plan.gpu_peak_bytes - 1) > 0.1:
             shown.append((peak, seconds, ""))
     shown.append((plan.gpu_peak_bytes, plan.step_seconds, " (chosen)"))
     return [f"{seconds:.1f} s in {gib(n)}{chosen}" for n, seconds, chosen in sorted(shown)]
@@ -91,7 +93,7 @@ def text(plan) -> str:
         lines.append(f"frontier        {', '.join(points)}")
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
-            'angles          apply(rope="float64"): so far out, float32 angles are off by more than bf16 rounds'
+            "angles          apply(rope_float64=True): so far out, float32 angles are off by more than bf16 rounds"
         )
     if plan.max_seq_len is not None:
         longest, *fewer = plan.longest

@@ -8,21 +8,21 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.flops import Flops
+from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
+from hfpatch.budget.policy import Policy, auto_tile
+from hfpatch.budget.seconds import counted_time
+from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
-from hfpatch.memory.policy import Policy, auto_tile
-from hfpatch.memory.seconds import counted_time
-from hfpatch.memory.shape import ModelShape
-from hfpatch.models.finding import find_decoder, list_of_layers
-from hfpatch.models.scaled import kind_of
+from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.decoder.small_instance import kind_of
+from hfpatch.lab.models import text_config_of
+from hfpatch.lab.simulate.adapters import PACKED
+from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
-from hfpatch.planner.models import text_config_of
 from hfpatch.planner.placements import PLACEMENTS, resident
-from hfpatch.simulate.adapters import PACKED
-from hfpatch.simulate.rivals import build, prepare
-from hfpatch.simulate.simulator import simulate
 
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
@@ -233,7 +233,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
 
 def _policy(asked, tokens: int) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that open."""
-    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()) or asked.weights == "host":
+    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()) or asked.frozen_weights == "host":
         raise ValueError(
             "hfpatch: plain, keep and weights on the host want a model that closed forms describe, another came; leave them out."
         )

@@ -1,0 +1,1 @@
+"""Attention whose two directions are called apart: kernels, patterns, groups of heads."""

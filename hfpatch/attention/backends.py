@@ -1,0 +1,211 @@
+"""Attention's kernels that take plain causal rows, and which of them a shape goes to.
+
+Which is fastest is tried on the device, once a shape. A trial also times the first call at an exact length that the kernel has not
+met: cuDNN makes a plan for each, in 0.4 to 1 s. What that costs counts once a process has met more than FEW_LENGTHS lengths: then
+each call is taken to be one of a new length, and batches of mixed lengths stay with kernels that plan nothing.
+
+B batch, T tokens, H query heads, K key-value heads, E head dim. All tensors of a kernel are [B, heads, T, E] views.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from hfpatch.attention.efficient import efficient_backward, efficient_forward, for_each_head, of_groups
+from hfpatch.compat import aten, flash3, has_kernel
+from hfpatch.report import say
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256  # columns that kernels take but the efficient one
+LONGEST_TRIAL = 16384  # tokens; which kernel is fastest does not change beyond
+FEW_LENGTHS = 4
+PLAN_SECONDS = 0.1  # of a first call at a new length: less than that is noise, or an allocation
+
+# --- one row a backend: forward(q, k, v, scale) -> out, lse, state; backward(dout, q, k, v, out, lse, state, scale) ---------
+# All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's state, unused without dropout).
+
+
+def _cpu_forward(q, k, v, scale):
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return out, lse, ()
+
+
+def _cpu_backward(dout, q, k, v, out, lse, state, scale):
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, *for_each_head(q, k, v), out, lse, 0.0, True, scale=scale
+    )
+    return dq, *of_groups(k.shape[1], dk, dv)
+
+
+def _flash_forward(q, k, v, scale, aten=aten):
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, True, False, scale=scale
+    )
+    return out, lse, (seed, offset)
+
+
+def _flash_backward(dout, q, k, v, out, lse, state, scale, aten=aten):
+    T = q.shape[2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse, None, None, T, T, 0.0, True, *state, scale=scale
+    )
+
+
+def _cudnn_forward(q, k, v, scale):
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=scale
+    )
+    return out, lse, (seed, offset)
+
+
+def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
+    T = q.shape[2]
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, *state, None, None, None, T, T, 0.0, True, scale=scale
+    )
+
+
+BACKENDS = {
+    "cpu": (_cpu_forward, _cpu_backward),
+    "flash": (_flash_forward, _flash_backward),
+    "fa3": (lambda *x: _flash_forward(*x, flash3()), lambda *x: _flash_backward(*x, flash3())),
+    "cudnn": (_cudnn_forward, _cudnn_backward),
+    "efficient": (efficient_forward, efficient_backward),
+}
+
+
+@lru_cache(maxsize=16)
+def has_flash(device: torch.device) -> bool:
+    """Whether FA2 runs on a CUDA device: not on those before Ampere (V100, T4), whose one kernel takes no bf16. True where there is
+    no device to ask: then one is meant that has it."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# Of each device's trials of backends: the peak of its memory as the last one ended, and how many had no room for theirs.
+trial_peaks: dict[torch.device, int] = {}
+trials_without_room: Counter = Counter()
+# The exact (B, T) that this process has run attention at, on each device; no more of them than tell few from many.
+lengths_met: dict[torch.device, set] = defaultdict(set)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial of one shape found.
+
+    seconds: of one forward and backward, by backend; new_length: what a first call at an exact length costs beyond that;
+    left_out: why others cannot serve.
+    """
+
+    seconds: dict[str, float]
+    new_length: dict[str, float]
+    left_out: dict[str, str]
+
+    def fastest(self, many_lengths: bool = False) -> str:
+        """The backend to take; "efficient" where none of those that were tried serves."""
+        cost = self.new_length if many_lengths else {}
+        return min(self.seconds, key=lambda n: self.seconds[n] + cost.get(n, 0), default="efficient")
+
+    def __str__(self):
+        found = [f"{n} {1e3 * s:.2f} ms" for n, s in sorted(self.seconds.items(), key=lambda row: row[1])]
+        first, then = self.fastest(), self.fastest(many_lengths=True)
+        chosen = f"{first} is taken"
+        if then != first:
+            plans = self.new_length[first]
+            chosen += f", and {then} beyond {FEW_LENGTHS} lengths, each of which costs {first} {plans:.1f} s"
+        return "; ".join(
+            [", ".join(found) or "none serves", chosen, *(f"{n} {why}" for n, why in self.left_out.items())]
+        )
+
+
+@lru_cache(maxsize=64)
+def tried(
+    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int, groups: int
+) -> Trial:
+    """Times every backend on this CUDA device: forward of all heads, backward of each of so many groups, cut out of what forward
+    gave. Says on one line what it found.
+
+    One that raises, or that differs from FA2 by more than rounding, is left out.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for a trial; then nothing is known about any backend.
+    """
+    seconds, new_length, left_out, expected = {}, {}, {}, None
+    inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
+    other = [x[:, :, : tokens - 8] for x in inputs]
+    for name in ("flash", "cudnn", "fa3"):
+        try:
+            got = _timed(name, inputs, groups)[1]  # this one loads or compiles
+            took = min(_timed(name, inputs, groups)[0] for _ in range(2))
+            first_at_other = _timed(name, other, groups)[0]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            left_out[name] = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+            continue
+        expected = expected or got
+        if not all((g - e).norm() <= 2e-2 * e.norm() for g, e in zip(got, expected)):
+            left_out[name] = "gave other numbers"
+            continue
+        seconds[name], more = took, first_at_other - took
+        new_length[name] = more if more >= PLAN_SECONDS else 0.0
+    trial_peaks[device] = torch.cuda.max_memory_allocated(device)
+    found = Trial(seconds, new_length, left_out)
+    say(f"attention of {n_heads} heads over {n_kv_heads} of {head_dim} at {tokens:,} tokens: {found}.")
+    return found
+
+
+def _trial_inputs(device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int) -> list[Tensor]:
+    """q, k, v and dout, heads out of the middle of a wider tensor, as the layer passes them."""
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"generator": generator, "device": device, "dtype": dtype}
+    return [
+        torch.randn(1, tokens, 2 * h, head_dim, **options)[:, :, h:].transpose(1, 2)
+        for h in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    ]
+
+
+def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
+    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward."""
+    forward, backward = BACKENDS[name]
+    q, k, v, dout = inputs
+    scale = q.shape[3] ** -0.5
+    torch.cuda.synchronize(q.device)
+    start = perf_counter()
+    out, lse, state = forward(q, k, v, scale)
+    cut = zip(*(x.chunk(groups, 1) for x in (dout, q, k, v, out, lse)))
+    got = [out, *(g for *part, lse in cut for g in backward(*part, lse.contiguous(), state, scale))]
+    torch.cuda.synchronize(q.device)
+    return perf_counter() - start, got
+
+
+def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
+    """The backend for these shapes, whose backward goes by so many groups of heads: tried once a device and shape, for the next
+    power of two of tokens up to LONGEST_TRIAL."""
+    device, (B, T, H, E) = q_BTHE.device, q_BTHE.shape
+    if device.type != "cuda":
+        return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
+    if q_BTHE.dtype == torch.float64:
+        return "blocks"  # no kernel takes it
+    if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
+        return "efficient"
+    # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on later), and the one that
+    # takes a single token; what few tokens cost is the call.
+    if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
+        return "flash"
+    met = lengths_met[device]
+    if len(met) <= FEW_LENGTHS:
+        met.add((B, T))
+    try:
+        tokens = min(LONGEST_TRIAL, 1 << (T - 1).bit_length())
+        found = tried(device, q_BTHE.dtype, H, k_BTKE.shape[2], E, tokens, groups)
+    except torch.OutOfMemoryError:
+        trials_without_room[device] += 1
+        trial_peaks[device] = torch.cuda.max_memory_allocated(device)
+        return "flash"  # for now; the next call tries again
+    return found.fastest(many_lengths=len(met) > FEW_LENGTHS)

@@ -1,0 +1,79 @@
+"""Attention in blocks of queries, in plain torch: exact for every pattern, device and dtype.
+
+It runs where no kernel does (soft caps, windows on a CPU, float32 windows on a GPU) and never holds
+[T, T] scores.
+
+B batch, T tokens, H query heads, K key-value heads, E head dim. In the einsums: b batch, q queries,
+s keys, k KV heads, r query heads of a KV head, e head dim.
+"""
+
+import torch
+
+from hfpatch.attention.pattern import Pattern
+
+BLOCK_BYTES = 64 << 20  # of one block of scores
+
+
+def _blocks(q_BTHE, pattern: Pattern):
+    """Yields (range of queries, range of the keys that they can see)."""
+    B, T, H, _ = q_BTHE.shape
+    rows = max(1, min(T, BLOCK_BYTES // (8 * B * H * T)))
+    if pattern.window is not None:
+        # A block of queries sees a window of keys more than it has rows. Long blocks compute more
+        # masked scores, short ones read the same keys more often.
+        rows = min(T, max(min(rows, max(pattern.window, 128)), min(pattern.window, 1024)))
+    for a in range(0, T, rows):
+        b = min(a + rows, T)
+        yield range(a, b), range(0 if pattern.window is None else max(0, a - pattern.window + 1), b)
+
+
+def _block_scores(
+    q, k, pattern: Pattern, scale: float, queries: range, keys: range, B: int, T: int
+):
+    """(scores [B, K, repeat, queries, keys] capped and masked, the cap's derivative or None)."""
+    scores = torch.einsum("bqkre,bske->bkrqs", q, k) * scale
+    slope = None
+    if pattern.softcap is not None:
+        bent = torch.tanh(scores / pattern.softcap)
+        scores, slope = pattern.softcap * bent, 1 - bent * bent
+    allowed = pattern.allowed(queries, keys, B, T, q.device)
+    return scores.masked_fill(~allowed[:, :, None], torch.finfo(scores.dtype).min), slope
+
+
+def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
+    B, T, H, E = q_BTHE.shape
+    K, dtype = k_BTKE.shape[2], torch.promote_types(q_BTHE.dtype, torch.float32)
+    out = q_BTHE.new_empty(B, T, H, v_BTKE.shape[3])
+    lse = q_BTHE.new_empty(B, H, T, dtype=dtype)
+    for queries, keys in _blocks(q_BTHE, pattern):
+        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        q = q_BTHE[:, rows].to(dtype).unflatten(2, (K, H // K))
+        k, v = (x[:, seen].to(dtype) for x in (k_BTKE, v_BTKE))
+        scores, _ = _block_scores(q, k, pattern, scale, queries, keys, B, T)
+        block_lse = scores.logsumexp(-1)
+        probabilities = (scores - block_lse[..., None]).exp()
+        out[:, rows] = torch.einsum("bkrqs,bske->bqkre", probabilities, v).flatten(2, 3)
+        lse[:, :, rows] = block_lse.flatten(1, 2)
+    return out, lse, ()
+
+
+def blocks_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Pattern, scale: float):
+    B, T, H, E = q_BTHE.shape
+    K, dtype = k_BTKE.shape[2], torch.promote_types(q_BTHE.dtype, torch.float32)
+    dq = torch.empty_like(q_BTHE)
+    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_BTKE, v_BTKE))
+    for queries, keys in _blocks(q_BTHE, pattern):
+        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        q, do, o = (x[:, rows].to(dtype).unflatten(2, (K, H // K)) for x in (q_BTHE, dout, out))
+        k, v = (x[:, seen].to(dtype) for x in (k_BTKE, v_BTKE))
+        scores, slope = _block_scores(q, k, pattern, scale, queries, keys, B, T)
+        p = (scores - lse[:, :, rows].to(dtype).unflatten(1, (K, H // K))[..., None]).exp()
+        dv[:, seen] += torch.einsum("bkrqs,bqkre->bske", p, do)
+        dp = torch.einsum("bqkre,bske->bkrqs", do, v)
+        delta = (do * o).sum(-1).permute(0, 2, 3, 1)[..., None]
+        ds = p * (dp - delta) * scale
+        if slope is not None:
+            ds = ds * slope
+        dq[:, rows] = torch.einsum("bkrqs,bske->bqkre", ds, k).flatten(2, 3)
+        dk[:, seen] += torch.einsum("bkrqs,bqkre->bske", ds, q)
+    return dq, dk.to(k_BTKE.dtype), dv.to(v_BTKE.dtype)

@@ -1,0 +1,58 @@
+"""Torch's memory-efficient attention (Rabe and Staats, 2021; xFormers' kernel).
+
+It takes any dtype but float64, and head dims that are multiples of 8. All tensors are [B, heads, T,
+E] views.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from hfpatch.attention.pattern import CAUSAL
+from hfpatch.attention.trial import why_not
+from hfpatch.compat import aten
+
+
+def for_each_head(q, k, v):
+    """k and v repeated to one head per query head, for kernels without grouped heads."""
+    repeat = q.shape[1] // k.shape[1]
+    return (k, v) if repeat == 1 else [x.repeat_interleave(repeat, 1) for x in (k, v)]
+
+
+def of_groups(K: int, *grads):
+    """Gradients of K heads that for_each_head repeated: sums over the copies."""
+    return [x if x.shape[1] == K else x.unflatten(1, (K, -1)).sum(2) for x in grads]
+
+
+def efficient_forward(q, k, v, scale):
+    k, v = for_each_head(q, k, v)
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, True, scale=scale
+    )
+    return out, lse, (seed, offset)
+
+
+def efficient_backward(dout, q, k, v, out, lse, state, scale):
+    K, (k, v) = k.shape[1], for_each_head(q, k, v)
+    # The kernel pads its lse to blocks of 32 tokens; the lse of a document is not padded.
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
+    )
+    return dq, *of_groups(K, dk, dv)
+
+
+@lru_cache(maxsize=32)
+def why_not_efficient(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where the kernel agrees with plain blocks at this head dim, else the reason (see
+    why_not)."""
+
+    def forward(q, k, v, pattern, scale):
+        out, *rest = efficient_forward(*(x.transpose(1, 2) for x in (q, k, v)), scale)
+        return out.transpose(1, 2), *rest
+
+    def backward(dout, q, k, v, out, lse, state, pattern, scale):
+        given = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        return [x.transpose(1, 2) for x in efficient_backward(*given, lse, state, scale)]
+
+    return why_not(forward, backward, device, dtype, head_dim, CAUSAL, 129)

@@ -1,0 +1,168 @@
+"""Attention of one layer's call over whole rows: forward in one launch, backward a group of KV heads at a time.
+
+Only the backward has scratch, which the group bounds. Where attention outputs come and go by groups (a policy that is short of
+memory), or a kernel is given copies of its inputs, forward goes by the same groups.
+
+Behind the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again in backward, themselves.
+
+B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfpatch.attention.attention import attention_backward, attention_forward, copies_inputs, pick
+from hfpatch.attention.head_groups import ByGroups
+from hfpatch.budget.cuts import heads_per_group
+
+ALL = slice(None)
+
+
+@dataclass
+class Heads:
+    """One call of attention: how its heads are grouped (this process's alone), and what it was asked (scale, pattern, sinks)."""
+
+    asked: object
+    groups: list[tuple[slice, slice]]  # of query heads and of KV heads
+    backend: str = ""
+
+    def part(self, hs: slice) -> dict:
+        """attention_forward's and attention_backward's keywords for a group."""
+        sinks = self.asked.sinks_H
+        return {
+            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
+            "sinks_H": None if sinks is None else sinks[hs],
+        }  # fmt: skip
+
+
+def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
+    """The query heads and the KV heads that go through attention together."""
+    group, repeat = heads_per_group(B, T, H, K), H // K
+    return [(slice(i * repeat, (i + group) * repeat), slice(i, i + group)) for i in range(0, K, group)]
+
+
+class Attention:
+    """Every attention call of a layer's forward: its groups, and what the kernels keep between forward and backward."""
+
+    def __init__(self, apart: bool = False, wide: bool = False):
+        """apart: an output a group, for each of which forward is launched; wide: all heads are one group."""
+        self.apart, self.wide = apart, wide
+        self.heads: list[Heads] = []
+        self.states: list = []
+        self.mixers: list = []
+
+    def counts(self) -> list[int]:
+        """How many groups, hence outputs where they are apart, each call has."""
+        return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
+
+    def groups(self, B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
+        """Of one call's heads."""
+        return [(slice(0, H), slice(0, K))] if self.wide else groups_of(B, T, H, K)
+
+    def join(self, outs: list[Tensor]) -> list[Tensor]:
+        """Each call's out [B, t, H, E] from what forward gave of a tile."""
+        if not self.apart:
+            return list(outs)
+        joined, outs = [], list(outs)
+        for n in self.counts():
+            mine, outs = outs[:n], outs[n:]
+            joined.append(mine[0] if n == 1 else torch.cat(mine, 2))
+        return joined
+
+    def forward(
+        self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """out [B, T, H, E] and lse of every call or, apart, out [B, T, G, E] and lse of every group; behind them the mixers'
+        outs [B, T, D].
+
+        asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's input [B, T, D]; keep: whether
+        `backward` comes next, with nothing but other tiles in between. What is read of them may be no tensors, but
+        attention.head_groups.Grouped; then so is each out, an InTier.
+        """
+        self.heads, self.mixers, results = [], mixers, []
+        for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
+            B, T, H, _ = q.shape
+            groups = self.groups(B, T, H, k.shape[2])
+            heads = Heads(ask, groups)
+            self.heads.append(heads)
+            whole, by_group = None, self.apart or copies_inputs(q, v, ask.pattern)
+            for hs, ks in groups if by_group else [(ALL, ALL)]:
+                part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
+                heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
+                out, lse, state = attention_forward(*part, **heads.part(hs))
+                if self.apart:
+                    results.append((out if isinstance(q, Tensor) else q.beside(out), lse, state))
+                elif len(groups) > 1 and by_group:
+                    whole = whole or _room_for(out, lse, H)
+                    whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
+                else:
+                    whole = out, lse
+                del part, out, lse
+            if whole is not None:
+                results.append((*whole, state))
+        outs, lses, self.states = (list(r) for r in zip(*results)) if results else ([], [], [])
+        outs += [mixer.forward(x, keep) for mixer, x in zip(mixers, parts[3 * len(asked) :])]
+        return outs, lses
+
+    def backward(self, parts, douts, outs, lses, into) -> list:
+        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`, or in their place there: what
+        a kernel gives as it is needed is not copied. None in it: room is made.
+
+        outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs; each is let go once it is used.
+
+        Returns the gradients of each call's sinks (None where it has none).
+        """
+        i, dsinks = 0, []
+        for n, (heads, dout) in enumerate(zip(self.heads, douts)):
+            q, k, v = parts[3 * n : 3 * n + 3]
+            dsinks.append([])
+            for group, (hs, ks) in enumerate(heads.groups):
+                if self.apart or not group:
+                    out, lse, state, lses[i] = outs(i), lses[i], self.states[i], None
+                    i += 1
+                # Kernels read lse as if it were contiguous.
+                alone = self.apart or len(heads.groups) == 1
+                mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
+                # All of them as they are: views cost the host as much as small ops.
+                plain = len(heads.groups) == 1 and isinstance(q, Tensor)
+                given = (dout, q, k, v) if plain else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
+                grads = attention_backward(*given, *mine, state, **heads.part(hs))
+                del mine, given
+                for j, like, part, grad in zip(range(3 * n, 3 * n + 3), (q, k, v), (hs, ks, ks), grads):
+                    if plain and grad.is_contiguous() and grad.dtype is like.dtype:
+                        into[j] = grad
+                        continue
+                    if into[j] is None:
+                        into[j] = torch.empty_like(like)
+                    if plain:
+                        into[j].copy_(grad)
+                    else:
+                        into[j][:, :, part] = grad
+                like = grad = None
+                dsinks[-1] += grads[3:]
+                del grads
+            q = k = v = out = lse = None
+        n = len(self.heads)
+        for i, mixer in enumerate(self.mixers, 3 * n):
+            into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
+            mixer.backward(parts[i], douts[i - 2 * n], into[i])
+        return [torch.cat(d) if d else None for d in dsinks]
+
+    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
+        """Room for the gradient of one call's out, of which this is a tile."""
+        if groups > 1:
+            return ByGroups(like, tokens, groups)
+        return like.new_empty(like.shape[0], tokens, *like.shape[2:])
+
+
+def _heads_of(lse: Tensor, hs: slice) -> Tensor:
+    """lse [B, H, T], or packed in a kernel [H, N], of some heads."""
+    return lse[hs] if lse.dim() == 2 else lse[:, hs]
+
+
+def _room_for(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Room for all heads' out and lse, of which these are a group's."""
+    shape = (heads, *lse.shape[1:]) if lse.dim() == 2 else (lse.shape[0], heads, *lse.shape[2:])
+    return out.new_empty(*out.shape[:2], heads, out.shape[3]), lse.new_empty(shape)

@@ -1,0 +1,83 @@
+"""Which keys a query sees: packed documents, a window, hidden keys, a soft cap of the scores."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of packed rows: ranges of the flattened [B*T] tokens that attend only within
+    themselves.
+
+    bounds: ascending offsets on the host, first 0 and last B*T. cu_seqlens: the same on the device,
+    int32.
+    """
+
+    bounds: tuple[int, ...]
+    cu_seqlens: Tensor
+
+    @property
+    def longest(self) -> int:
+        return max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Restrictions of causal attention, and the soft cap of its scores.
+
+    A query that sees no key gets zeros.
+
+    Attributes:
+        documents: ranges that attend only within themselves.
+        window: how many tokens a query sees, itself included.
+        hidden_BT: True where no query sees the key (holes, padding).
+        softcap: scores become softcap * tanh(scores / softcap).
+        blind_BT: True where the query sees no key (padding before a row).
+    """
+
+    documents: Documents | None = None
+    window: int | None = None
+    hidden_BT: Tensor | None = None
+    softcap: float | None = None
+    blind_BT: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row is one causal sequence."""
+        said = self.documents, self.window, self.hidden_BT, self.softcap, self.blind_BT
+        return all(x is None for x in said)
+
+    def allowed(self, queries: range, keys: range, B: int, T: int, device) -> Tensor:
+        """bool [B or 1, 1, queries, keys]: whether a query sees a key."""
+        q, k = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
+        allowed = (k <= q[:, None])[None]
+        if self.window is not None:
+            allowed = allowed & (k > q[:, None] - self.window)
+        if self.documents is not None:
+            # On the device already; a copy made here would make the host wait.
+            ends = self.documents.cu_seqlens[1:].long()
+            document_BT = torch.bucketize(
+                torch.arange(B * T, device=device), ends, right=True
+            ).view(B, T)
+            allowed = allowed & (document_BT[:, q][:, :, None] == document_BT[:, k][:, None])
+        if self.hidden_BT is not None:
+            allowed = allowed & ~self.hidden_BT[:, None, keys.start : keys.stop]
+        if self.blind_BT is not None:
+            allowed = allowed & ~self.blind_BT[:, queries.start : queries.stop, None]
+        return allowed[:, None]
+
+    def sees_nobody(self, lse_BHT: Tensor) -> Tensor | None:
+        """bool [B, T, 1 or H, 1]: queries whose output is zero. None where every query sees itself.
+
+        lse_BHT: log-sum-exp of the scores. It is very low where all visible keys are hidden ones.
+        """
+        if self.hidden_BT is None:
+            return None if self.blind_BT is None else self.blind_BT[:, :, None, None]
+        blind = (lse_BHT < HIDDEN_SCORE / 2).transpose(1, 2)[..., None]
+        return blind if self.blind_BT is None else blind | self.blind_BT[:, :, None, None]
+
+
+CAUSAL = Pattern()
+HIDDEN_SCORE = -1e4  # added to a hidden key's score; exp() of it is zero in every dtype

@@ -1,0 +1,64 @@
+"""Splits of a batch: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
+
+from hfpatch.budget.policy import LOSS_WORKSPACE
+from hfpatch.budget.sequence import rounds_for
+from hfpatch.budget.shape import ModelShape
+
+LOSS_BYTES_PER_TOKEN = 56
+ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are
+
+
+def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
+    """(count, tokens of each tile but the last); a tile has at most `tile` tokens over all rows.
+
+    The count is the least possible and the tiles are of one length: a multiple of 128 tokens, or of
+    a smaller power of two where 128 left less than half a tile for the last one.
+    """
+    most = max(1, tile // batch)
+    count = -(-tokens // most)
+    step = -(-tokens // count)
+    aligned = ALIGNED if count > 1 and most > ALIGNED else 1
+    while aligned > 1:
+        rounded = -(-step // aligned) * aligned
+        if rounded <= most and 2 * (tokens - (count - 1) * rounded) >= rounded:
+            return count, rounded
+        aligned //= 2
+    return -(-tokens // step), step
+
+
+def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+    """(start, end) of each of `tiles`."""
+    step = tiles(batch, tokens, tile)[1]
+    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+
+def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
+    """How many parts a layer's heads go through attention's backward in.
+
+    A part is a group of KV heads or, where ranks share the rows, one round of exchange. wide: the
+    policy's field.
+    """
+    if wide:
+        return 1
+    if shape.ranks > 1:
+        return rounds_for(shape, batch, tokens).count
+    return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
+
+
+def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
+    """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
+    blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
+    wanted = -(-512 // max(blocks, 1))
+    return next(n for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads))
+
+
+def loss_chunk_rows(shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE) -> tuple[int, int]:
+    """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
+    row_bytes = -(-shape.vocab_size // 8) * 8 * s
+    most = max(1, (workspace - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
+    size = most // 128 * 128 or most
+    count = max(1, -(-(rows - (most - size)) // size))
+    if count > 1 and size > ALIGNED:
+        size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
+    last = rows - (count - 1) * size
+    return (max(size, last) if count > 1 else rows), count

@@ -1,0 +1,149 @@
+"""Free memory and limits of the host (containers' limits included) and of the GPU."""
+
+import os
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
+
+
+def _number(path: Path):
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
+
+
+def _meminfo(root: Path) -> dict:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:2]}
+
+
+def _cgroup_paths(root: Path) -> list:
+    """(folder, limit file, usage file, field of memory.stat that counts reclaimable page cache) for
+    the cgroup of this process and all its parents."""
+    found = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    v1, v2 = "/", "/"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            v2 = path
+        elif "memory" in controllers.split(","):
+            v1 = path
+    kinds = (
+        ("sys/fs/cgroup/memory", v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("sys/fs/cgroup", v2, "memory.max", "memory.current", "inactive_file"),
+    )
+    for base, path, limit, usage, cache in kinds:
+        # Any parent may set a limit. A container sees its own root, not the host's path.
+        parts = [p for p in path.split("/") if p and p != ".."]
+        for depth in range(len(parts), -1, -1):
+            folder = root / base / "/".join(parts[:depth])
+            if (folder / limit).exists():
+                found.append((folder, limit, usage, cache))
+    return found
+
+
+def host_limit(root: str = "/") -> int | None:
+    """Most bytes of host memory this process may use: the machine's, or the tightest cgroup limit.
+    None if unknown."""
+    root = Path(root)
+    limits = [_number(folder / limit) for folder, limit, _, _ in _cgroup_paths(root)]
+    limits.append(_meminfo(root).get("MemTotal"))
+    limits = [n for n in limits if n is not None]
+    return min(limits) if limits else None
+
+
+def host_free(root: str = "/") -> int | None:
+    """Free bytes of host memory, for all ranks of this machine. None if unknown.
+
+    The lesser of the machine's available memory and what is left below a cgroup's limit (page cache
+    counts as free). HFPATCH_HOST_MEMORY, in bytes, replaces it where the system reports less than
+    may be used (virtual machines whose memory grows).
+    """
+    given = os.environ.get("HFPATCH_HOST_MEMORY")
+    if given is not None:
+        if not (given.isascii() and given.isdigit()):
+            raise ValueError(
+                f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; for 110 GiB write 118111600640."
+            )
+        return int(given)
+    root = Path(root)
+    left = []
+    for folder, limit, usage, cache in _cgroup_paths(root):
+        limit_bytes, used = _number(folder / limit), _number(folder / usage)
+        if limit_bytes is None or used is None:
+            continue
+        reclaimable = 0
+        if (folder / "memory.stat").exists():
+            for line in (folder / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == cache and value.isdigit():
+                    reclaimable = int(value)
+        left.append(max(0, limit_bytes - used + reclaimable))
+    info = _meminfo(root)
+    available = info.get("MemAvailable", info.get("MemFree"))
+    if available is not None:
+        left.append(available)
+    return min(left, default=None)
+
+
+def gpu_free(device=None) -> int | None:
+    """Bytes that PyTorch can still allocate on a CUDA device; None on a machine without CUDA.
+
+    Those are free bytes and unused ones of its caching allocator, within the process's own share
+    (torch.cuda.set_per_process_memory_fraction).
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    return max(0, min(free, _share(total, device) - reserved)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def gpu_limit(device=None) -> int:
+    """Most bytes of a CUDA device that this process may use: all, or the share that it set
+    itself."""
+    import torch
+
+    return _share(torch.cuda.mem_get_info(device)[1], device)
+
+
+def _share(total: int, device) -> int:
+    import torch
+
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _own(parameter):
+    """This rank's shard of a parameter that an engine shards (FSDP, ZeRO-3), else the parameter."""
+    part = getattr(parameter, "ds_tensor", None)
+    local = getattr(parameter, "to_local", None)
+    return part if part is not None else parameter if local is None else local()
+
+
+def to_come(parameters, *, states: int = 0, device=None) -> int:
+    """Bytes that a step will allocate for gradients and optimizer states that do not exist yet.
+
+    Args:
+        parameters: torch parameters; frozen ones count nothing.
+        states: tensors of a parameter's size and dtype that the optimizer will make for it (two for
+            Adam); 0 where they exist already, or never will.
+        device: counts parameters on this device alone; None: all.
+    """
+    own = [(p, _own(p)) for p in parameters if p.requires_grad]
+    sizes = [(t.numel() * t.element_size(), p.grad is None) for p, t in own if device is None or t.device == device]
+    return sum(nbytes * (states + fresh) for nbytes, fresh in sizes)

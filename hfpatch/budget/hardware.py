@@ -1,0 +1,159 @@
+"""GPUs as the planner sees them: memory, rates and the link to the host, each with its source.
+Standard library only.
+
+The table has data sheet peaks for dense bfloat16 with float32 sums. MATMUL_SHARE and the attention
+columns say what a training step reaches of them. `--gpu this` measures the machine instead
+(planner/measure.py).
+"""
+
+from dataclasses import dataclass
+
+GiB = 1 << 30
+
+# Assumed where nothing was measured: large bf16 matmuls reach 0.7 to 0.8 of the data sheet; the
+# lower value is planned with.
+MATMUL_SHARE = 0.70
+# A pinned copy reaches about 0.8 of the link's nominal rate.
+LINK_SHARE = 0.80
+# Taken by driver, CUDA context, cuBLAS workspaces and kernels before a tensor exists. Assumed.
+CONTEXT_BYTES = 1 * GiB
+# Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a
+# 12-channel DDR5 socket.
+HOST_BYTES_PER_SECOND = 200e9
+# Registering host memory with the driver, pages made on the way, bytes/s of one process. Assumed.
+PIN_BYTES_PER_SECOND = 3 * GiB
+# Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
+# drive (Samsung PM9A3, U.2).
+DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
+DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's memory and rates, in bytes, FLOP/s and bytes/s.
+
+    memory_bytes: as the driver reports.
+    link: one direction of the host link.
+    attention_forward, attention_backward: causal attention of head dim 128 at 16k tokens and more,
+        counting FLOPs of the causal half.
+    processors: SMs or compute units; each runs one block of attention.
+    measured: the rates were measured on this machine, so no share is applied to them.
+    peer: one direction of the links to the machine's other GPUs; 0 where they use the host link.
+    sharing: GPUs that use the machine's disk at once.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    bandwidth: float
+    link: float
+    attention_forward: float
+    attention_backward: float
+    source: str
+    processors: int = 108
+    measured: bool = False
+    peer: float = 0.0
+    sharing: int = 1
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s that large matmuls are planned with."""
+        return self.peak_flops if self.measured else MATMUL_SHARE * self.peak_flops
+
+    @property
+    def data_sheet_flops(self) -> float:
+        """The peak that MFU refers to: the data sheet's, also for a measured card of the table."""
+        known = gpu_named(self.name) if self.measured else None
+        return (known or self).peak_flops
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s that pinned copies are planned with, one direction."""
+        return self.link if self.measured else LINK_SHARE * self.link
+
+    @property
+    def peer_rate(self) -> float:
+        """Bytes/s that exchanges between a machine's GPUs are planned with, one direction."""
+        return (self.peer if self.measured else LINK_SHARE * self.peer) if self.peer else self.link_rate
+
+    @property
+    def disk_rates(self) -> tuple[float, float]:
+        """Bytes/s that files are planned to be (written, read) with: this GPU's share."""
+        return DISK_WRITES / self.sharing, DISK_READS / self.sharing
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for tensors."""
+        return self.memory_bytes - CONTEXT_BYTES
+
+
+_A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
+_HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
+_SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
+
+# Links to other GPUs: one direction, half of what the same data sheets give for both (NVLink 600,
+# 900, 1800; Infinity Fabric 7 x 128); 0 where they meet over the host link.
+#   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors, GB/s
+# to other GPUs
+_ROWS = (
+    ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
+    ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H100 SXM")),
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H200 SXM")),
+    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
+    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,  _SHARES.format("NVIDIA L40S data sheet")),
+    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,   _SHARES.format("NVIDIA Ada white paper")),
+    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,   _SHARES.format("NVIDIA Blackwell white paper")),
+    ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304, 448.0,
+     "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of the peak"),
+)  # fmt: skip
+
+GPUS = {
+    name: Gpu(
+        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors, peer=peer * 1e9,
+    )
+    for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
+}  # fmt: skip
+_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
+
+
+def gpu_row(name: str) -> Gpu:
+    """The row called name, in any case, with or without spaces and dashes.
+
+    Raises:
+        ValueError: no such row; the message lists all names.
+    """
+    plain = str(name).lower().replace(" ", "").replace("_", "-")
+    for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
+        if candidate in GPUS:
+            return GPUS[candidate]
+    raise ValueError(f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them.")
+
+
+def gpu_named(device_name: str) -> Gpu | None:
+    """The row of a card by its driver's name for it ("NVIDIA A100-SXM4-80GB"); None where the table
+    has none."""
+    words = device_name.lower().replace("-", " ").split()
+    if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
+        return None
+    plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
+    rows = [
+        (name.partition("-")[2] in plain, gpu) for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])
+    ]
+    return max(rows, key=lambda row: row[0])[1] if rows else None  # of two memories the one that is named
+
+
+_BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)
+
+
+def place_of(gpu: Gpu | None) -> int | None:
+    """The card's rank by speed, the slowest has 0; None for a card that is not in the table.
+
+    Ranks of a job agree on one card by exchanging this number.
+    """
+    return _BY_SPEED.index(gpu) if gpu in _BY_SPEED else None
+
+
+def at_place(place: int | None) -> Gpu | None:
+    """The inverse of place_of."""
+    return None if place is None else _BY_SPEED[place]

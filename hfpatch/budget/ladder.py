@@ -1,0 +1,142 @@
+"""The ladder of policies that choice.py tries: what layers may keep, and where.
+
+Each rung of RUNGS is tried in several tile sizes and ways of attention's backward, with no layer
+that keeps everything: choice.py adds those. Standard library only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hfpatch.budget.cuts import head_groups, tiles
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.shape import ModelShape
+
+TILES = (1024, 2048, 4096, 8192, 16384)
+# Up to this tile, weights of 4 bits may be dequantised once for all tiles of a phase.
+DENSE_TILE = 2048
+
+
+# What a tiled layer keeps, and where it waits. A rung that does not save attention is tried with
+# one input for several layers too. by_group is tried with and without saving attention.
+RUNGS = {
+    "on the device": Policy("gpu"),
+    "heads and residual on the device": Policy("gpu", keep=("qkv", "mid")),
+    "residual and gates on the device": Policy("gpu", keep=("mid", "gate_up")),
+    "segments on the device": Policy("gpu", save_attention=False),
+    "on the host": Policy("host"),
+    "heads on the host": Policy("host", keep=("qkv",)),
+    "gates on the host": Policy("host", keep=("gate_up",)),
+    "heads and residual on the host": Policy("host", keep=("qkv", "mid")),
+    "heads and gates on the host": Policy("host", keep=("qkv", "gate_up")),
+    "all on the host": Policy("host", keep=("qkv", "mid", "gate_up")),
+    "segments on the host": Policy("host", save_attention=False),
+    "by groups of heads on the host": Policy("host", save_attention=False, by_group=True),
+}
+
+
+def policies(
+    settings: Checkpointing, shape: ModelShape, *, batch: int, tokens: int, able: tuple,
+    loss_bytes: int,
+) -> tuple[Policy, ...]:  # fmt: skip
+    """The policies of all rungs that settings allow, without layers that keep everything.
+
+    able: names of KEEPABLE that the layers can keep. loss_bytes: of each policy.
+    """
+    ladder = _Ladder(settings, shape, batch, tokens, able, loss_bytes)
+    found = (policy for rung in RUNGS.values() for policy in ladder.policies(rung))
+    return tuple(dict.fromkeys(found))  # settings make some rungs equal
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    settings: Checkpointing
+    shape: ModelShape
+    batch: int
+    tokens: int
+    able: tuple
+    loss_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+    def policies(self, rung: Policy) -> Iterator[Policy]:
+        """The rung in each interval, tile size and way of attention's backward. Fields that the
+        settings fix are as they say."""
+        place = rung.offload if self.settings.offload == "auto" else self.settings.offload
+        place = "disk" if self.settings.directory else place
+        keep = tuple(k for k in rung.keep if k in self.shape.keepable and k in self.able)
+        keep = keep if self.settings.keep == "auto" else self.settings.keep
+        weights = "host" if self.settings.frozen_weights == "host" else "gpu"
+        ways = self._by_group if rung.by_group else self._ways
+        for (every, save), tile in product(self._spans(rung), self._tiles()):
+            base = Policy(
+                place, every, save, tile=tile, keep=keep if every == 1 else (), frozen_weights=weights,
+                loss_bytes=self.loss_bytes,
+            )  # fmt: skip
+            yield from ways(base)
+            if self._dequantised_once(base):
+                yield from ways(replace(base, dense=True))
+
+    def _spans(self, rung: Policy) -> list[tuple[int, bool]]:
+        """(every, save_attention) of a rung."""
+        every, save = self.settings.every, self.settings.save_attention
+        if every != "auto":
+            intervals = [every]
+        elif not rung.save_attention and save is not True:
+            intervals = _intervals(self.shape.num_layers)
+        else:
+            intervals = [1]
+        if save != "auto":
+            return [(k, save) for k in intervals]
+        if rung.save_attention:
+            return [(k, k == 1) for k in intervals]
+        # Attention runs again in a segment anyway, and by choice where each layer's input is kept.
+        return [(k, False) for k in intervals] + [(1, True)] * (rung.by_group and 1 in intervals)
+
+    def _tiles(self) -> tuple[int, ...]:
+        """Tile sizes below the number of rows, and the largest one where it holds all rows."""
+        if self.settings.tile != "auto":
+            return (self.settings.tile,)
+        fewer = tuple(t for t in TILES if t < self.rows)
+        return fewer + ((TILES[-1],) if self.rows <= TILES[-1] else ())
+
+    def _dequantised_once(self, policy: Policy) -> bool:
+        packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
+        return packed and policy.tile <= DENSE_TILE and policy.tile < self.rows
+
+    def _ways(self, base: Policy) -> Iterator[Policy]:
+        """The policy, and other ways of attention's backward: with all heads at once (faster), with
+        the layer's input gradient or the attention outputs on the host meanwhile (fewer bytes)."""
+        bases = [base]
+        if head_groups(self.batch, self.tokens, self.shape) > 1 and self.shape.ranks == 1:
+            bases.append(replace(base, wide=True))
+        yield from bases
+        if base.offload == "gpu":
+            return
+        several = self._several(base)
+        if several:
+            yield from (replace(way, park=True) for way in bases)
+        if base.save_attention and base.every == 1:
+            yield replace(base, stream_attention=True)
+            if several:
+                yield replace(base, stream_attention=True, park=True)
+
+    def _by_group(self, base: Policy) -> Iterator[Policy]:
+        possible = base.offload != "gpu" and self.shape.ranks == 1 and not base.keep
+        if possible and self._several(base):
+            saved = base.save_attention and base.every == 1
+            yield replace(base, stream_attention=saved, by_group=True)
+
+    def _several(self, policy: Policy) -> bool:
+        """Whether a layer runs in more than one tile."""
+        return tiles(self.batch, self.tokens, policy.tile)[0] > 1
+
+
+def _intervals(num_layers: int) -> list[int]:
+    """Layers a checkpoint to try: all up to 8, then a quarter more each time."""
+    found = [1]
+    while found[-1] < num_layers:
+        found.append(min(num_layers, max(found[-1] + 1, found[-1] * 5 // 4)))
+    return found

@@ -1,0 +1,315 @@
+"""What layers keep for backward, and where: the user's `Checkpointing`, and the `Policy` that
+choice.py makes of it. Standard library only."""
+
+import difflib
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar, cast
+
+from hfpatch.budget.limits import parse_word
+
+# What a layer may keep beside x, out and lse: q, k and v; the residual after attention (the input
+# of the second norm); the MLP's gate and up.
+KEEPABLE = ("qkv", "mid", "gate_up")
+PLACES = ("auto", "gpu", "host")
+AIMS = ("fastest", "least")
+WEIGHTS = ("auto", "gpu", "host")
+TILE_MOST = 8192
+LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
+# Where memory is free: 8,192 rows of Llama 3's vocabulary at a time. Each chunk reads and writes
+# the head's float32 gradient once, so fewer chunks are faster.
+LOSS_WORKSPACE_FREE = 2 << 30
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
+    """Raises ValueError for the first name that is not known; the sentence says which is nearest.
+
+    of: what takes the names, "apply()" for example.
+    """
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            end = f"did you mean {near[0]}?" if near else "name one of these."
+            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, {name} came; {end}")
+
+
+Named = TypeVar("Named", bound=Callable)
+
+
+def names_the_nearest(function: Named) -> Named:
+    """The function; a keyword that it does not take is refused with the one that is nearest."""
+    parameters = inspect.signature(function).parameters
+    options = [name for name, one in parameters.items() if one.kind == one.KEYWORD_ONLY]
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*given, **named):
+        refuse_unknown((n for n in named if n not in parameters), options, f"{name}()")
+        return function(*given, **named)
+
+    return cast(Named, checked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
+
+    Every field but aim may be "auto" (the default): chosen at the first step from the free memory.
+
+    Args:
+        offload: where checkpoints wait: "gpu", "host" (pinned memory) or a directory (NVMe, one
+            file a tensor).
+        every: layers a checkpoint: only the input of every k-th layer is kept, the layers between
+            run again.
+        tile: tokens a tile of the token-wise parts (norms, projections, MLP).
+        frozen_weights: where frozen weights (LoRA's base) wait: "gpu", or "host" (pinned memory;
+            each layer's come to the device one layer ahead of use). "auto" takes the host where
+            they do not fit on the device.
+
+    For experts, what the policy otherwise chooses:
+        save_attention: keep attention outputs too, one more [batch, tokens, hidden] a layer, so
+            that the attention forward never runs twice.
+        plain: how many of the last layers keep everything that autograd saves; nothing in them runs
+            again.
+        keep: what the other layers keep beside input and attention output: names of "qkv", "mid"
+            (the residual after attention), "gate_up".
+        aim: what the "auto" fields aim for: the "fastest" step that fits, or "least" device memory.
+
+    Raises:
+        ValueError: a value outside these.
+
+    >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
+    """
+
+    offload: str = "auto"
+    every: int | str = "auto"
+    tile: int | str = "auto"
+    frozen_weights: str = "auto"
+    save_attention: bool | str = "auto"
+    plain: int | str = "auto"
+    keep: tuple | str = "auto"
+    aim: str = "fastest"
+
+    def __post_init__(self):
+        if not isinstance(self.offload, (str, os.PathLike)) or not str(self.offload):
+            raise ValueError(
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {self.offload!r} came; '
+                'pass "host" for pinned memory.'
+            )
+        if str(self.offload).startswith("~"):  # no shell expands it in Python, in a file or behind a `=`
+            object.__setattr__(self, "offload", os.path.expanduser(self.offload))
+        if self.offload not in PLACES and os.sep not in str(self.offload) and not os.path.isdir(self.offload):
+            raise ValueError(
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {str(self.offload)!r} came; '
+                f'write a directory as a path, for example "./{self.offload}".'
+            )
+        if self.offload not in PLACES and os.path.exists(self.offload) and not os.path.isdir(self.offload):
+            raise ValueError(
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, the file {str(self.offload)!r} came; '
+                "name a directory, which is made where there is none."
+            )
+        for name, wanted in (
+            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"), ("plain", "a number of layers"),
+        ):  # fmt: skip
+            value, least = getattr(self, name), 0 if name == "plain" else 1
+            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f'hfpatch: {name} must be "auto" or {wanted}, {value!r} came; leave it "auto".')
+        if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
+            raise ValueError(
+                f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} came; leave it "auto".'
+            )
+        keep = self.keep
+        listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
+        if keep != "auto" and not listed:
+            raise ValueError(
+                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
+            )
+        if keep != "auto":
+            object.__setattr__(self, "keep", tuple(keep))  # a list has no hash
+        if self.frozen_weights not in WEIGHTS:
+            raise ValueError(
+                f'hfpatch: frozen_weights must be one of {", ".join(WEIGHTS)}, {self.frozen_weights!r} came; leave it "auto".'
+            )
+        if self.frozen_weights == "host" and self.plain not in ("auto", 0):
+            raise ValueError(
+                f'hfpatch: expected plain=0 with frozen_weights="host", {self.plain} came: layers that keep '
+                'all that autograd saves keep their weights; leave plain "auto".'
+            )
+        if self.aim not in AIMS:
+            raise ValueError(f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out.")
+
+    def words(self) -> list[str]:
+        """The fields that are not left to the policy, as FIELD=VALUE: parse_checkpointing reads them back."""
+        chosen = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        return [
+            f"{n}={','.join(v) if n == 'keep' and v != 'auto' else os.fspath(v) if n == 'offload' else v}"
+            for n, v in chosen
+        ]
+
+    @property
+    def directory(self) -> str | None:
+        """The disk tier's folder, None where checkpoints stay in memory."""
+        return None if self.offload in PLACES else os.fspath(self.offload)
+
+
+setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
+
+_FIELD = "[a-z_-]+="
+# A comma inside a folder's name, or between names of keep=, parts nothing.
+_NEXT = f",(?={_FIELD}|[./~]|(?:auto|least|off|gpu|host)(?:,|$))"
+# What --checkpointing takes on every command line, for its help.
+CHECKPOINTING = (
+    "what layers keep for backward: auto, least (device memory), off, a place (gpu, host, a folder), "
+    "or fields of hfpatch.Checkpointing, as tile=4096; several with commas, or the flag again"
+)
+
+
+def parse_checkpointing(value) -> "Checkpointing | str":
+    """What `checkpointing=` means, in Python and on every command line.
+
+    Args:
+        value: a Checkpointing; "auto", "least", "off", or a place ("gpu", "host", a directory). A
+            command line also names fields, alone or after a word: "least,tile=4096,keep=qkv,mid";
+            a list of such texts is read as one.
+
+    Returns:
+        a Checkpointing, or "off" where layers keep what transformers lets them keep.
+
+    Raises:
+        ValueError: anything else, a field that is no field of Checkpointing or comes twice.
+    """
+    if isinstance(value, Checkpointing):
+        return value
+    texts = [value] if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(t, (str, os.PathLike)) for t in texts):
+        raise _not_checkpointing(value)
+    words = [word for text in texts for word in re.split(_NEXT, os.fspath(text))]
+    if words == ["off"]:
+        return "off"
+    found: dict = {}
+    for word in words:
+        name, given = _field(word)
+        if name in found and found[name] != given:
+            raise ValueError(f"hfpatch: checkpointing says {name} twice, {found[name]!r} and {given!r} came; drop one.")
+        found |= {name: given} if name else {}
+    return Checkpointing(**found)
+
+
+def _field(word: str) -> tuple[str, object]:
+    """The field of Checkpointing that a word sets, and its value; ("", None) for "auto"."""
+    if not re.match(_FIELD, word):
+        if word == "off":
+            raise ValueError('hfpatch: checkpointing is "off", fields of it came too; drop one of them.')
+        if word in ("true", "false"):  # YAML's yes and no, which would name a folder
+            raise _not_checkpointing(word)
+        if word in ("auto", "least"):
+            return ("aim", "least") if word == "least" else ("", None)
+        try:
+            return "offload", Checkpointing(offload=word).offload
+        except ValueError as error:  # of one of its fields; a caller knows this argument
+            said = str(error).replace('offload must be "auto",', 'checkpointing must be "auto", "least", "off",')
+            raise ValueError(said) from None
+    name, _, text = word.partition("=")
+    name = name.replace("-", "_")
+    refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
+    if not text:
+        raise ValueError(f"hfpatch: checkpointing takes FIELD=VALUE, {word!r} came; write offload=host for example.")
+    if name == "keep" and text != "auto":
+        return name, tuple(text.split(","))
+    return name, text if name in ("offload", "frozen_weights", "aim") else parse_word(text)
+
+
+def _not_checkpointing(value) -> ValueError:
+    return ValueError(
+        f'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host", a directory or a '
+        f'hfpatch.Checkpointing, {value!r} came; for example hfpatch.Checkpointing(offload="host").'
+    )
+
+
+def auto_tile(tokens: int) -> int:
+    """Tokens a tile where free memory is unknown: one tile up to 8192 tokens, 4096 a tile up to
+    32,768, 8192 a tile beyond.
+
+    A single tile needs no second q, k, v and no float32 sums, and its intermediates are small up to
+    8192 rows. 4096 rows are enough for fast matmuls, and keep the MLP's intermediates below the
+    bytes that the layer holds anyway.
+    """
+    return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
+    shape.
+
+    offload: where layer inputs and attention outputs wait for backward: "gpu", "host" or "disk".
+    every: layers a checkpoint; the layers between run again from it.
+    save_attention: keep out and lse, so that the attention forward runs once.
+    stream_attention: attention's backward fetches out and dout per group of KV heads, in place of
+        holding them whole.
+    tile: tokens a tile.
+    park: a layer's input gradient waits with its checkpoints during attention's backward.
+    plain: how many of the last layers keep everything that autograd saves; nothing in them runs
+    again.
+    keep: what the other layers keep beside x, out and lse; names of KEEPABLE.
+    by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with its
+        checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
+    again: how many of the last tiled layers run the attention forward again although save_attention
+        is set.
+    frozen_weights: where frozen weights wait, "gpu" or "host"; from the host each layer's come one layer
+        ahead of use.
+    dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not once a tile.
+    loss_bytes: workspace of the loss; it sets for how many tokens logits exist at a time.
+    wide: attention's backward takes all heads in one launch: more scratch, fewer waits at its end.
+    """
+
+    offload: str = "host"
+    every: int = 1
+    save_attention: bool = True
+    stream_attention: bool = False
+    tile: int = 8192
+    plain: int = 0
+    keep: tuple = ()
+    park: bool = False
+    by_group: bool = False
+    again: int = 0
+    frozen_weights: str = "gpu"
+    dense: bool = False
+    wide: bool = False
+    loss_bytes: int = LOSS_WORKSPACE
+
+    def of_layer(self, index: int, num_layers: int) -> "Policy":
+        """The policy of one tiled layer: without attention outputs where the layer makes them
+        again."""
+        runs_again = index >= num_layers - self.plain - self.again
+        return replace(self, save_attention=self.save_attention and not runs_again, again=0) if self.again else self
+
+
+_NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
+_WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
+
+
+def describe(policy: Policy, num_layers: int | None = None) -> str:
+    """The policy in one line for users: how many layers keep what, and where.
+
+    num_layers: None where unknown.
+    """
+    plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
+    said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
+    if plain != num_layers:
+        kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
+        some = f"attention in all but {policy.again}" if policy.again else "attention"
+        kept += [some] if policy.save_attention and policy.every == 1 else []
+        kept += [_NAMES[name] for name in policy.keep]
+        listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
+        tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
+        verb = "keeps" if tiled == 1 else "keep"
+        said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
+    said += ["frozen weights come from the host"] if policy.frozen_weights == "host" else []
+    said += ["weights of 4 bits are written out once for all tiles"] if policy.dense else []
+    return "; ".join(said)

@@ -1,0 +1,103 @@
+"""Sequence parallelism: how attention's heads are shared out over ranks and rounds. Standard library only.
+
+B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
+"""
+
+from dataclasses import dataclass
+
+FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
+BLOCKS = 512  # of 128 queries, which keep a large GPU full
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV head; sharing: ranks that
+    have the same KV head; uneven: (query heads, KV heads) where they do not go evenly over the ranks: then each query head
+    brings a KV head of its own, and the last ranks compute the last head again, which nobody reads."""
+
+    own: int
+    width: int
+    repeat: int
+    sharing: int
+    uneven: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        return self.own // self.width
+
+    def keys(self, r: int) -> slice:
+        """Of a rank's KV heads, those of round r."""
+        first = r * self.width // self.repeat
+        return slice(first, first + max(1, self.width // self.repeat))
+
+    def new_keys(self, r: int) -> bool:
+        """Whether round r is the first of its KV heads."""
+        return r * self.width % self.repeat == 0
+
+    def last_keys(self, r: int) -> bool:
+        return (r + 1) * self.width % self.repeat == 0
+
+    def queries(self, r: int, ranks: int) -> list[int]:
+        """The query heads of round r, one rank's behind another's; not all of them exist where heads go unevenly."""
+        return [p * self.own + r * self.width + i for p in range(ranks) for i in range(self.width)]
+
+
+def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
+    """None where the heads go evenly over the ranks, else the reason in a few words."""
+    if n_heads % ranks == 0 and (n_kv_heads % ranks == 0 or ranks % n_kv_heads == 0):
+        return None
+    return f"{n_heads} query and {n_kv_heads} KV heads do not go evenly over {ranks} ranks"
+
+
+def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int) -> Rounds:
+    """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of several KV heads.
+
+    tokens: of whole rows.
+    """
+    uneven = (n_heads, n_kv_heads) if why_not_shared_out(n_heads, n_kv_heads, ranks) else None
+    own, sharing = -(-n_heads // ranks), 1 if uneven else max(1, ranks // n_kv_heads)
+    repeat = 1 if uneven else min(own, n_heads // n_kv_heads)
+    wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))
+    fits = [n for n in range(1, own + 1) if own % n == 0 and (repeat % n == 0 or n % repeat == 0)]
+    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing, uneven)
+
+
+def filled_up(shape) -> float:
+    """Query heads that the ranks compute over those that there are: above 1 where they do not go evenly."""
+    return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
+
+
+def rounds_for(shape, batch: int, tokens: int) -> Rounds:
+    """The rounds of a shape's heads. tokens: of a rank."""
+    return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks)
+
+
+def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> int:
+    """Whole rows of a round's heads in a layer's attention backward (parallel/exchange.py). tokens: of a rank; ahead: whether
+    the next round is under way beside them."""
+    rounds, rows = rounds_for(shape, batch, tokens), batch * tokens * shape.ranks * s
+    q, v = rows * rounds.width * shape.head_dim, rows * rounds.width * (shape.v_head_dim or shape.head_dim)
+    n = max(1, rounds.width // rounds.repeat)
+    keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
+    now = 2 * q + 2 * v + 2 * keys  # q, dout, out, k, v; dq, dk, dv
+    if rounds.width < rounds.repeat:
+        now += keys * 4 // s if s < 4 else keys  # dk and dv summed in float32 over a KV head's rounds
+    if rounds.count > 1:
+        now += 2 * q  # the round before: dq on its way, sent and received
+    if ahead and rounds.count > 1:
+        now += 2 * (q + 2 * v)
+        now += 2 * keys if rounds.own > rounds.repeat else 0
+    if rounds.uneven:
+        now += (
+            batch * tokens * (shape.kv_size + shape.v_size) * max(4, s)
+        )  # dk and dv of this rank's tokens, in float32
+    return now
+
+
+def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
+    """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
+    rounds = rounds_for(shape, 1, rows)
+    q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
+    keys = (shape.kv_size + shape.v_size) / shape.num_kv_heads * rounds.own // rounds.repeat * shape.ranks
+    once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
+    return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

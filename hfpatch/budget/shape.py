@@ -1,0 +1,426 @@
+"""The sizes of a decoder that memory and time depend on. Standard library only."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from hfpatch.budget.adapters import Adapters, attention_linears, layer_linears, mlp_linears
+from hfpatch.budget.families import FAMILIES, Layout, Values, attention_windows, dense_layers
+from hfpatch.budget.limits import check_sizes
+from hfpatch.budget.policy import KEEPABLE
+
+
+class UnknownFamily(ValueError):
+    """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that
+    run whole. what: the same in a few words."""
+
+    def __init__(self, what: str):
+        self.what = what
+        super().__init__(
+            f"hfpatch: expected a model that closed forms describe, {what} came; hfpatch.plan() runs its step on fake tensors."
+        )
+
+
+@dataclass(frozen=True)
+class ModelShape(Layout):
+    """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
+
+    head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank, kv_rank: of latent
+    attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
+    experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
+    a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
+    activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
+    are trained. ranks: that
+    share each row (budget/sequence.py); lengths beside such a shape are of one rank's tokens. Raises ValueError for sizes that
+    no model has.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = ""
+    v_head_dim: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
+    expert_bias: bool = False
+    dense_layers: tuple = ()
+    windows: tuple = ()
+    softcap: float = 0.0
+    activation: str = "silu"
+    adapters: Adapters | None = None
+    ranks: int = 1
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"hfpatch: {field.name} must be a whole number, {value!r} came; check the config.")
+        names = {n for i in self.kinds for n in layer_linears(self, i)}
+        unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
+        if self.adapters and self.experts and not self.adapters.targets:
+            raise ValueError(
+                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, all-linear came, by which PEFT adapts "
+                f"the experts too; pass names such as {', '.join(attention_linears(self))}."
+            )
+        if unknown:
+            raise ValueError(
+                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, {unknown[0]!r} came; name some of "
+                "those, or all-linear."
+            )
+        own = dict(num_hidden_layers="num_layers", num_attention_heads="num_heads", num_key_value_heads="num_kv_heads")
+        check_sizes(lambda name: getattr(self, own.get(name, name), None))
+
+    @classmethod
+    def from_config(cls, config) -> "ModelShape":
+        """From a transformers config, an object with its fields, or the dict of a config.json.
+
+        Raises UnknownFamily for a model type without a row in families.py, ValueError for values that are none of their field's.
+        """
+        try:
+            return cls._from_config(config)
+        except (TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+            if str(error).startswith("hfpatch:"):
+                raise
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(
+                f"hfpatch: expected the values of a model's config.json ({reason}); check the file."
+            ) from error
+
+    @classmethod
+    def _from_config(cls, config) -> "ModelShape":
+        kind = Values(config).number("model_type", "llama")
+        family = FAMILIES.get(kind)
+        if family is None:
+            raise UnknownFamily(f"the model type {kind!r}")
+        check_sizes(Values(config).get)
+        values = Values(config, family)
+        missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                               "vocab_size") if values.get(n) is None]  # fmt: skip
+        if missing:
+            raise ValueError(f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json.")
+        heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
+        sizes = {
+            "head_dim": values.number("head_dim", values.get("hidden_size") // max(1, heads)),
+            "num_kv_heads": values.number("num_key_value_heads", heads),
+        }
+        if family.latent:
+            rope = values.get("qk_rope_head_dim")
+            sizes |= {
+                "head_dim": values.get("qk_nope_head_dim") + rope, "v_head_dim": values.get("v_head_dim"),
+                "num_kv_heads": heads, "q_rank": values.number("q_lora_rank", 0), "kv_rank": values.get("kv_lora_rank"),
+                "rope_dim": rope,
+            }  # fmt: skip
+        experts = values.number(family.experts, 0) if family.experts else 0
+        if experts:
+            size = values.get(family.expert_size)
+            sizes |= {
+                "experts": experts, "experts_per_token": values.get("num_experts_per_tok"), "expert_size": size,
+                "shared_size": size * values.number("n_shared_experts", 0), "expert_bias": family.expert_bias,
+                "dense_layers": dense_layers(values, layers),
+            }  # fmt: skip
+        normed = not family.qk_norm_key or values.get(family.qk_norm_key)
+        return cls(
+            hidden_size=values.get("hidden_size"), intermediate_size=values.get("intermediate_size"),
+            num_layers=layers, num_heads=heads, vocab_size=values.get("vocab_size"),
+            tied=bool(values.number("tie_word_embeddings", False)), qkv_bias=values.flag(family.qkv_bias),
+            o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
+            qk_norm=family.qk_norm if normed else "", **{f.name: getattr(family, f.name) for f in fields(Layout)},
+            windows=attention_windows(family, values, layers),
+            softcap=values.number("attn_logit_softcapping", 0.0),
+            activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,
+        )  # fmt: skip
+
+    # -- columns -----------------------------------------------------------------------------------------------------
+    @property
+    def q_size(self) -> int:
+        """Columns of the queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of the keys."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_size(self) -> int:
+        """Columns of the values."""
+        return self.num_kv_heads * (self.v_head_dim or self.head_dim)
+
+    @property
+    def out_size(self) -> int:
+        """Columns of the attention output."""
+        return self.num_heads * (self.v_head_dim or self.head_dim)
+
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's attention sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts."""
+        return bool(self.experts) and layer not in self.dense_layers
+
+    @property
+    def rotary_kinds(self) -> int:
+        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one for the rest."""
+        return len(set(self.windows)) if self.local_rope and self.windows else 1
+
+    @property
+    def whole_because(self) -> str:
+        """Why its layers run whole on a GPU, or may, as no kernel known to run there has such an attention with a backward; ""
+        where they are tiled."""
+        width = max(self.head_dim, self.v_head_dim)
+        return f"no GPU kernel has a backward for heads of {width} columns" if width % 8 or width > 256 else ""
+
+    @property
+    def fused_mlp(self) -> bool:
+        """Whether the MLP runs as one fused activation that keeps gate and up alone."""
+        return self.gated and (self.activation in ("silu", "swish") or self.activation.startswith("gelu"))
+
+    @property
+    def keepable(self) -> tuple[str, ...]:
+        """Those of KEEPABLE that its layers have: the sum after attention of the common block (layer/block.py), gate and up
+        of a dense gated MLP."""
+        # What an adapter adds to is computed again, whatever is kept of it.
+        has = {"qkv": True, "mid": self.is_common and not self.adapted("o_proj")}
+        gates = self.adapted("gate_proj", "up_proj", "gate_up_proj")
+        has["gate_up"] = self.gated and not self.experts and not gates
+        return tuple(name for name in KEEPABLE if has[name])
+
+    def adapted(self, *names: str) -> bool:
+        """Whether one of these Linear layers has an adapter."""
+        return bool(self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets}))
+
+    @property
+    def is_common(self) -> bool:
+        """Whether a layer is the common block (layer/block.py)."""
+        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
+        return self.block and not other
+
+    def last_unread(self, layer: int) -> bool:
+        """Whether a layer's last sum, whose value nobody reads when it runs again, is then not made."""
+        return self.is_common and not self.is_sparse(layer) and not self.adapted("down_proj")
+
+    # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
+    @property
+    def qkv_weights(self) -> int:
+        """Weights of the projections before attention."""
+        D = self.hidden_size
+        if not self.kv_rank:
+            return D * (self.q_size + self.kv_size + self.v_size)
+        queries = self.q_rank * (D + self.q_size) if self.q_rank else D * self.q_size
+        columns = self.q_size - self.num_heads * self.rope_dim + self.v_size
+        return queries + D * (self.kv_rank + self.rope_dim) + self.kv_rank * columns
+
+    @property
+    def o_weights(self) -> int:
+        """Weights of the projection after attention."""
+        return self.out_size * self.hidden_size
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def mlp_weights(self, layer: int) -> int:
+        """Weights of a layer's MLP that one token meets: the router's, its experts' and the shared ones."""
+        D = self.hidden_size
+        if not self.is_sparse(layer):
+            return self._matrices * D * self.intermediate_size
+        return D * (self.experts + self._matrices * (self.experts_per_token * self.expert_size + self.shared_size))
+
+    def dead_after(self, layer: int) -> int:
+        """Weights whose product nobody reads when a layer's part after attention runs again: the last projection, unless
+        a norm or routing weights follow it; in parallel blocks the attention's own as well."""
+        if self.norm_after:
+            return 0
+        mlp = self.shared_size if self.is_sparse(layer) else self.intermediate_size
+        return self.hidden_size * mlp + (self.o_weights if self.parallel else 0)
+
+    @property
+    def dead_before(self) -> int:
+        """The same of the part before attention, run again once q, k and v are there: rotation reads no values, norms do."""
+        if self.kv_rank:
+            queries = (self.q_rank or self.hidden_size) * self.q_size
+            return queries + self.kv_rank * (self.q_size - self.num_heads * self.rope_dim + self.v_size)
+        return self.hidden_size * self.v_size if self.qk_norm else self.qkv_weights
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (2 if self.norm_bias else 1)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention: projections, biases, norms of q and k, sinks."""
+        count = self.qkv_weights + self.o_weights
+        if self.kv_rank:
+            count += self.q_rank + self.kv_rank  # norms of the latents
+            count += (self.q_rank + self.kv_rank + self.rope_dim) if self.qkv_bias else 0
+        elif self.qkv_bias:
+            count += self.q_size + self.kv_size + self.v_size
+        count += self.hidden_size if self.o_bias else 0
+        count += {"": 0, "head": 2 * self.head_dim, "full": self.q_size + self.kv_size}[self.qk_norm]
+        return count + (self.num_heads if self.sinks else 0)
+
+    def _mlp(self, width: int) -> int:
+        biases = (self._matrices - 1) * width + self.hidden_size if self.mlp_bias else 0
+        return self._matrices * self.hidden_size * width + biases
+
+    def mlp_parameters_of(self, layer: int) -> int:
+        """Parameters of one layer's MLP, all experts and the router included."""
+        if not self.is_sparse(layer):
+            return self._mlp(self.intermediate_size)
+        D, size = self.hidden_size, self.expert_size
+        biases = self.experts * (2 * size + D + 1) if self.expert_bias else 0
+        shared = self._mlp(self.shared_size) if self.shared_size else 0
+        return self.experts * (self._matrices * D * size + D) + biases + shared
+
+    def layer_parameters_of(self, layer: int) -> int:
+        """Parameters of one decoder layer, its norms included."""
+        return self._layer_parameters[self.is_sparse(layer)]
+
+    @cached_property
+    def _layer_parameters(self) -> dict[bool, int]:
+        beside = self.attention_parameters + self.norms * self.norm_parameters
+        return {self.is_sparse(i): beside + self.mlp_parameters_of(i) for i in self.kinds}
+
+    @cached_property
+    def _sparse_before(self) -> list:
+        """How many of the first i layers are sparse, for i from 0 to all."""
+        counts = [0]
+        for i in range(self.num_layers):
+            counts.append(counts[-1] + self.is_sparse(i))
+        return counts
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """One layer of each kind of MLP."""
+        return tuple({self.is_sparse(i): i for i in reversed(range(self.num_layers))}.values())
+
+    def over(self, of: Callable[[int], int], first: int = 0, last: int | None = None) -> int:
+        """The sum of `of` over layers first to last (not included), where layers with the same kind of MLP have the same."""
+        last = self.num_layers if last is None else last
+        if last <= first:
+            return 0
+        sparse = self._sparse_before[last] - self._sparse_before[first]
+        count = {True: sparse, False: last - first - sparse}
+        return sum(count[self.is_sparse(i)] * of(i) for i in self.kinds)
+
+    def window_counts(self, first: int = 0, last: int | None = None) -> dict[int, int]:
+        """How many of layers first to last (not included) see how many tokens (0: all)."""
+        return Counter(self.windows[first:last]) if self.windows else {0: len(range(self.num_layers)[first:last])}
+
+    @cached_property
+    def body_parameters(self) -> int:
+        """Parameters of all decoder layers."""
+        return self.over(self.layer_parameters_of)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the largest decoder layer."""
+        return max(self.layer_parameters_of(i) for i in self.kinds)
+
+    # -- what is trained, and bytes -------------------------------------------------------------------------------------
+    def trained_before(self, layer: int) -> int:
+        """Trained parameters of a layer that act before its attention, its first norm included."""
+        return self._trained[self.is_sparse(layer)][0]
+
+    def trained_after(self, layer: int) -> int:
+        """Trained parameters of a layer that act on the attention's output and behind it."""
+        return self._trained[self.is_sparse(layer)][1]
+
+    @cached_property
+    def _trained(self) -> dict[bool, tuple[int, int]]:
+        """Both, by whether the layer is sparse: a search for a policy asks thousands of times."""
+        found, linears = {}, attention_linears(self)
+        for i in self.kinds:
+            if self.adapters is None:
+                after = self.mlp_parameters_of(i) + self.o_weights + self.hidden_size
+                before = self.layer_parameters_of(i) - after
+            else:
+                after = self.adapters.over({"o_proj": linears["o_proj"]} | mlp_linears(self, i))
+                before = self.adapters.over({n: size for n, size in linears.items() if n != "o_proj"})
+            found[self.is_sparse(i)] = before, after
+        return found
+
+    @cached_property
+    def trained_body(self) -> int:
+        """Trained parameters of all layers."""
+        return self.over(self.trained_of)
+
+    def trained_of(self, layer: int) -> int:
+        """Trained parameters of one layer."""
+        return self.trained_before(layer) + self.trained_after(layer)
+
+    @property
+    def trained_head(self) -> int:
+        """Trained parameters of the head."""
+        return 0 if self.adapters else self.embedding_parameters
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """All of them."""
+        return self.trained_body if self.adapters else self.parameters
+
+    def trained_itemsize(self, itemsize: int) -> int:
+        """Bytes of an element of what is trained, in a model whose own elements have `itemsize`."""
+        return (self.adapters and self.adapters.itemsize) or itemsize
+
+    def layer_bytes_of(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes of one layer's parameters, those of adapters included."""
+        own = self.layer_parameters_of(layer)
+        if self.adapters is None:
+            return own * itemsize
+        linears = layer_linears(self, layer)
+        rest = (own - sum(i * o for i, o in linears.values())) * itemsize
+        trained = self.adapters.over(linears) * self.trained_itemsize(itemsize)
+        return rest + trained + self.adapters.packed_bytes(linears, itemsize)
+
+    def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:
+        """Those of them that are frozen."""
+        return self.layer_bytes_of(layer, itemsize) - self.trained_of(layer) * self.trained_itemsize(itemsize)
+
+    def parameter_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of all parameters."""
+        return (self.parameters - self.body_parameters) * itemsize + self.over(
+            lambda i: self.layer_bytes_of(i, itemsize)
+        )
+
+    def dense_bytes(self, linears: dict, itemsize: int = 2, together: bool = False) -> int:
+        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, or those of all together;
+        0 where none is."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        return (sum if together else max)([i * o for i, o in linears.values()] or [0]) * itemsize
+
+    def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
+        """Bytes read and written where a layer makes dense copies of all its quantised weights once."""
+        if self.adapters is None or self.adapters.base == "bf16":
+            return 0
+        linears = layer_linears(self, layer)
+        return self.adapters.packed_bytes(linears, itemsize) + sum(i * o for i, o in linears.values()) * itemsize
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding, which are the head's too where they are tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones once."""
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.norm_parameters
+        return self.body_parameters + ends

@@ -1,0 +1,160 @@
+"""What a command says when something fails that is no bug: one sentence and a non-zero exit. `--debug` shows the traceback.
+
+A bug keeps its traceback without being asked: an error that is in no row below is one.
+"""
+
+import argparse
+import errno
+import json
+import pickle
+import re
+import sys
+import traceback
+import zipfile
+
+BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
+
+_FULL = "the disk is full{at}; free some room, or write elsewhere"
+_NO_RIGHT = "no permission{at}; check its owner and mode, or write elsewhere"
+_READ_ONLY = "the disk is read-only{at}; see how it is mounted, or write elsewhere"
+_NO_FOLDER = "expected a folder, a file stands in the way{at}; name another path"
+_MEMORY = (
+    "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller batch or model; on a GPU, "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True avoids fragments"
+)
+_FILES = "too many files are open; raise the limit (ulimit -n) or use fewer workers"
+_BROKEN = "a file is broken or cut{at}{why}; write or download it again"
+# errno: (exit code, sentence)
+_SYSTEM = {
+    errno.ENOSPC: (MACHINE, _FULL), errno.EDQUOT: (MACHINE, _FULL), errno.EFBIG: (MACHINE, _FULL),
+    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT), errno.EROFS: (MACHINE, _READ_ONLY),
+    errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}; check the path"),
+    errno.ENOTDIR: (BAD_INPUT, _NO_FOLDER), errno.EEXIST: (BAD_INPUT, _NO_FOLDER),
+    errno.EISDIR: (BAD_INPUT, "expected a file, a folder came{at}; name a file"),
+    errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}; shorten it"),
+    errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES), errno.ENFILE: (MACHINE, _FILES),
+    errno.EADDRINUSE: (MACHINE, "the port is in use{at}; choose another, as with MASTER_PORT"),
+    errno.EPIPE: (MACHINE, "what read the output is gone; write it to a file, as with > run.log"),
+    errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
+}  # fmt: skip
+# What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and both before files that
+# are broken: the messages of the first contain words of the last.
+_WORDS = (
+    (r"no space left|os error (28|27|122)|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
+    (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
+    (r"read-only file system|os error 30", MACHINE, _READ_ONLY),
+    (r"too many open files", MACHINE, _FILES),
+    (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
+    (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),
+    (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
+     r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete", BAD_INPUT, _BROKEN),
+)  # fmt: skip
+# What a data loader's worker raised comes with its traceback as text.
+_IN_WORKER = re.compile(r"^Caught \w+ in \w+ worker process .*(?=hfpatch: )")
+_LONG = re.compile(r"(\S{200})\S{100,}")
+_SECRET = re.compile(r"\bhf_\w{6,}")
+
+
+# Other names of a flag: those of transformers' own scripts and of TRL.
+SPELLINGS = {"--seq-len": ("--seq-length", "--max-length")}
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are a ValueError with one sentence, for the handler below.
+
+    Words of a flag are joined by dashes or by underscores, and a flag has the names of SPELLINGS too.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args=None, namespace=None):
+        known = self._option_string_actions  # of the groups too; help lists the first name alone
+        for flag, action in list(known.items()):
+            for name in (flag, *SPELLINGS.get(flag, ())):
+                known.setdefault(name, action)
+                known.setdefault(name[:2] + name[2:].replace("-", "_"), action)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        raise ValueError(f"hfpatch: {message.rstrip('.')}; see {self.prog} --help.")
+
+
+def guarded(command, argv, *, piped: bool = True) -> int:
+    """command(argv) -> exit code, with known failures as one sentence on stderr.
+
+    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's place. piped: whether a
+    reader that goes away (`| head`) has seen enough, so that it is no failure. Exit codes of failures: 2 bad input, 1 the
+    machine (disk, memory), 130 Ctrl-C.
+    """
+    argv = list(argv)
+    # TrainingArguments has a --debug of its own, which takes a word.
+    at = [i for i, a in enumerate(argv) if a == "--debug" and argv[i + 1 : i + 2] != ["underflow_overflow"]]
+    debug = bool(at)
+    argv = [a for i, a in enumerate(argv) if i not in at]
+    try:
+        empty = next((a for a in argv if a.startswith("--") and a.endswith("=--")), None)
+        if empty:  # argparse makes an empty list of it, whatever the flag takes
+            raise ValueError(f"hfpatch: expected a value, {empty} came; write one.")
+        return command(argv)
+    except KeyboardInterrupt as error:
+        return say(error, "stopped by Ctrl-C", INTERRUPTED, debug)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = None  # else Python complains at exit that it cannot flush
+            if piped:
+                return 0
+        known = explain(error)
+        if known is None:
+            raise
+        return say(error, *known, debug)
+
+
+def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    else:
+        sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
+        print(f"hfpatch: {sentence}{'' if sentence.endswith('?') else '.'}", file=sys.stderr)
+    return code
+
+
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure; None for a bug."""
+    text = " ".join(str(error).split())
+    text = _IN_WORKER.sub("", text)
+    if text.startswith("hfpatch:"):
+        return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
+    if isinstance(error, OSError) and error.errno is not None:
+        code, form = _SYSTEM.get(error.errno, (MACHINE, f"{error.strerror or text}{{at}}"))
+        if str(error.strerror).startswith("hfpatch: "):  # a sentence of our own, that names the place
+            return error.strerror.removeprefix("hfpatch: "), code
+        return form.format(at=_at(error), why=""), code
+    if isinstance(error, MemoryError):
+        return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hfpatch"):
+        return f"the package {error.name} is missing; pip install it", BAD_INPUT
+    if isinstance(error, json.JSONDecodeError):
+        return f"expected JSON, line {error.lineno} is none ({error.msg}); mend the file", BAD_INPUT
+    if isinstance(error, UnicodeDecodeError):
+        return f"expected UTF-8 text, other bytes came ({_cut(text)}); convert the file", BAD_INPUT
+    if isinstance(error, ValueError) and text.startswith("embedded null"):
+        return "a path holds a null character; correct it", BAD_INPUT
+    if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
+        return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
+    if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in ("SafetensorError", "OutOfMemoryError"):
+        for words, code, form in _WORDS:
+            if re.search(words, text, re.IGNORECASE):
+                return form.format(at="", why=f" ({_cut(text)})"), code
+    if isinstance(error, OSError) and text:  # transformers and the hub say with it what does not load
+        return _cut(text), BAD_INPUT
+    return None
+
+
+def _at(error: OSError) -> str:
+    return f" at {error.filename}" if error.filename else ""
+
+
+def _cut(text: str) -> str:
+    """The first sentence of a library's message, at most 200 characters."""
+    return re.split(r"(?<=\w\w)\. ", text)[0][:200].rstrip(". ")

@@ -1,0 +1,44 @@
+"""`hfpatch prove`: checks and measures hfpatch on this machine; a page, and a row to send."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--out", default="hfpatch-prove", help="folder of the page and the row (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, as on a CPU: a minute")
+    parser.add_argument("--seconds", type=float, default=600, help="about how long on a GPU (%(default)s)")
+
+
+def main(args) -> int:
+    """Exit code: 0 all is well, 1 something failed, which the page names."""
+    import torch
+
+    from hfpatch.lab.prove import PAGE, ROW, page, prove, row
+    from hfpatch.planner.measure import measure_this
+
+    cuda = torch.cuda.is_available()
+    small = args.small or not cuda
+    if small and not args.small:
+        _say("no GPU that torch can use is here: small sizes, on the CPU")
+    proof = prove(
+        torch.device("cuda" if cuda else "cpu"), small=small, seconds=args.seconds, say=_say,
+        rates=measure_this if cuda and not small else None,
+    )  # fmt: skip
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PAGE).write_text(page(proof), encoding="utf-8")
+    (out / ROW).write_text(json.dumps(row(proof), indent=1) + "\n", encoding="utf-8")
+    for check in proof.failed:
+        where = f"{check.what} {check.dtype} at {check.tokens} tokens: {check.where}"
+        _say(f"FAILED {where}, {check.share:.3g} of what is allowed")
+    passed = len(proof.done) - len(proof.failed)
+    print(f"{passed} of {len(proof.done)} comparisons with float64 pass; read {out / PAGE}.")
+    if not small:
+        print(f"{out / ROW} is the row that profiles/prove/README.md asks for: device, versions, figures.")
+    return 0 if proof.ok else 1
+
+
+def _say(line: str) -> None:
+    print(f"hfpatch: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,161 @@
+"""Runs a training command unmodified, with `hfpatch.apply` on the model of each of its Trainers.
+
+    hfpatch run train.py --lr 1e-5
+    hfpatch run torchrun --nproc_per_node 8 train.py
+    hfpatch run --checkpointing least --require trl sft --config sft.yaml
+
+The command is a child process. It and all processes that it starts find `hfpatch/trainer/hook` on
+their PYTHONPATH, so no launcher needs to know of hfpatch. docs/run.md says what escapes.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hfpatch.budget.policy import parse_checkpointing
+from hfpatch.cli.failures import BAD_INPUT, Parser
+from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.trainer import marks
+
+NOTHING_TRAINED = 3
+_WORDS = {"auto": "auto", "true": True, "false": False}
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+def main(argv=None) -> int:
+    """Runs the command of argv (sys.argv[1:] by default) to its end.
+
+    Returns:
+        The command's own exit code. 2 where there is no such command or an option is wrong. With
+        --require, 3 where the command succeeded and no process of it trained a patched model.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+        command, options = _command(args), _options(args)
+    except ValueError as error:
+        print(f"{error} {parser.format_usage().strip()}", file=sys.stderr)
+        return BAD_INPUT
+    outer = marks.settings()
+    if outer:  # `hfpatch run torchrun -m hfpatch run ...`: the outer run keeps the marks of all
+        inner = marks.environment(outer["folder"], outer["options"] | options)
+        return _as_ended(_child(command, inner))
+    late = {"ignore_cleanup_errors": True}  # a process that outlives the run may leave a mark
+    with tempfile.TemporaryDirectory(prefix="hfpatch-run-", **late) as folder:
+        code = _child(command, marks.environment(folder, options))
+        trained = Path(folder, marks.TRAINED).exists()
+    if code or trained:
+        return _as_ended(code)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            "hfpatch: expected a Trainer or an accelerate loop, no process of this run trained a "
+            "patched model; what it trained, if anything, ran without hfpatch: call "
+            "hfpatch.apply(model) in the script (docs/run.md).",
+            file=sys.stderr,
+        )
+    return NOTHING_TRAINED if args.require else 0
+
+
+def _parser() -> Parser:
+    usage = "hfpatch run [options] script.py | -m module | command [arguments ...]"
+    parser = Parser(prog="hfpatch run", usage=usage, description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add, off = parser.add_argument, {"action": "store_false", "default": None}
+    add_checkpointing(add)
+    on = {"action": "store_true", "default": None}
+    add("--rope-float64", help="angles in float64, for more than 131,072 tokens", **on)
+    add("--no-rope", dest="rope", help="rotary embedding as it is", **off)
+    add("--no-rms-norm", dest="rms_norm", help="RMSNorm as it is", **off)
+    add("--no-mlp", dest="mlp", help="MLP as it is", **off)
+    add("--no-loss", dest="loss", help="head and loss as they are", **off)
+    add("--logits", choices=list(_WORDS), help="whether forwards with labels return logits")
+    add("--require", action="store_true", help="exit 3 if nothing trained with hfpatch")
+    rest = {"nargs": argparse.REMAINDER}
+    add("-m", dest="module", metavar="module", help="a module, as python -m takes it", **rest)
+    add("command", help="a Python script, or a command: torchrun, accelerate, trl, ...", **rest)
+    return parser
+
+
+def _command(args) -> list[str]:
+    """What to start. Raises ValueError where that is nothing."""
+    if args.module:
+        return [sys.executable, "-m", *args.module]
+    if not args.command:
+        raise ValueError("hfpatch: expected a script, a module or a command, none came; name one.")
+    name = args.command[0]
+    script = Path(name).is_file() and (name.endswith(".py") or not os.access(name, os.X_OK))
+    if not script and shutil.which(name) is None:
+        raise ValueError(f"hfpatch: expected a script or command, none is called {name}; mend it.")
+    return [*([sys.executable] if script else []), *args.command]
+
+
+def _options(args) -> dict:
+    """The given options, as marks.environment takes them. Raises ValueError for a wrong one."""
+    names: tuple = ("rope", "rope_float64", "rms_norm", "mlp", "loss")
+    options: dict = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.logits:
+        options["logits"] = _WORDS[args.logits]
+    words = checkpointing_of(args)
+    if words:
+        parse_checkpointing(words)  # raises for a value out of range
+        options["checkpointing"] = words
+    return options
+
+
+def _child(command: list[str], environment: dict[str, str]) -> int:
+    """Runs the command with these variables, and passes on signals.
+
+    Returns its exit code, -n where signal n ended it.
+    """
+    linux = sys.platform == "linux"
+    variables = os.environ | environment
+    child = subprocess.Popen(command, env=variables, preexec_fn=_end_with_parent if linux else None)
+    signals = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in signals}
+    before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
+
+    def pass_on(number, frame):
+        if number != signal.SIGINT or not _in_foreground():
+            child.send_signal(number)
+
+    try:
+        for number in before:
+            signal.signal(number, pass_on)
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_ended(code: int) -> int:
+    """The exit code, or no return: the signal that ended the child ends this process too."""
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sends Ctrl-C to this process's group, and so to the child as well."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _end_with_parent() -> None:
+    """Where this process is killed, Linux ends its child too, so that none trains on unseen."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

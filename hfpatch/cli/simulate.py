@@ -1,0 +1,108 @@
+"""`hfpatch simulate`: one implementation of one model, simulated, as a table or as JSON."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from hfpatch.budget.choice import choose
+from hfpatch.budget.formula import ModelShape
+from hfpatch.budget.limits import flag, parse_length, parse_word
+from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.presets import MODELS, PRESETS
+from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.lab.models import config_of
+from hfpatch.lab.simulate.rivals import IMPLEMENTATIONS, build, prepare
+
+_TAKES = {int: "a number of 1 or more", bool: "true or false"}
+_WORDS = {"offload": ("gpu", "host", "disk"), "frozen_weights": ("gpu", "host"), "keep": KEEPABLE}
+_NONE = ("plain", "again")  # numbers of layers, which may be 0
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument(
+        "--model",
+        default="llama-3.1-8b",
+        help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id",
+    )
+    add_checkpointing(parser.add_argument, " (host memory as large as it must be)")
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
+    parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model's")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--policy", nargs="+", default=[], metavar="FIELD=VALUE",
+        help="for experts, fields of the policy as it is resolved, over what --checkpointing makes of it: "
+        "offload=host every=1 save_attention=true stream_attention=false tile=8192 (the default)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true")
+
+
+def main(args) -> int:
+    from hfpatch.lab.simulate.simulator import simulate  # it loads all of hfpatch and transformers: not for --help
+
+    config = config_of(args.model)[1]
+    if args.layers:
+        config = config | {"num_hidden_layers": args.layers}
+    settings = _settings(args)
+    policy = _policy(args, settings, ModelShape.from_config(config))
+    started = time.perf_counter()
+    impl = "hfpatch-off" if settings == "off" else args.impl
+    model = prepare(build(config, getattr(torch, args.dtype)), impl)
+    found = simulate(model, args.batch, args.seq_len, steps=args.steps, policy=policy)
+    result = found.to_dict() | {
+        "beyond_gib": found.beyond_bytes / 2**30,
+        "host_gib": found.host_peak_bytes / 2**30,
+        "seconds": time.perf_counter() - started,
+    }
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    print(f"simulated {args.model} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s")
+    print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB")
+    print(f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")
+    for name, nbytes in found.operations[:16]:
+        print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
+    print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")
+    return 0
+
+
+def _settings(args) -> Checkpointing | str | None:
+    """What --checkpointing says, None where it says nothing. ValueError beside others' layers."""
+    words = checkpointing_of(args)
+    if words and args.impl != "hfpatch":
+        raise ValueError(f"hfpatch: --checkpointing is for hfpatch, --impl {args.impl} came; drop one of them.")
+    return parse_checkpointing(words) if words else None
+
+
+def _policy(args, settings, shape: ModelShape) -> Policy:
+    """What --checkpointing and --policy say; where they say nothing, every layer's input and attention output on the host."""
+    if args.policy and not args.impl.startswith("hfpatch"):
+        raise ValueError(f"hfpatch: --policy is hfpatch's, --impl {args.impl} came; drop one of them.")
+    fields = {}
+    for pair in args.policy:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in Policy.__dataclass_fields__:
+            known = ", ".join(Policy.__dataclass_fields__)
+            raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
+        words = tuple(value.split(","))
+        fields[name] = words if name == "keep" else parse_word(value)
+        wanted, among = type(Policy.__dataclass_fields__[name].default), _WORDS.get(name)
+        number = wanted is not int or fields[name] or name in _NONE
+        if type(fields[name]) is not wanted or not number or among and not set(words) <= {*among}:
+            takes = ", ".join(among) if among else _TAKES[wanted]
+            raise ValueError(f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value.")
+    if isinstance(settings, Checkpointing):
+        return replace(choose(settings, shape, batch=args.batch, tokens=args.seq_len), **fields)
+    fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
+    return Policy(**fields)
+
+
+if __name__ == "__main__":
+    from hfpatch.cli.main import main as hfpatch
+
+    raise SystemExit(hfpatch(["simulate", *sys.argv[1:]]))

@@ -1,0 +1,124 @@
+"""`hfpatch env --model NAME`: what `apply` makes of a model, by its verdict, without its weights; `--families`: of many."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from hfpatch.budget.hardware import gpu_named
+from hfpatch.budget.shape import ModelShape
+from hfpatch.planner.show import gib
+
+# One row of README's table each: what budget/families.py describes, and what transformers has beside it.
+FAMILIES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2",
+    "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere",
+    "cohere2", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
+    "gemma4_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h", "minimax",
+    "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "gemma3", "llama4",
+)  # fmt: skip
+PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
+# What a default config lacks to show what the family does.
+_SHOWN = {
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
+    "ministral": {"head_dim": 128},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile; reasons: why others do not;
+    fused: of PARTS; packed: "isolated", or "refused" where nothing keeps documents apart; notes: the report's sentences."""
+
+    model: str
+    layers: int
+    tiled: int
+    reasons: dict
+    fused: tuple
+    packed: str
+    notes: tuple = ()
+
+    on_gpu: str = ""  # why layers run whole there all the same
+
+    @property
+    def verdict(self) -> str:
+        said = "agrees" if self.tiled else next(iter(self.reasons), "")
+        return f"{said}; planned whole on a GPU: {self.on_gpu}" if self.on_gpu else said
+
+
+def support_of(name: str, config: dict) -> Support:
+    """Builds the model without memory and applies hfpatch to it. ValueError for what transformers cannot build."""
+    import hfpatch
+    from hfpatch.decoder.find import find_decoder
+    from hfpatch.lab.simulate.rivals import build
+    from hfpatch.layer.condition import look
+
+    model = build(config)
+    report = hfpatch.apply(model)
+    decoder = find_decoder(model)
+    layers = decoder.layers
+    whole = Counter(reason for layer in layers if (reason := look(layer).reason))
+    fused = tuple(word for option, word in PARTS.items() if report.count(option))
+    packed = "isolated" if decoder.stack._hfpatch_apart else "refused"
+    notes = (*report.notes, *report.details)
+    try:
+        on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
+    except ValueError:  # no closed form, which is what knows that
+        on_gpu = ""
+    return Support(name, len(layers), len(layers) - sum(whole.values()), dict(whole), fused, packed, notes, on_gpu)
+
+
+def family_config(kind: str) -> dict:
+    """The values of a family's default config."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **_SHOWN.get(kind, {})).to_dict()
+
+
+def table_row(support: Support) -> str:
+    """A line of README's table."""
+    share = support.tiled / support.layers
+    tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
+    return f"| {support.model} | {tiled} | {', '.join(support.fused)} | {support.packed} | {support.verdict} |"
+
+
+HEADER = "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
+
+
+def _plan(config: dict, seq_len: int):
+    """hfpatch.plan on this machine's card, where the table has it, else on an H100."""
+    import torch
+
+    from hfpatch.planner.plan import plan
+
+    here = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return plan(config, seq_len=seq_len, gpu=here or "h100")
+
+
+def main(args) -> int:
+    if args.families:
+        print(HEADER)
+        for kind in FAMILIES:
+            print(table_row(support_of(kind, family_config(kind))), flush=True)
+        return 0
+    from hfpatch.lab.models import config_of
+
+    name, config = config_of(args.model, download=False)
+    found = support_of(name, config)
+    planned = _plan(config, args.seq_len) if args.seq_len else None
+    if args.json:
+        print(json.dumps(asdict(found) | {"verdict": found.verdict, "plan": planned and planned.to_dict()}, indent=1))
+        return 0
+    print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile")
+    print(f"verdict  {found.verdict}")
+    for reason, n in found.reasons.items():
+        print(f"whole    {n} layers: {reason}")
+    print(f"fused    {', '.join(found.fused) or 'nothing'}")
+    print(f"packed   {found.packed}")
+    if planned:
+        fits = "fits" if planned.fits else "does NOT fit"
+        takes = f"{planned.step_seconds:.2f} s a step, {gib(planned.gpu_peak_bytes)} of {gib(planned.gpu_usable_bytes)}"
+        print(f"planned  {planned.seq_len:,} tokens on {planned.gpu} ({planned.placement}): {fits}, {takes}")
+    print("\n".join(f"  {note}" for note in found.notes))
+    return 0

@@ -1,0 +1,197 @@
+"""Trains a causal language model: `hfpatch train --model M --data D`, or `accelerate launch -m`.
+
+    hfpatch train --model llama-tiny --train_tokenizer 512 --data docs/ --output_dir runs/docs
+    hfpatch train config.yaml --learning_rate 1e-5
+    accelerate launch --num_processes 8 -m hfpatch train config.yaml --engine zero3
+
+In a checkout `scripts/train.py` is the same.
+
+Flags are those of transformers' TrainingArguments and of hfpatch/trainer/flags.py (`--help`). Exit
+codes: 0 done; 143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint if training had
+begun); 2 bad input, refused before long work; 1 a failure of the machine such as a full disk.
+"""
+
+import logging
+import os
+import sys
+import time
+
+from hfpatch.budget.limits import environment_number, expandable_segments
+from hfpatch.cli.failures import guarded
+
+ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint: by all ranks together
+
+
+def main(argv=None) -> int:
+    """Runs the command of argv (sys.argv[1:] by default). Returns the exit code.
+
+    Bad input is one sentence on stderr. One of several processes that a launcher started does not
+    return if it ended well: it exits here.
+    """
+    code = guarded(train, sys.argv[1:] if argv is None else argv, piped=False)
+    if sys.stdout:
+        sys.stdout.flush()
+    sys.stderr.flush()
+    if code in ENDED and environment_number("WORLD_SIZE", 1) > 1:
+        # Gloo's own teardown aborts about one run in ten; everything is saved by now.
+        os._exit(code)
+    return code
+
+
+def train(argv) -> int:
+    """Parse, refuse what cannot work, load, train, evaluate, save."""
+    expandable_segments()
+    # torchao warns about its optional libraries.
+    expandable_segments()
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from hfpatch.trainer import arguments, checks, footprint, loading, prepare, resume
+    from hfpatch.trainer.stop import StopCleanly
+
+    checks.environment()
+    stop = StopCleanly()  # first, because it notes which process launched this one
+    model_args, data_args, args = arguments.parse(argv)
+    checks.flags(model_args, data_args, args)
+    stop.time_limit = args.time_limit * 60
+    checkpoint, aside = resume.agreed(
+        args, lambda: resume.begin(args.output_dir, args.resume_from_checkpoint)
+    )
+
+    def say(line):
+        if args.process_index == 0:
+            print(line, flush=True)
+
+    config = loading.load_config(model_args)
+    checks.length(data_args.seq_len, config)
+    if args.deepspeed:
+        checks.sharing(model_args.sp_size, config)
+    tokenizer, data = prepare.load_data(model_args, data_args, args, config, say=say)
+    _warn_of_left_builds(args, say)
+    if data_args.show_batch:
+        say(_shown(data.train, data_args.show_batch, tokenizer))
+        return 0
+    footprint.check(config, model_args, data_args, args)
+    record = resume.run_record(config, model_args, data_args, args, data.fingerprint)
+    differs = checkpoint and resume.checkpoint_matches(checkpoint, record)
+    with resume.writing_to(args, aside) as moved:
+        _say_where_it_begins(args, checkpoint, moved, differs, say)
+        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop)
+        checks.engine_is_on(args, run.accelerator, checkpoint)
+        return _fit(run, checkpoint, stop, say)
+
+
+def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop):
+    """The Trainer of the run, with its model loaded."""
+    from transformers import EarlyStoppingCallback
+
+    from hfpatch.trainer import arguments, loading, placement, prepare, trainer
+    from hfpatch.trainer.callback import Callback
+    from hfpatch.trainer.dataset import Collator
+
+    model = loading.load_model(model_args, config, args.seed)
+    placed = (
+        placement.trainer_arguments(model, args, model_args.placement)
+        if model_args.placement
+        else {}
+    )
+    # The callback applies hfpatch and logs speed and memory.
+    callbacks = [
+        Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share),
+        stop,
+    ]
+    if args.early_stopping_patience:
+        callbacks.append(
+            EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta)
+        )
+    pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
+    return trainer.Trainer(
+        model=model,
+        args=args,
+        data_collator=Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares),
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        bytes_per_token=data.bytes_per_token,
+        record=record,
+        **placed,
+    )
+
+
+def _fit(run, checkpoint: str | None, stop, say) -> int:
+    """Trains, saves and evaluates. Returns the exit code."""
+    begin = time.monotonic()
+    result = run.train(resume_from_checkpoint=checkpoint)
+    if stop.code:
+        say(
+            f"hfpatch: {stop.reason} at step {run.state.global_step}: a checkpoint is saved; go on "
+            "with --resume_from_checkpoint True."
+        )
+        return stop.code
+    run.save_model()  # before the evaluation, which takes long and may be stopped
+    if run.eval_dataset is not None:
+        say(f"hfpatch: {held_out(run)}")
+    run.save_state()
+    if run.args.push_to_hub:
+        run.push_to_hub()
+    trained, elapsed = clock(result.metrics["train_runtime"]), clock(time.monotonic() - begin)
+    say(
+        f"hfpatch: {run.state.global_step} steps, total training time {trained} (with evaluation "
+        f"{elapsed}); the model is in {run.args.output_dir}"
+    )
+    return 0
+
+
+def _warn_of_left_builds(args, say) -> None:
+    """DeepSpeed waits for ever for the lock of a build that was killed."""
+    from hfpatch.budget.locks import left_builds
+
+    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        for lock in left_builds():
+            say(
+                f"hfpatch: {lock} is left from a build that was killed; if this run stands still, "
+                "stop it and remove that file."
+            )
+
+
+def _shown(rows, number: int, tokenizer) -> str:
+    from hfpatch.trainer.dataset import show
+
+    return show([row for _, row in zip(range(number), rows)], tokenizer)
+
+
+def _say_where_it_begins(
+    args, checkpoint: str | None, moved: list[str], differs: str | None, say
+) -> None:
+    from hfpatch.trainer import folders
+
+    if moved:
+        say(f"hfpatch: {', '.join(moved)} set aside in {args.output_dir}/{folders.ASIDE}.")
+    if args.resume_from_checkpoint:
+        none = "no checkpoint was finished before; starting from the first step"
+        say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
+    if differs:
+        say(f"hfpatch: {differs}")
+
+
+def held_out(run) -> str:
+    """The held-out loss after training, with --eval_on_start before it too, a token and a byte."""
+    evaluated = [entry for entry in run.state.log_history if "eval_loss" in entry]
+    before = evaluated[0] if evaluated and evaluated[0]["step"] == 0 else None
+    current = (
+        evaluated
+        and evaluated[-1]["step"] == run.state.global_step
+        and not run.args.load_best_model_at_end
+    )
+    after = evaluated[-1] if current else run.evaluate()
+    words = []
+    for name, unit in (("eval_loss", "a token"), ("eval_nats_per_byte", "a byte")):
+        if name in after:
+            was = f"{before[name]:.3f} before, " if before else ""
+            words.append(f"{was}{after[name]:.3f} after, in nats {unit}")
+    return "held-out loss " + "; ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,214 @@
+"""What is registered in transformers' interfaces under our names: the mask, and attention, which asks or computes itself."""
+
+import inspect
+import sys
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfpatch.attention.attention import attention_backward, attention_forward, pick, supported
+from hfpatch.compat import autocast_dtype
+from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
+from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
+from hfpatch.ops._library import one_gradient
+from hfpatch.parallel.exchange import ExchangedAttention
+
+CAUSAL_NAME = "hfpatch_causal"  # in a compiled graph: no mask function goes with it, so no mask is built
+
+
+def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None, local_size=None,
+         use_vmap=False, device=None, **kwargs):  # fmt: skip
+    """A Mask. Keywords are those that transformers passes to its own mask functions."""
+    given = {"q_length": q_length, "local_size": local_size, "device": device}
+    given = {name: x for name, x in given.items() if x is not None} | kwargs
+    given |= {
+        "batch_size": batch_size,
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+    }
+    given |= {"mask_function": mask_function, "use_vmap": use_vmap}
+    batch = current.batch
+    if batch is None:  # a model of somebody else's: what it says is all there is
+        batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
+    if use_vmap:
+        given["mask_function"] = batch.within_documents(mask_function)
+    kind = None
+    if not use_vmap and kv_length == batch.t and not kv_offset:
+        kind = describe(mask_function, batch.T, local_size, batch.device)
+    added = kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
+    if kind is None:
+        given["allow_is_causal_skip"] = False
+        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
+    return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
+
+
+def attention(
+    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
+):
+    """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
+    extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
+    if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
+        attention_mask = Mask(current.batch)  # accelerate's hooks take masks away; models with windows it refuses
+    asked = Asked(
+        module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux,
+        dropout if module.training else 0.0, _told(module, kwargs),
+    )  # fmt: skip
+    if current.role is None and current.batch is not None and (current.batch.weights or asked.told):
+        function = _own_eager(module)  # families differ in what they call weights (sinks)
+        if function is None:
+            return _eager(asked)
+        mask = _whole_mask(asked)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+        return function(module, query, key, value, mask, scaling=asked.scale, dropout=dropout, **kwargs, **extra)
+    return (_whole(asked) if current.role is None else current.role(asked)), None
+
+
+def _own_eager(module):
+    """The eager attention in the file of this module's class; None where it has none."""
+    own = inspect.unwrap(getattr(module, "_hfpatch_base", type(module)).forward)
+    return own.__globals__.get("eager_attention_forward")
+
+
+def _told(module, kwargs) -> str | None:
+    """What else its eager attention is given that says who sees whom and how much (a bias of positions)."""
+    given = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    function = _own_eager(module) if given else None
+    known = inspect.signature(function).parameters if function is not None else ()
+    return next((name for name in given if name in known), None)
+
+
+class _Attention(torch.autograd.Function):
+    """The two directions of attention/attention.py for a layer that is not tiled."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, asked, backend):
+        out, lse, state = attention_forward(q, k, v, **asked, sinks_H=sinks, backend=backend)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.asked, ctx.state, ctx.backend = asked, state, backend
+        return out
+
+    @staticmethod
+    @one_gradient
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = attention_backward(dout, q, k, v, out, lse, ctx.state, **ctx.asked, sinks_H=sinks, backend=ctx.backend)
+        return *grads, *(None,) * (6 - len(grads))
+
+
+class _Exchanged(torch.autograd.Function):
+    """Attention over rows that several ranks share, for a layer that is not tiled."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, call, sequence):
+        ctx.attention = ExchangedAttention(sequence)
+        outs, lses = ctx.attention.forward([call], [], [q, k, v])
+        ctx.save_for_backward(q, k, v, *outs, *lses)
+        return ctx.attention.join(outs)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, *kept = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        lses = kept[len(kept) // 2 :]
+        dsinks = ctx.attention.backward([q, k, v], [dout], kept.__getitem__, lses, grads)
+        return *grads, *dsinks, None, None
+
+
+def _whole(asked: Asked) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
+    cast = autocast_dtype(q.device.type)
+    if cast is not None and q.dtype != torch.float64:
+        q, k, v = (x.to(cast) for x in (q, k, v))
+    sequence, reason = current.batch and current.batch.sequence, asked.why_not_tiled()
+    if sequence is not None:
+        if reason:
+            raise not_exchanged(reason)
+        return _Exchanged.apply(q, k, v, asked.sinks_H, asked.call(), sequence)
+    if reason is None:
+        pattern = asked.pattern()
+        unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
+        backend = "blocks" if unsupported else pick(q, k)
+        return _Attention.apply(q, k, v, asked.sinks_H, {"scale": asked.scale, "pattern": pattern}, backend)
+    return _plain(asked)
+
+
+def _plain(asked: Asked) -> Tensor:
+    """With a whole mask, or dropout, as transformers' own functions do it."""
+    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
+    mask, causal = _mask_and_causal(asked)
+    if asked.softcap is None and asked.sinks_H is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            asked.dropout,
+            causal and mask is None,
+            scale=asked.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.transpose(1, 2).contiguous()
+    return _eager(asked)[0]
+
+
+def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
+    """The whole mask, where one says more than causality, and whether the call is causal without one."""
+    mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
+    same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
+    return mask, getattr(asked.module, "is_causal", True) and same
+
+
+def _whole_mask(asked: Asked) -> Tensor | None:
+    """The whole mask, a causal one's too."""
+    mask, causal = _mask_and_causal(asked)
+    if mask is None and causal:
+        T = asked.q_BHTE.shape[2]
+        mask = torch.ones(T, T, dtype=torch.bool, device=asked.q_BHTE.device).tril()
+    return mask
+
+
+def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
+    """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions have it."""
+    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * asked.scale
+    if asked.softcap is not None:
+        scores = asked.softcap * torch.tanh(scores / asked.softcap)
+    mask = _whole_mask(asked)
+    if mask is not None:
+        least = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+    if asked.sinks_H is not None:
+        scores = torch.cat([scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    p = torch.nn.functional.dropout(p[..., : k.shape[2]], asked.dropout)
+    return (p @ v).transpose(1, 2).contiguous(), p
+
+
+def causal_attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
+    """Every row one causal sequence, in torch's own attention: ([B, T, H, E], None)."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _torchs_own(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """For torch's function of this name with a Mask of ours: [B, H, T, E]."""
+    frame, module = sys._getframe(1), None  # torch's function is not told whose attention it is
+    while not isinstance(module, torch.nn.Module):
+        module, frame = frame.f_locals.get("self"), frame.f_back
+    return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[0].transpose(1, 2)
+
+
+ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
+ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph takes keys of str alone
+ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)

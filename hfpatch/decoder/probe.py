@@ -1,0 +1,318 @@
+"""Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hfpatch.compat import autocast_dtype, pytree
+from hfpatch.context.current import Asked, NotStopped, asking, our_attention
+from hfpatch.context.masks import Batch, Mask
+from hfpatch.decoder.state import state_apart
+from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.mixers import find_mixers, standing_in
+from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.residual_streams import by_rows, joined
+from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits, looks_like_a_block
+from hfpatch.parts.unread import can_go_without, idle, without_values
+
+TOKENS = 12
+FEW = 4
+MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
+
+
+class _Counting:
+    """LayerTraits every call with NaN and remembers whether a later call saw one."""
+
+    def __init__(self, value: float = float("nan")):
+        self.modules, self.inputs, self.independent, self.reasons, self.value = [], [], True, [], value
+        self.softcap = None
+
+    def __call__(self, asked: Asked) -> Tensor:
+        inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
+        self.independent &= all(bool(torch.isfinite(x).all()) for x in inputs)
+        self.modules.append(asked.module)
+        self.inputs += [x.transpose(1, 2) for x in inputs]
+        self.softcap = asked.softcap or self.softcap
+        self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
+        q, v = asked.q_BHTE, asked.v_BKTE
+        return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
+
+    def mixer(self, name, args, kwargs) -> Tensor:
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        self.independent &= bool(torch.isfinite(x).all())
+        return torch.full_like(x, self.value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout hands on what it gets, so that it is no difference between two runs."""
+
+    DROPOUTS = (F.dropout, F.dropout1d, F.alpha_dropout)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+class _Captured(Exception):
+    pass
+
+
+def captured(stack: nn.Module, layer: nn.Module) -> tuple[tuple, dict, Batch]:
+    """(args, kwargs) with which the stack calls this layer, and the batch that its mask describes."""
+    ids = torch.arange(TOKENS)[None] % stack.config.vocab_size
+    batch = Batch(1, TOKENS, ids.device)
+    found = {}
+
+    def note(module, args, kwargs):
+        found["call"] = (args, kwargs)
+        raise _Captured
+
+    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with our_attention((stack.config,), batch), torch.no_grad():
+            mask = torch.ones(1, TOKENS, dtype=torch.bool)
+            stack(input_ids=ids, attention_mask=mask, use_cache=False)
+    except _Captured:
+        pass
+    finally:
+        handle.remove()
+    return *found["call"], batch
+
+
+def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
+    """The LayerTraits of a small stack's layer."""
+    (x, *args), kwargs, batch = captured(stack, layer)
+    streams = len(x) if x.dim() == 4 else None
+    forward = by_rows(type(layer).forward.__get__(layer), streams)
+    return ask_layer(layer, forward, x if streams is None else joined(x), args, kwargs, (stack.config,), batch)
+
+
+def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:
+    """The LayerTraits of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on
+    as if it was not
+    asked."""
+    rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
+    with rng, _NoDropout(), state_apart(layer) as written:
+        try:
+            answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+        except Exception as error:  # a family's own code
+            answers = LayerTraits(reason=_said(error))
+        # Tiles would write it more often, each with what it has of the row.
+        return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, NotStopped):
+        return str(error)
+    return f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})"
+
+
+def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
+    row, kwargs = partial(_first_row, B=x_BTD.shape[0], T=x_BTD.shape[1]), of_its_own(kwargs)
+    x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
+    count = _Counting(0.0)
+
+    run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
+    with torch.no_grad(), our_attention(configs, batch), asking(count):
+        run(x_BTD)
+    known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
+
+    def told(x):  # by the layer, and to its attention
+        with asking(_Counting(0.0)) as count:
+            return run(x), count.inputs
+
+    def answered(inside: bool) -> LayerTraits:
+        """inside: attention runs inside of what mixes tokens; else it is answered."""
+        with torch.no_grad(), our_attention(configs, batch), asking(None if inside else _Counting(0.0)):
+            found = find_mixers(layer, run if inside else told, x_BTD, known)
+        return _with_mixers(
+            layer, run, x_BTD, configs, batch, () if inside else tuple(count.modules), found, count.reasons
+        )
+
+    answers = answered(False)
+    if answers.reason is not None:
+        if answers.reason == MORE_THAN_HIDDEN or not count.modules:
+            return answers
+        first, alone = answers, not answers.mixers and answers.reason != OTHER_MIXER
+        try:
+            answers = replace(answered(True), attends=alone)
+        except Exception:  # attention that needs all ranks, of a few tokens
+            return first
+        if answers.reason is not None:
+            return first
+    try:
+        probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers)
+        return replace(answers, reason=BY_PLACE) if probed.by_place() else probed.answers()
+    except Exception as error:  # a family's own code
+        return replace(answers, reason=_said(error))
+
+
+def _with_mixers(layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]) -> LayerTraits:
+    """What the layer answers where its tokens meet in these modules, which call attention, and those that were `found`."""
+    if found is None:
+        return LayerTraits(reason=OTHER_MIXER, looked=True)
+    mixers, paired = found
+    names = {id(m): n for n, m in layer.named_modules()}
+    known = LayerTraits(tuple(names[id(m)] for m in attention), mixers, paired, looked=True)
+    count = _Counting()
+    with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
+        out = run(x_BTD)
+    if isinstance(out, tuple) and any(isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2] for x in out[1:]):
+        return replace(known, reason=MORE_THAN_HIDDEN)
+    if attention and reasons:
+        return replace(known, reason=reasons[0])
+    if len(count.modules) != len(attention):  # some of it in a mixer
+        return LayerTraits(reason=OTHER_MIXER, looked=True)
+    if not count.independent:
+        return replace(known, reason="what mixes its tokens takes one from the other")
+    return replace(known, softcap=count.softcap)
+
+
+def _first_row(x, B: int, T: int):
+    if isinstance(x, Mask):  # of a whole batch, where a few of its tokens ask
+        return x if x.batch.t < T else x.part(slice(0, 1), 0, T)
+    return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
+
+
+def _far(x):
+    return x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x
+
+
+class _Probe:
+    """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
+
+    def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
+        self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
+        self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
+        self.known = known
+        self.T = x_BTD.shape[1]
+        with torch.no_grad():
+            parts = self._ask().pre(self.x, 0, self.T)
+        self.dparts = [torch.randn_like(p) for p in parts]
+        n = 3 * len(known.attention)
+        like = [q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])] + parts[n:]
+        self.outs = [torch.randn_like(x) for x in like]
+        with torch.no_grad():
+            made = self._ask().post(self.x, self.outs, 0, self.T)
+        self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
+
+    def _ask(self, arguments=None, **known) -> LayerParts:
+        answers = replace(self.known, **known)
+        return LayerParts(self.layer, arguments or self.arguments, answers, self.configs, self.batch, forward=self.forward)
+
+    def _gradients(self, run) -> list[Tensor | None]:
+        x = self.x.clone().requires_grad_()
+        wanted = [x, *(p for p in self.layer.parameters() if p.requires_grad)]
+        outs, douts, more = run(x)
+        pairs = [(o, d) for o, d in zip(outs, douts) if o.requires_grad]
+        if not pairs:
+            return []
+        outs, douts = zip(*pairs)
+        return torch.autograd.grad(outs, wanted + more, douts, allow_unused=True)
+
+    def _post(self, **known):
+        def run(x):
+            outs = [o.clone().requires_grad_() for o in self.outs]
+            return self._ask(**known).post(x, outs, 0, self.T, dead=True), self.dys, outs
+
+        return self._gradients(run)
+
+    def _pre(self, **known):
+        return self._gradients(lambda x: (self._ask(**known).pre(x, 0, self.T, dead=True), self.dparts, []))
+
+    def by_place(self) -> bool:
+        """Whether it makes something else of a few tokens one by one: of the last, say, or by a table of positions of its own.
+        One token alone may go to another expert by rounding."""
+
+        def parts(bounds):
+            found = []
+            for a, b in bounds:
+                x, outs, ask = self.x[:, a:b], [out[:, a:b] for out in self.outs], self._ask()
+                found.append(ask.pre(x, a, b) + ask.post(x, outs, a, b))
+            return [torch.cat(tiles, 1).unsqueeze(2).flatten(2).to(self.x.dtype) for tiles in zip(*found)]
+
+        with torch.no_grad():
+            pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
+            # Norms and routers compute in float32 also in a float64 model; products in less, under autocast and as TF32.
+            device = self.x.device.type
+            steps = [torch.finfo(torch.float32).eps, 2**-10 if device == "cuda" else 0.0]
+            steps += [torch.finfo(dtype).eps for dtype in (self.x.dtype, autocast_dtype(device)) if dtype is not None]
+            other = [~((a - b).norm(dim=-1) <= max(steps) ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
+        return int(torch.stack(other).any(0).sum()) > 1
+
+    def answers(self) -> LayerTraits:
+        with torch.enable_grad():
+            block = looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
+            post, pre = self._post(), self._pre()
+            inside = tuple(f"{name}." for name in self.known.mixers)  # run whole, elsewhere
+            names = [n for n, m in self.layer.named_modules() if can_go_without(m) and not n.startswith(inside)]
+            run_post = self._called(names, lambda: self._post(block=block))
+            run_pre = self._called(names, lambda: self._pre(block=block))
+            dead_post = tuple(n for n in run_post if self._dead(n, self._post, post))
+            dead_pre = tuple(n for n in run_pre if self._dead(n, self._pre, pre))
+            unread = tuple(n for n in dead_post if self._unread(n))
+            together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
+            if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
+                together = {}
+        return replace(self.known, block=block, **together)
+
+    def _called(self, names: list[str], run) -> list[str]:
+        """Those of these modules that run() calls: to leave out the others costs time a tile, and saves nothing."""
+        called: set[str] = set()
+        handles = [
+            self.layer.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            for name in names
+        ]
+        run()
+        for handle in handles:
+            handle.remove()
+        return [name for name in names if name in called]
+
+    def _dead(self, name: str, run, expected) -> bool:
+        """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
+        for value in (float("nan"), 3.0):
+            try:
+                with without_values(idle(self.layer, (name,), value=value)):
+                    if not _equal(run(), expected):
+                        return False
+            except RuntimeError:  # written to in place, for one
+                return False
+        return True
+
+    def _unread(self, name: str) -> bool:
+        """Whether the output of `post` does not depend on this module's value."""
+        with torch.no_grad():
+            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            with without_values(idle(self.layer, (name,), value=float("nan"))):
+                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
+
+    def _same_as_block(self) -> bool:
+        # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out alone.
+        args, kwargs = pytree().tree_map(_far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec))
+        far = Arguments(args, kwargs, *self.x.shape[:2])
+        try:
+            with torch.no_grad():
+                pairs = [
+                    (self._ask(far, block=True).pre(self.x, 0, self.T), self._ask(far).pre(self.x, 0, self.T)),
+                    (self._ask(block=True).pre(self.x, 0, self.T), self._ask().pre(self.x, 0, self.T)),
+                    (self._ask(block=True).post(self.x, self.outs, 0, self.T), self._ask().post(self.x, self.outs, 0, self.T)),
+                ]  # fmt: skip
+            values = all(_equal(ours, theirs) for ours, theirs in pairs)
+            return (
+                values and _equal(self._post(block=True), self._post()) and _equal(self._pre(block=True), self._pre())
+            )
+        except Exception:  # a layer that only looks like one may raise anything
+            return False
+
+
+def _equal(ours, theirs) -> bool:
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True)
+    )

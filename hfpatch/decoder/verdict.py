@@ -1,0 +1,299 @@
+"""What each kind of layer answers when it is asked, found before any layer is trusted.
+
+A scaled-down instance of the decoder (decoder/small_instance.py) runs as transformers has it and tiled, forward and
+backward, plain,
+packed and with hidden tokens. A kind of layer that differs beyond rounding is not tiled, and the report says so.
+"""
+
+import copy
+import time
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.budget.policy import Checkpointing
+from hfpatch.compat import plain_scans
+from hfpatch.context.class_code import code_asked
+from hfpatch.context.classes import swap
+from hfpatch.context.ranks import sharded
+from hfpatch.decoder import probe
+from hfpatch.decoder.find import Decoder, list_of_layers
+from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
+from hfpatch.decoder.stack import OurAttention
+from hfpatch.layer.layer import TiledLayer
+from hfpatch.layer.places import places_in
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.layer.shared_keys import hands_on_keys
+from hfpatch.layer.strangers import is_token_wise
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+
+CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
+EPS = torch.finfo(torch.float32).eps
+SECONDS = 3.0  # after that no more is tried
+LATE = f"the verdict took more than {SECONDS:.0f} s"
+SHARED_KEYS = "its layers share keys with later ones, and would store them again when they run again"
+TILE = 16
+DOCUMENTS = (0, 17, TOKENS)
+
+
+class _Different(Exception):
+    """Its message says what differed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """answers: one for each layer; places: of all modules in the layers of the small instance (places.places_in); ours:
+    whether the stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None;
+    prefill: whether they fill an empty KV cache as transformers' do; apart: whether documents of one row were seen not to see each
+    other; across: whether what mixes tokens beside attention lets them where transformers' own layers run."""
+
+    answers: tuple[LayerTraits, ...]
+    places: frozenset[tuple[str, type]] = frozenset()
+    ours: bool = True
+    alone: str | None = None
+    prefill: bool = False
+    apart: bool = False
+    across: bool = True
+
+
+def ask_model(decoder: Decoder) -> Verdict:
+    """What the layers of this model answered, and what may be trusted."""
+    n = len(decoder.layers)
+    if not hasattr(decoder.stack, "config"):
+        return Verdict((), frozenset(), False, "its layers are in a module without a config", apart=True)
+    shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
+    if shared and hands_on_keys(decoder.layers[0]):
+        shared = None
+    code = code_asked(decoder.layers)
+    kinds = [kind_of(layer) for layer in decoder.layers]
+    try:
+        found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
+    except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
+        return Verdict((untried,) * n, frozenset(), False, shared)
+    unknown = LayerTraits(reason="no layer of its kind in the small instance")
+    answers = tuple(_answer(found, layer, kind) or unknown for layer, kind in zip(decoder.layers, kinds))
+    return Verdict(answers, found.places, found.ours, shared or found.alone, found.prefill, found.apart, found.across)
+
+
+def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | None:
+    """Of a layer with declared modules (hfpatch.token_wise): that of the kind which has other modules in their places."""
+    declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
+    others = ((tuple(row for row in known if row[0] not in declared), answer) for known, answer in found.answers.items())
+    return next((answer for known, answer in others if known == kind), None)
+
+
+@dataclass
+class _Found:
+    """The same of a small instance: answers by kind; places: of all that is in its layers (places.places_in)."""
+
+    answers: dict[tuple, LayerTraits]
+    ours: bool = True
+    alone: str | None = None
+    prefill: bool = False
+    apart: bool = True
+    across: bool = True
+    places: frozenset[tuple[str, type]] = frozenset()
+
+
+class _Config:
+    """A config as a key: equal where its values are."""
+
+    def __init__(self, config):
+        self.config, self.key = config, config.to_json_string(use_diff=False)
+
+    def __eq__(self, other):
+        return self.key == other.key
+
+    def __hash__(self):
+        return hash(self.key)
+
+
+@cache
+def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> _Found:
+    with quiet_process(), sharded(False), plain_scans():
+        began = time.thread_time()
+        stack = _in_double(small_stack(stack_class, config.config, list(kinds)))
+        late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
+        answers = _ask_all(stack, late)
+        if answers is None:
+            found = _Found({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
+            found.apart = _keeps_apart(_patched(stack, found))
+            return found
+        # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
+        expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
+        found = _settled(answers, expected, late)
+        never = "packed" in expected.batches and not found.ours and not _keeps_apart(_patched(stack, found))
+        if never:
+            # However it runs, a document of several is another than alone (its model takes no positions): such rows are refused.
+            del expected.batches["packed"]
+            found = _settled(answers, expected, late)
+        found.places = frozenset(place for layer in list_of_layers(stack) for place in places_in(layer))
+        found.prefill = found.ours and not late() and expected.fills_a_cache(found)
+        compared = found.ours and "packed" in expected.batches
+        found.apart = compared or not never and _keeps_apart(_patched(stack, found))
+        found.across = not _keeps_apart(stack)
+        return found
+
+
+def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
+    """What each kind of layer of a small stack answers; None where that takes too long."""
+    layers, answers = list_of_layers(stack), {}
+    for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
+        if late():
+            return None
+        try:
+            answers[kind] = probe.ask(stack, layers[i])
+        except Exception as error:  # of the stack, before it comes to the layer
+            answers[kind] = LayerTraits(
+                reason=f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
+            )
+    return answers
+
+
+def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _Found:
+    """The most that agrees with transformers: tiled, kind by kind, whole with our attention, whole with its own, left alone."""
+    difference = expected.differs(_Found(asked))
+    if difference is None:
+        return _Found(asked)
+    answers = dict(asked)
+    for kind, answer in asked.items():
+        if len(asked) > 1 and not answer.reason:
+            others = {k: a if k == kind else replace(a, reason=a.reason or "not now") for k, a in asked.items()}
+            reason = LATE if late() else expected.differs(_Found(others))
+            answers[kind] = replace(answer, reason=reason)
+    whole = {kind: replace(answer, reason=answer.reason or difference) for kind, answer in answers.items()}
+    for found in (_Found(answers), _Found(whole), _Found(whole, ours=False)):
+        if late():
+            return _Found(whole, ours=False)
+        difference = expected.differs(found)
+        if difference is None:
+            return found
+    return _Found(whole, ours=False, alone=f"run again, {difference}")
+
+
+def _in_double(stack: nn.Module) -> nn.Module:
+    """float64 where the family can run so."""
+    wide = copy.deepcopy(stack).double()
+    try:
+        with torch.no_grad():
+            copy.deepcopy(wide)(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+    except RuntimeError:
+        return stack
+    return wide
+
+
+class _Expected:
+    """What transformers' own layers give for a few batches."""
+
+    def __init__(self, stack: nn.Module, packed: bool):
+        self.stack = stack
+        dtype, vocabulary = next(stack.parameters()).dtype, stack.config.vocab_size
+        self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
+        ids = torch.randint(1, vocabulary, (2, TOKENS))
+        visible = torch.ones(2, TOKENS, dtype=torch.long)
+        visible[0, 11:13], visible[1, -5:] = 0, 0  # a hole, and padding; what hidden tokens see counts too
+        a, b = DOCUMENTS[1:]
+        one = slice(0, 1)
+        apart = [
+            {"input_ids": ids[one, :a], "weight": self.weight[one, :a]},
+            {"input_ids": ids[one, a:b], "weight": self.weight[one, a:b]},
+        ]
+        positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
+        joined = {"input_ids": ids[one], "weight": self.weight[one], "position_ids": positions}
+        plain = {"input_ids": ids, "weight": self.weight}
+        holes = plain | {"attention_mask": visible}
+        self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
+        if packed:
+            self.batches["packed"] = (apart, joined)
+        # Of copies: what a family keeps from call to call (RecurrentGemma's states) is none of the stack's.
+        self.wanted = {name: self._gradients(copy.deepcopy(stack), alone) for name, (alone, _) in self.batches.items()}
+
+    @staticmethod
+    def _gradients(stack, batches) -> dict[str, Tensor]:
+        stack.zero_grad(set_to_none=True)
+        for batch in batches:
+            batch = dict(batch)
+            weight = batch.pop("weight")
+            (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
+        return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
+
+    def differs(self, found: _Found) -> str | None:
+        """What is other than in transformers where a stack runs so, None where nothing is."""
+        try:
+            self._compare(found)
+        except _Different as error:
+            return str(error)
+        return None
+
+    def fills_a_cache(self, found: _Found) -> bool:
+        """Whether a prompt leaves the same keys and values in an empty cache as in transformers."""
+        batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
+        try:
+            with torch.no_grad():
+                ours, stock = _patched(self.stack, found), self.stack
+                ours._hfpatch_prefill = True
+                got, wanted = ours(**batch), stock(**batch)
+            pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
+            for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+                pairs += [(a.keys, b.keys), (a.values, b.values)]
+            return all(a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs)
+        except Exception:  # a cache of the family's own
+            return False
+
+    def _compare(self, found: _Found) -> None:
+        ours = _patched(self.stack, found)
+        for name, (_, batch) in self.batches.items():
+            if name == "packed" and not found.ours:
+                continue  # what transformers makes of it is its own affair
+            try:
+                got = self._gradients(ours, [batch])
+            except Exception as error:  # a layer that cannot be cut may raise anything
+                raise _Different(f"it raises {type(error).__name__} on a {name} batch") from error
+            wanted = self.wanted[name]
+            if got.keys() != wanted.keys():
+                raise _Different(f"other parameters have gradients on a {name} batch")
+            for what, value in wanted.items():
+                error, module = (got[what] - value).norm(), what.removesuffix(".bias")
+                # A bias of keys that are not rotated shifts all scores alike: its gradient is the rounding of its weight's.
+                rounding = EPS * wanted[f"{module}.weight"].norm() if f"{module}.weight" in wanted else 0.0
+                if not error <= max(CLOSE * value.norm().clamp_min(1e-3), rounding):
+                    raise _Different(
+                        f"it differs from transformers on a {name} batch ({what}: {error / value.norm():.0e})"
+                    )
+
+
+def _keeps_apart(stack: nn.Module) -> bool:
+    """Whether a document says the same whatever stands before it in its row, where positions restart."""
+    a, b = DOCUMENTS[1:]
+    ids = torch.randint(1, stack.config.vocab_size, (1, b))
+    other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)
+    positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
+    try:
+        with torch.no_grad():
+            run = partial(stack, use_cache=False, position_ids=positions)
+            x, y = (run(input_ids=given).last_hidden_state[:, a:] for given in (ids, other))
+    except Exception:  # it takes no positions, or refuses such rows itself
+        return False
+    return bool((x - y).norm() <= CLOSE * y.norm())
+
+
+def _patched(stack: nn.Module, found: _Found) -> nn.Module:
+    """A copy of a small stack that runs so."""
+    ours = copy.deepcopy(stack)
+    configs = (ours.config,)
+    swap(ours, OurAttention)
+    layers = list_of_layers(ours)
+    session = LayerRuntime(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
+    ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
+    ours._hfpatch_turn = session.turn
+    for index, layer in enumerate(layers):
+        answer = found.answers.get(kind_of(layer), LayerTraits(reason="not asked"))
+        swap(layer, TiledLayer)
+        layer._hfpatch_index = index
+        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_traits = session, configs, answer
+        layer._hfpatch_places = places_in(layer)
+    return ours

@@ -1,0 +1,265 @@
+"""A training step on the clock: the real model, session and policy over fake tensors, on a device whose streams are clocks.
+
+    timeline = clock("llama-3.1-8b", seq_len=131072, gpu="h100")
+    print(timeline)
+
+Nothing is computed and no GPU is asked. Each operation takes, on its stream, the seconds that the step model gives its shape
+(budget/seconds.py: FLOPs and bytes over the rates of budget/hardware.py), each copy its bytes over the link, each launch some
+of the host's time. Events order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
+session issues its work: where compute waits for a copy, the copy is exposed.
+
+On the clock is one GPU that holds weights, gradients and optimizer states. Not on it: engines that gather or offload those,
+ranks that share rows, and what kernels take beyond the model's rates.
+"""
+
+import contextlib
+import re
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
+from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.lab.timeline import Slice, Timeline
+from hfpatch.layer.call import LayerCall
+from hfpatch.store import device as devices
+from hfpatch.store.device import DEVICES, Device
+
+# Of one launch: with it a Llama's layer in one tile takes the host about what budget/seconds.py says, HOST_SECONDS_PER_LAYER
+# and HOST_SECONDS_PER_TILE.
+LAUNCH_SECONDS = 15e-6
+COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
+
+
+class Stream:
+    """A queue of work. now: when its last work ends."""
+
+    def __init__(self, name: str):
+        self.name, self.now = name, 0.0
+
+
+class Event:
+    def __init__(self, stream: Stream, time: float):
+        self.stream, self.time = stream, time
+
+
+class ClockDevice(Device):
+    """A device whose streams know the time alone. It notes every slice of work, and compute's waits for copies."""
+
+    pins = True
+
+    def __init__(self, gpu: Gpu, rates: dict[str, float], device: torch.device):
+        """rates: bytes/s of copies, by direction (UP, DOWN)."""
+        super().__init__(device)
+        self.gpu, self.rates, self.host = gpu, rates, 0.0
+        self.streams = [Stream(COMPUTE)]
+        self.stack, self.links = self.streams[:], dict.fromkeys(rates, 0.0)
+        self.rows: dict[str, list[Slice]] = {WAITS: []}
+        self.late: dict[str, float] = {}
+        self.turn, self.place = "setup", ("", "")
+
+    @property
+    def compute(self) -> Stream:
+        return self.streams[0]
+
+    # -- the device interface ------------------------------------------------------------------------------------------
+    def stream(self) -> Stream:
+        self.streams.append(Stream("side stream"))
+        return self.streams[-1]
+
+    def current(self) -> Stream:
+        return self.stack[-1]
+
+    @contextmanager
+    def on(self, stream: Stream):
+        self.stack.append(stream)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def mark(self, stream=None) -> Event:
+        stream = stream or self.current()
+        return Event(stream, max(stream.now, self.host))
+
+    def wait(self, event: Event, stream=None) -> None:
+        stream = stream or self.current()
+        if stream is self.compute and event.stream is not stream:
+            began = max(stream.now, self.host)
+            if event.time > began:
+                self._note(Slice(WAITS, began, event.time, self.turn, *self.place))
+        stream.now = max(stream.now, event.time)
+
+    def synchronize(self, event=None) -> None:
+        times = [event.time] if event is not None else [stream.now for stream in self.streams]
+        self.host = max(self.host, *times)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+    def launch(self, seconds: float) -> None:
+        """Work on the current stream, which begins when the stream is there and the host has issued it."""
+        stream = self.current()
+        self.host += LAUNCH_SECONDS
+        start = max(stream.now, self.host)
+        if stream is self.compute:
+            self.late[self.turn] = self.late.get(self.turn, 0.0) + start - stream.now
+        stream.now = start + seconds
+        self._note(Slice(stream.name, start, stream.now, self.turn, *self.place))
+
+    def copy(self, nbytes: int, direction: str) -> None:
+        """A copy between host and device on the current stream; copies in one direction share the link."""
+        stream = self.current()
+        self.host += LAUNCH_SECONDS
+        start = max(stream.now, self.host, self.links[direction])
+        stream.now = self.links[direction] = start + nbytes / self.rates[direction]
+        if stream is not self.compute:
+            stream.name = direction
+        self._note(Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", nbytes))
+
+    def _note(self, new: Slice) -> None:
+        """Behind the last of its row, or as more of it."""
+        row = self.rows.setdefault(new.stream, [])
+        last = row[-1] if row else None
+        if last is not None and (last.turn, last.name) == (new.turn, new.name) and new.start - last.end < 1e-9:
+            last.end, last.nbytes = new.end, last.nbytes + new.nbytes
+        elif new.end > new.start:
+            row.append(new)
+
+
+class ClockFollower(Follower):
+    """Follows storages, and gives each operation its seconds on the clock."""
+
+    def __init__(self, clock: ClockDevice, **settings):
+        super().__init__(**settings)
+        self.clock, self.layer, self.pending = clock, None, None
+
+    def set_phase(self, name: str) -> None:
+        super().set_phase(name)
+        self.clock.turn, self.clock.place = name, ("", "")
+        self.begins[name] = self.clock.compute.now
+
+    @property
+    def begins(self) -> dict[str, float]:
+        """When each turn began on the compute stream."""
+        return self.__dict__.setdefault("_begins", {})
+
+    @contextmanager
+    def tiled(self, layer: int, phase: str):
+        """Within runs a layer in tiles; what comes before attention is told from what comes after by attention itself."""
+        before, self.layer = self.layer, layer
+        self.clock.place = f"layer {layer}", phase
+        try:
+            yield
+        finally:
+            self.layer = before
+
+    def _placed(self, kind: str | None) -> tuple[str, str]:
+        """(layer, phase) of an operation. kind: attention's direction, None of others."""
+        if self.layer is not None:
+            layer, phase = self.clock.place
+            if kind is not None:
+                return layer, "attention"
+            backward = self.clock.turn == "backward" and self.kind == "backward"
+            return layer, phase if phase != "attention" else "before attention" if backward else "after attention"
+        found = _LAYER.search(self._where())
+        if found is None:
+            return "", "head" if self.clock.turn in ("forward", "backward") else self.clock.turn
+        return f"layer {found[1]}", "attention" if kind else "whole"
+
+    def _cost(self, func, args, kwargs) -> None:
+        super()._cost(func, args, kwargs)
+        gpu, seconds, kind = self.clock.gpu, kernels_cost.matmul_flops(func, args) / self.clock.gpu.matmul_flops, None
+        attention = kernels_cost.attention(func, args, kwargs)
+        if attention is not None:
+            kind, flops = attention
+            seconds += flops / (gpu.attention_forward if kind == "forward" else gpu.attention_backward)
+            if kind == "backward":
+                *_, columns, width = kernels_cost.sizes(func, args[1], args[2])
+                seconds += TAIL_SHARE * 5 * BLOCK_ROWS * columns * 2 * width * gpu.processors / gpu.attention_backward
+        if self.clock.current() is self.clock.compute:
+            self.clock.place = self._placed(kind)
+            self.kind = kind or self.kind
+        self.pending = seconds * self.times, self._direction(func, args)
+
+    kind: str | None = None  # of the last attention
+
+    def _direction(self, func, args) -> str | None:
+        """Of a copy between host and device, else None."""
+        if func is not torch.ops.aten.copy_.default:
+            return None
+        on_host = [self.ledger.blocks[self._refs[id(x.untyped_storage())][1]].host for x in args[:2]]
+        return {(True, False): UP, (False, True): DOWN}.get(tuple(on_host))
+
+    def _moved(self, nbytes: int) -> None:
+        super()._moved(nbytes)
+        (seconds, direction), self.pending = self.pending or (0.0, None), None
+        if direction is not None:  # what is read is what is written
+            self.clock.copy(nbytes // 2, direction)
+        elif seconds or nbytes:
+            self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.bandwidth)
+
+
+@contextmanager
+def _tiles_on(follower: list):
+    """Within, layers in tiles say to the follower (one, as soon as it is there) that they run."""
+
+    def watched(name, phase):
+        real = getattr(LayerCall, name)
+
+        def run(call, *args, **kwargs):
+            with follower[0].tiled(call.layer._hfpatch_index, phase) if follower else contextlib.nullcontext():
+                return real(call, *args, **kwargs)
+
+        return mock.patch.object(LayerCall, name, run)
+
+    with watched("forward", "before attention"), watched("backward", "after attention"):
+        yield
+
+
+@contextmanager
+def _standing_in(clock: ClockDevice):
+    """Within, the clock is the device that the session finds, and host memory is made without pages."""
+    before, host_empty = DEVICES.get(clock.device), devices.host_empty
+    DEVICES[clock.device] = clock
+    try:
+        with mock.patch.object(devices, "host_empty", lambda nbytes, mapped: host_empty(nbytes, False)):
+            yield
+    finally:
+        del DEVICES[clock.device]
+        if before is not None:
+            DEVICES[clock.device] = before
+
+
+def clocked(
+    model, gpu: Gpu, policy: Policy, *, batch: int, seq_len: int, title: str = "a step", optimizer: float = 0.0
+) -> Timeline:
+    """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
+
+    optimizer: seconds of its step, which runs behind the backward.
+    """
+    rates = {UP: gpu.link_rate, DOWN: gpu.link_rate}
+    if policy.offload == "disk":
+        rates = {way: min(rates[way], rate) for way, rate in zip((UP, DOWN), gpu.disk_rates)}
+    device, made = ClockDevice(gpu, rates, torch.device("cpu")), []
+
+    def follower(**settings):
+        made.append(ClockFollower(device, **settings))
+        return made[0]
+
+    with _standing_in(device), _tiles_on(made):
+        found = simulate(model, batch, seq_len, policy=policy, follower=follower)
+    end, begins = device.compute.now, made[0].begins
+    zero, turn = begins["forward"], begins["backward"]
+    seconds = {"forward": turn - zero, "backward": end - turn, "optimizer": optimizer, "step": end - zero + optimizer}
+    if optimizer:
+        device.rows[COMPUTE].append(Slice(COMPUTE, end, end + optimizer, "optimizer", "", "optimizer"))
+    slices = [s for row in device.rows.values() for s in row]
+    for s in slices:
+        s.start, s.end = s.start - zero, s.end - zero
+    waits = device.rows[WAITS]
+    return Timeline(title, [s for s in slices if s.stream != WAITS], waits, seconds, device.late, found.peak_bytes)

@@ -1,0 +1,169 @@
+"""What measurements ask of a device: wait for it, give memory back, time a call, its own
+ceilings."""
+
+import gc
+import hashlib
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from hfpatch.compat import keep_busy
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def clean() -> None:
+    """Returns memory to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also of a CPU, whose allocator raises a plain RuntimeError."""
+    kinds, text = (torch.OutOfMemoryError, MemoryError), str(error)
+    return isinstance(error, kinds) or "out of memory" in text or "can't allocate memory" in text
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
+def tree_hash(folder: Path, without: tuple = ()) -> str:
+    """The hash that git gives a folder of such contents: `git rev-parse COMMIT:hfpatch` tells which
+    commit a copy was made of. without: names left out at the top."""
+    entries = []
+    for path in folder.iterdir():
+        if path.name in (*without, "__pycache__"):
+            continue
+        if path.is_dir():
+            entries.append((path.name + "/", b"40000", bytes.fromhex(tree_hash(path))))
+        elif path.is_file():
+            data, mode = path.read_bytes(), b"100755" if os.access(path, os.X_OK) else b"100644"
+            entries.append((path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest()))
+    tree = b"".join(mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
+    return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Marks on the device's own clock; between a run's marks the host must not be the slower one
+    (see `timed`)."""
+
+    def __init__(self):
+        self.marks: list = []
+
+    def mark(self) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between neighbouring marks; waits for the device."""
+        synchronize()
+        pairs = zip(self.marks, self.marks[1:])
+        if torch.cuda.is_available():
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [(b - a) * 1e3 for a, b in pairs]
+
+
+def timed(stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60) -> list[float]:
+    """Median milliseconds of each stage. stages(i, mark): one run on input set i, calling mark()
+    after each stage.
+
+    A first pass warms up (compilation, autotuning), a second finds how long the host and the device
+    take. Then the device is kept busy for as long as the host needs to queue all runs, so that no
+    gap of the host's is measured.
+    """
+    for i in range(max(2, sets)):
+        stages(i % sets, lambda: None)
+    synchronize()
+    start = time.perf_counter()
+    stages(0, lambda: None)
+    host = time.perf_counter() - start
+    synchronize()
+    whole = (time.perf_counter() - start) * 1e3
+    runs = max(least, min(most, int(budget_ms / max(whole, 1e-3))))
+    if torch.cuda.is_available():
+        # Cycles at about 2 GHz; half a second is the most that a short op could need.
+        keep_busy(int(min(0.5, 1.5 * host * runs) * 2e9))
+    each = []
+    for i in range(runs):
+        clock = Clock()
+        clock.mark()
+        stages(i % sets, clock.mark)
+        each.append(clock)
+    gaps = [clock.gaps_ms() for clock in each]
+    return [statistics.median(stage) for stage in zip(*gaps)]
+
+
+def peak_bytes(call) -> int:
+    """Bytes that call() holds at most beyond what is allocated before it; 0 on a CPU, which keeps
+    no count."""
+    if not torch.cuda.is_available():
+        call()
+        return 0
+    clean()
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+# --- ceilings -------------------------------------------------------------------------------------
+
+
+def copy_rate(device: torch.device, small: bool) -> float:
+    """Bytes a second of a large copy on the device, read plus written."""
+    n = (1 << 20) if small else (4 << 30)
+    a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    a.random_()
+
+    def run(i, mark):
+        b.copy_(a)
+        mark()
+
+    return 2 * n / (timed(run, budget_ms=100, least=3)[0] / 1e3)
+
+
+def matmul_rate(device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192) -> float:
+    """FLOP/s of a matmul of random values (zeros run faster)."""
+    m, n, k = (64, 64, 64) if small else (m, n, k)
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+
+    def run(i, mark):
+        a @ b
+        mark()
+
+    return 2 * m * n * k / (timed(run, budget_ms=200, least=5)[0] / 1e3)
+
+
+def host_rates(device: torch.device, small: bool) -> tuple[float, float]:
+    """Bytes a second from the device to pinned host memory and back."""
+    n = (1 << 20) if small else (1 << 30)
+    a = torch.empty(n, dtype=torch.uint8, device=device)
+    host = torch.empty(n, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def run(i, mark):
+        host.copy_(a, non_blocking=True)
+        mark()
+        a.copy_(host, non_blocking=True)
+        mark()
+
+    out, back = timed(run, budget_ms=200, least=3)
+    return n / (out / 1e3), n / (back / 1e3)

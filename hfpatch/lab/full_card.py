@@ -1,0 +1,155 @@
+"""A training step that fills the card, beside its plan: bytes, seconds, and what copies cost."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.free import gpu_free, host_free
+from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.policy import Policy, describe
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
+from hfpatch.lab.made import made
+from hfpatch.lab.recorded import recorded
+from hfpatch.lab.watch import GiB, pinned_gib, policy_used
+
+PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
+LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
+# Of the card's free memory, for weights and gradients; of the host's, where others run too.
+WEIGHTS_SHARE, HOST_SHARE = 0.6, 0.7
+STEPS = 5  # of each way: the first, two timed, one recorded, and what a first one takes more
+WAYS = {"auto": "auto", "host": hfpatch.Checkpointing(offload="host", every=1, plain=0)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What runs: one row of `tokens` tokens through a preset's model."""
+
+    preset: str
+    tokens: int
+    dtype: torch.dtype
+    changes: tuple = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.from_config(preset_config(self.preset) | dict(self.changes))
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+SMALL = Run("llama-tiny", 96, torch.float32)
+
+
+def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
+    """The largest model and longest row that fit this card, all steps taking `seconds` at most.
+
+    The longest row first: a step keeps what there is room for, so that a long one fills the card.
+    gpu: this card's measured rates. None where nothing fits.
+    """
+    free, host = gpu_free() or 0, HOST_SHARE * (host_free() or 0)
+    for preset in PRESETS:
+        for tokens in LENGTHS:
+            run = Run(preset, tokens, dtype)
+            expected = planned(run, Policy("host", tile=8192), gpu)
+            weights = 2 * run.shape.parameters * run.itemsize
+            fits = weights <= WEIGHTS_SHARE * free and expected["plan_peak_gib"] * GiB <= 0.9 * free
+            fits = fits and expected["plan_host_gib"] * GiB <= host
+            if fits and len(WAYS) * STEPS * expected["plan_s"] + expected["first_s"] <= seconds:
+                return run
+    return None
+
+
+def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
+    """What the closed form expects: GiB, and seconds where rates are known."""
+    shape, sizes = run.shape, {"batch": 1, "tokens": run.tokens}
+    memory = step_memory(shape, policy, **sizes, itemsize=run.itemsize)
+    found = {"plan_peak_gib": memory.peak / GiB, "plan_host_gib": memory.host / GiB}
+    if gpu is None:
+        return found
+    flops = step_flops(shape, policy, **sizes)
+    time_, _ = step_time(gpu, flops, memory, policy, shape, **sizes, itemsize=run.itemsize)
+    first = first_step(gpu, memory, policy, shape, tokens=run.tokens, itemsize=run.itemsize)
+    return found | {"plan_s": time_.total - time_.optimizer, "first_s": sum(first.values())}
+
+
+def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> list[dict]:
+    """A row for each of WAYS: what a user gets, and everything on the host.
+
+    until: of time.monotonic(), when nothing more is begun.
+    """
+    rows, model = [], None
+    for way, checkpointing in WAYS.items():
+        row = {"way": way, "preset": run.preset, "tokens": run.tokens, "dtype": str(run.dtype)[6:]}
+        rows.append(row)
+        if time.monotonic() > until:
+            row["error"] = "not started: the time was over"
+            continue
+        try:
+            if model is None:
+                model = made(run.preset, dict(run.changes), device, run.dtype, run.tokens)
+            hfpatch.apply(model, checkpointing=checkpointing)
+            _measure(row, model, run, device, gpu, until)
+        except Exception as error:  # whatever a machine may do: the row says it, the page goes on
+            row["error"] = "out of memory" if is_out_of_memory(error) else one_line(error)
+        if model is not None:
+            model.zero_grad(set_to_none=True)
+            hfpatch.undo(model)
+        clean()
+    return rows
+
+
+def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, until: float) -> None:
+    """Fills the row as figures come, so that one that fails later keeps them."""
+    ids = torch.randint(3, model.config.vocab_size, (1, run.tokens), device=device)
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    def timed() -> float:
+        began = time.perf_counter()
+        step()
+        synchronize()
+        took = time.perf_counter() - began
+        model.zero_grad(set_to_none=True)
+        return took
+
+    row["first_step_s"] = timed()
+    policy = policy_used(model)
+    if policy is not None:
+        row |= {"kept": describe(policy, run.shape.num_layers)}
+        row |= {k: v for k, v in planned(run, policy, gpu).items() if k != "first_s"}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row["step_s"] = timed()
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        row |= {"peak_gib": peak / GiB, "reserved_gib": reserved / GiB, "filled": reserved / total}
+        row["pinned_gib"] = pinned_gib(model)
+    if time.monotonic() < until:
+        row["step_s"] = min(row["step_s"], timed())
+    if time.monotonic() < until:
+        _record(row, step)
+
+
+def _record(row: dict, step) -> None:
+    """Fills in the step's split. A machine may refuse its counters: what was timed stays."""
+    try:
+        found = recorded(step)
+    except Exception as error:
+        row["not_recorded"] = one_line(error)
+        return
+    if found["split_step_s"] == 0:
+        row["not_recorded"] = "the profiler gave no events"
+        return
+    names = ("attention_s", "matmul_s", "other_s", "copies_s")
+    row |= {name: found[name] for name in names} | {"exposed_copies_s": found["copy_wait_s"]}

@@ -1,0 +1,28 @@
+"""Models of a preset's shape with random weights, made on the device that they run on."""
+
+import torch
+from torch import nn
+
+from hfpatch.budget.presets import preset_config
+
+
+def config_of(preset: str, changes: dict, tokens: int = 0):
+    """The preset's configuration with `changes`, for at least so many tokens."""
+    from transformers import AutoConfig
+
+    values = preset_config(preset) | changes
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], tokens)
+    # Ids of special tokens may lie beyond a smaller vocabulary, or mean something else there.
+    values |= {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def made(preset: str, changes: dict, device, dtype: torch.dtype, tokens: int = 0) -> nn.Module:
+    """The model in training mode. Its weights are made on the device: on a host 8B take minutes."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(preset, changes, tokens)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.train()

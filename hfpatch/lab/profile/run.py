@@ -1,0 +1,167 @@
+"""`hfpatch.profile(...)`: each implementation in its own process, then one folder with the report. Imports no torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfpatch.lab.profile.advice import sentences
+from hfpatch.lab.profile.options import Options, check_together, words_of
+from hfpatch.lab.profile.page import html
+from hfpatch.lab.profile.report import markdown
+from hfpatch.lab.profile.timeline import Run
+from hfpatch.lab.profile.worker import PROGRESS
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `profile` returns: the folder, its Runs, and what could not run and why."""
+
+    folder: Path
+    runs: list[Run]
+    notes: list[str]
+
+    @property
+    def sentences(self) -> list[str]:
+        return sentences(self.runs)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.html'}"])
+
+
+def profile(
+    model: str,
+    *,
+    seq_len: int | list[int] = 8192,
+    impl: list[str] | str = ("hf", "hfpatch"),
+    batch: int = 1,
+    steps: int = 3,
+    warmup: int = 1,
+    dtype: str = "auto",
+    optimizer: str = "adamw",
+    gradient_checkpointing: bool = True,
+    checkpointing="auto",
+    device: str = "auto",
+    stacks: bool = True,
+    trace: bool = True,
+    simulate: bool = False,
+    out: str | Path = "runs/profile",
+    command: str | None = None,
+    progress: Callable[[str, int, str], None] = lambda impl, seq_len, text: None,
+) -> Profile:
+    """Runs real training steps of each implementation and writes a folder with their report.
+
+    model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one or several.
+    steps: one is recorded, the rest timed without the profiler; warmup: steps before the recorded one (0: record the
+    first step, with the birth of the optimizer states in it). dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a
+    name. gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, what hfpatch.apply takes. simulate:
+    follow the step on fake tensors, for what this machine cannot hold; the report says so. One that cannot
+    run here is named in the notes; one that runs out of memory is in the report.
+    Raises ValueError for a bad option, and where no implementation could run at all.
+    """
+    names = list(
+        dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl)
+    )  # twice would write over its own trace
+    lengths = list(seq_len) if isinstance(seq_len, Iterable) and not isinstance(seq_len, str) else [seq_len]
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(
+            f"hfpatch: expected a preset, a config.json, a folder or a hub id to profile, {type(model).__name__} came; name one."
+        )
+    folder = Path(out).expanduser()
+    runs, notes = [], []
+    shared = {
+        "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype, "optimizer": optimizer,
+        "gradient_checkpointing": gradient_checkpointing, "checkpointing": words_of(checkpointing), "device": device,
+        "stacks": stacks, "trace": trace, "simulate": simulate, "folder": str(folder),
+    }  # fmt: skip
+    asked = [shared | {"impl": name, "seq_len": length} for length in lengths for name in names]
+    if not asked:
+        raise ValueError("hfpatch: impl or seq_len named nothing to run, name at least one.")
+    for options in asked:
+        Options(**options)
+    check_together(names, shared["checkpointing"], gradient_checkpointing)
+    folder.mkdir(parents=True, exist_ok=True)
+    for options in asked:
+        name, length = options["impl"], options["seq_len"]
+        run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
+        if note and note not in notes:
+            notes.append(note)
+        if run is not None:
+            runs.append(run)
+    if not runs:
+        raise ValueError(notes[0])
+    called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
+    write(folder, runs, command=command or called, notes=notes)
+    return Profile(folder, runs, notes)
+
+
+def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
+    """Runs the worker; (Run, None), or (None, why it could not run here)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "run.json"
+        arguments = [sys.executable, "-m", "hfpatch.lab.profile.worker", json.dumps(options), str(result)]
+        path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+        with open(Path(scratch) / "stderr", "w+", errors="replace") as errors:
+            environment = os.environ | {"PYTHONPATH": path}
+            with subprocess.Popen(
+                arguments, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
+            ) as process:
+                for text in process.stdout:
+                    if text.startswith(PROGRESS):
+                        progress(text[len(PROGRESS) :].strip())
+            code = process.returncode
+            errors.seek(0)
+            said = [text for text in errors.read().splitlines() if text.strip()]
+        if code == 0 and result.exists():
+            return Run.from_dict(json.loads(result.read_text())), None
+    last = next(
+        (text for text in reversed(said) if text.startswith("hfpatch:")), said[-1] if said else f"exit code {code}"
+    )
+    if code == -signal.SIGKILL:
+        # The kernel's out-of-memory killer leaves no message; what ran until then is lost, the fact is not.
+        text = "killed by the system, as happens when the machine's memory runs out"
+        return Run(impl=options["impl"], seq_len=options["seq_len"], batch=options["batch"], error=text), None
+    return None, last if last.startswith("hfpatch:") else f"hfpatch: {options['impl']} did not run: {last}"
+
+
+def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
+    """Writes report.md, report.html, memory.png and results.json into the folder."""
+    from hfpatch.lab.profile.picture import draw
+
+    commit = _commit()
+    notes = list(notes)
+    if not draw(runs, str(folder / "memory.png")):
+        notes.append("hfpatch: no memory.png, matplotlib is not installed; pip install hfpatch[report]")
+    (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
+    (folder / "report.html").write_text(html(runs, command=command, commit=commit, notes=notes))
+    (folder / "results.json").write_text(results(runs, command=command, commit=commit, notes=notes) + "\n")
+
+
+def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) -> str:
+    """JSON for machines: the sentences and every Run, with or without its curve."""
+    rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
+    if not curves:
+        rows = [{k: v for k, v in row.items() if k not in ("curve", "rows")} for row in rows]
+    values = {"command": command, "commit": commit, "sentences": sentences(runs), "notes": list(notes), "runs": rows}
+    return json.dumps(values, indent=None if curves else 1)
+
+
+def read(folder: Path) -> list[Run]:
+    """The Runs of a folder written before."""
+    rows = json.loads((Path(folder) / "results.json").read_text())["runs"]
+    return [Run.from_dict({k: v for k, v in row.items() if k != "peak_split"}) for row in rows]
+
+
+def _commit() -> str:
+    """The commit this package runs from, or '' outside a checkout."""
+    done = subprocess.run(
+        ["git", "-C", str(PACKAGE_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""

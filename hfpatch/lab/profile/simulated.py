@@ -1,0 +1,110 @@
+"""A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from hfpatch.budget.choice import choose
+from hfpatch.budget.policy import parse_checkpointing
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.profile.options import Options, words_of
+from hfpatch.lab.profile.planned import planned
+from hfpatch.lab.profile.record import holds, is_layer
+from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
+from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
+from hfpatch.lab.simulate import liger
+from hfpatch.lab.simulate.follow import current, module_calls
+from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.simulator import simulate
+
+
+def simulated_run(options: Options) -> Run:
+    """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
+    dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
+    model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
+    settings = parse_checkpointing(options.checkpointing)
+    if settings != "off" and settings.offload == "auto":
+        settings = dataclasses.replace(settings, offload="host")
+    if options.impl == "liger":
+        liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
+    become(model, "hf" if options.impl == "liger" else options.impl, options.gradient_checkpointing, settings)
+    optimizer = None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
+    inputs: set = set()
+    policy = _policy(model, options, settings, dtype) if options.impl == "hfpatch" else None
+    layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
+
+    def note(module, args):
+        """The blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
+        if id(module) in layers and args and isinstance(args[0], torch.Tensor) and current() is not None:
+            inputs.add(id(current().track(args[0])))
+
+    with module_calls(note):
+        found = simulate(model, options.batch, options.seq_len, optimizer=optimizer, policy=policy)
+    run = Run(
+        impl=options.impl,
+        seq_len=options.seq_len,
+        batch=options.batch,
+        source="simulated",
+        device="fake tensors, as on CUDA",
+        time_unit="allocator events",
+    )
+    run.setup = {"model": options.model, "dtype": str(dtype).removeprefix("torch."), "optimizer": options.optimizer}
+    run.setup["gradient_checkpointing"] = options.gradient_checkpointing
+    run.setup["checkpointing"] = words_of(settings) if options.impl == "hfpatch" else None
+    run.versions = software()
+    run.planned = planned(model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy)
+    run.memory["simulated_flops"] = found.flops["total"]
+    run.memory["host_peak_bytes"] = found.host_peak_bytes
+    # From the forward to the last block that a step takes or lets go: what follows is the simulation's own clearing up.
+    blocks = found.ledger.blocks
+    passing = [b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING]
+    end = max([b.born + 1 for b in blocks] + passing, default=0)
+    phases = found.ledger.phases
+    zero = phases[0][0]
+    borders = [*(start for start, _ in phases), end]
+    run.phases = [[name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)]
+    forward_end = borders[1]
+    head = head_name(model)
+    root = type(model).__name__
+    owned = [_owned(block, inputs, forward_end, head, root) for block in blocks]
+    return measure(run, [_within(a, zero, end) for a in owned], end - zero)
+
+
+def _within(a: Allocation, zero: int, end: int) -> Allocation:
+    """The allocation on a time axis that starts at zero; what dies at the end or after outlives it."""
+    died = None if a.died is None or a.died >= end else max(0, a.died - zero)
+    return dataclasses.replace(a, born=max(0, a.born - zero), died=died)
+
+
+def _policy(model, options, settings, dtype):
+    """The tiled layers' policy where host memory is as large as it must be: what this machine has free decides nothing.
+
+    None for layers that the closed form does not know, which then choose themselves.
+    """
+    try:
+        shape = ModelShape.from_config(model.config)
+    except ValueError:
+        return None
+    if settings == "off":
+        return None
+    return choose(settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize)
+
+
+def _owned(block, inputs, forward_end, head, root) -> Allocation:
+    """root: the name under which the follower lists the model itself."""
+    module = "" if block.module == root else block.module or NOWHERE
+    category = block.category if block.category in ("parameters", "gradients", "optimizer") else None
+    if block.host:
+        category = "host"
+    elif category is None and block.phase == "setup":
+        category = "other"
+    elif category is None and block.op != "workspace" and id(block) in inputs:
+        category = "checkpoints"
+    elif category is None and block.phase != "optimizer" and module != NOWHERE and holds(head, module):
+        category = "loss"
+    elif category is None:
+        kept = block.phase == "forward" and (block.died is None or block.died > forward_end)
+        category = "activations" if kept else "working set"
+    phase = "before the step" if block.phase == "setup" else block.phase
+    return Allocation(block.nbytes, block.born, block.died, category, module, phase, block.op)

@@ -1,0 +1,311 @@
+"""One measured run: build the model, make it one implementation, train a few steps, record one of them.
+
+Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on every rank).
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hfpatch.compat import dump_allocations, local_part, record_allocations
+from hfpatch.lab.models import config_of
+from hfpatch.lab.profile import record
+from hfpatch.lab.profile.families import by_family, copy_wait
+from hfpatch.lab.profile.options import Options
+from hfpatch.lab.profile.timeline import Run, measure, versions
+from hfpatch.lab.simulate.rivals import config_class
+
+
+def load_config(name: str):
+    """The configuration of what `hfpatch plan` takes as a model. ValueError where there is none."""
+    values = dict(config_of(name)[1])
+    return config_class(values.pop("model_type", None))(**values)
+
+
+def build_model(options: Options) -> torch.nn.Module:
+    """The model with random weights (memory and time do not depend on their values), in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(options.model)
+    config.use_cache = False
+    if (config.max_position_embeddings or 0) < options.seq_len:
+        config.max_position_embeddings = options.seq_len
+    torch.manual_seed(0)
+    with torch.device(options.on):
+        model = AutoModelForCausalLM.from_config(config, dtype=options.torch_dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def become(
+    model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True, checkpointing: list[str] | str = "auto"
+) -> list[str]:
+    """Makes the model one of IMPLEMENTATIONS; returns what apply() said, line by line. Raises ValueError where it cannot run.
+
+    gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, what hfpatch.apply takes.
+    """
+    if impl == "hfpatch":
+        import hfpatch
+
+        return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
+    if impl == "liger":
+        if next(model.parameters()).device.type == "cpu":
+            raise ValueError("hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this report.")
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if gradient_checkpointing:
+        # transformers 5.23 renamed it; older ones have the old name only.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return []
+
+
+def make_optimizer(parameters, name: str):
+    """adamw | sgd | none (gradients only)."""
+    if name == "none":
+        return None
+    return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-5)
+
+
+def make_batch(vocab_size: int, options: Options, device) -> dict:
+    """Random tokens [batch, seq_len] int64, every one a label."""
+    ids = torch.randint(0, vocab_size, (options.batch, options.seq_len), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def record_run(
+    model,
+    optimizer,
+    batch: dict,
+    options: Options,
+    *,
+    backward: Callable | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    main: bool = True,
+) -> Run:
+    """Warm-up steps, one recorded step, then timed steps; always a Run, its error set where memory ran out.
+
+    backward: loss -> None, an engine's own (accelerator.backward); main: this rank writes trace and snapshot.
+    """
+    device = batch["input_ids"].device
+    run = Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device))
+    run.setup = {
+        "model": options.model,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "optimizer": options.optimizer,
+        "gradient_checkpointing": options.gradient_checkpointing if options.impl != "hfpatch" else None,
+        "checkpointing": options.checkpointing if options.impl == "hfpatch" else None,
+        "warmup": options.warmup,
+        "steps": options.steps,
+    }
+    run.versions = software()
+    backward = backward or (lambda loss: loss.backward())
+    marks: list = []
+
+    def step(marked=False):
+        with record.phase("forward"):
+            loss = model(**batch).loss  # the output object is not kept: it would hold the logits through the backward
+        if marked:
+            marks.append(("forward", inputs))
+        with record.phase("backward"):
+            backward(loss)
+        del loss
+        if marked:
+            marks.append(("backward", dict.fromkeys(_pointers(_gradients(model)), "gradients")))
+        if optimizer is not None:
+            with record.phase("optimizer"):
+                optimizer.step()
+            if marked:
+                marks.append(("optimizer", dict.fromkeys(_pointers(_states(optimizer)), "optimizer")))
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            model.zero_grad(set_to_none=True)
+
+    inputs: dict = {}
+    profiler = None
+    stack = contextlib.ExitStack()
+    held = stack.enter_context(record.host_buffers())
+    try:
+        for i in range(options.warmup):
+            progress(f"warm-up step {i + 1} of {options.warmup}")
+            step()
+        progress("recorded step")
+        before = _preexisting(model, optimizer, batch, device, held)
+        _start_history(device)
+        with record.module_markers(model) as inputs:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            profiler = torch.profiler.profile(
+                activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
+            )
+            profiler.start()
+            try:
+                step(marked=True)
+                _synchronize(device)
+            finally:
+                profiler.stop()
+        run.memory |= _allocator_figures(device)
+        if main:
+            _dump_snapshot(device, options, run)
+        for i in range(1, options.steps):
+            progress(f"timed step {i} of {options.steps - 1}")
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            run.step_seconds.append(time.perf_counter() - start)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        run.error = f"out of memory: {str(error).strip().splitlines()[0]}"
+        run.memory |= _allocator_figures(device)
+        if main:
+            _dump_snapshot(device, options, run)
+    finally:
+        stack.close()
+    if device.type == "cuda":
+        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(held.values())
+    if profiler is not None:
+        progress("reading the events")
+        _read(profiler, run, device, before, marks, head_name(model))
+        if main and options.trace:
+            _write_trace(profiler, options, run)
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type == "cpu" and load > 1.5 * cpus:
+        run.notes.append(
+            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its bytes hold."
+        )
+    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return run
+
+
+def _read(profiler, run, device, before, marks, head):
+    events = record.Events(profiler)
+    blocks, run.phases, end = record.allocations(events, device.type, before, marks, head)
+    measure(run, blocks, end)
+    if device.type == "cuda":
+        kernels = record.kernels(profiler)
+        run.families = by_family((name, end - start) for name, _, start, end in kernels)
+        run.memory["copy_wait_seconds"] = copy_wait(kernels)
+    else:
+        run.families = by_family(events.operator_seconds())
+
+
+def is_out_of_memory(error) -> bool:
+    # The CPU's allocator raises a plain RuntimeError: "DefaultCPUAllocator: can't allocate memory".
+    text = str(error)
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in text or "out of memory" in text
+
+
+def _device_name(device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _start_history(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        record_allocations(True)
+
+
+def _dump_snapshot(device, options, run):
+    if device.type != "cuda":
+        return
+    path = Path(options.folder) / f"snapshot-{run.key.replace('@', '-')}.pickle"
+    dumped = dump_allocations(str(path))
+    record_allocations(False)
+    if dumped:
+        run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
+
+
+def _write_trace(profiler, options, run):
+    path = Path(options.folder) / f"trace-{run.key.replace('@', '-')}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    run.memory |= {"trace_file": path.name, "trace_file_bytes": path.stat().st_size}
+
+
+def _allocator_figures(device) -> dict:
+    """What the allocator itself says, to hold the followed figures against. Empty on a CPU, which has no such count."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return {
+        "allocated_peak_bytes": allocated,
+        "reserved_peak_bytes": reserved,
+        "fragmentation_bytes": reserved - allocated,
+        "allocation_retries": stats["num_alloc_retries"],
+        "pinned_host_peak_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
+    }
+
+
+def _pointers(tensors) -> set:
+    return {t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"}
+
+
+def _gradients(model) -> list:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _states(optimizer) -> list:
+    """Optimizer states, and the fp32 copies an engine keeps in its parameter groups."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return found + [p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
+
+
+def _preexisting(model, optimizer, batch, device, held) -> list:
+    """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
+    gc.collect()
+    kinds: dict = {}
+    owned = [*model.parameters(), *model.buffers()]
+    for tensors, category in (
+        (owned, "parameters"),
+        (_gradients(model), "gradients"),
+        (_states(optimizer) if optimizer is not None else [], "optimizer"),
+        (batch.values(), "other"),
+    ):
+        for pointer in _pointers(tensors):
+            kinds.setdefault(pointer, category)
+    sizes: dict = {}
+    for thing in gc.get_objects():
+        # type(), not isinstance(): proxies among all objects of a process warn or raise when asked for their class.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.layout is torch.strided:
+            storage = local_part(thing).untyped_storage()
+            try:
+                pointer = storage.data_ptr()
+            except RuntimeError:
+                continue  # a fake or functional tensor that a compiler left: it claims the device and has no memory
+            if storage.nbytes() and storage.device.type == device.type:
+                sizes[pointer] = storage.nbytes()
+    for tensor in map(local_part, owned):
+        sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+    kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
+    return [(pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer]
+
+
+def head_name(model) -> str:
+    found = {id(m): name for name, m in model.named_modules()}
+    inner = model
+    while not hasattr(inner, "get_output_embeddings") and hasattr(inner, "module"):
+        inner = inner.module
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    return found.get(id(head), "lm_head")
+
+
+def software() -> dict:
+    """Versions of what the figures depend on."""
+    found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"))
+    return {name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version}

@@ -1,0 +1,286 @@
+"""`hfpatch prove`: is hfpatch right on this machine, and as planned? A page, and a row to send."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hfpatch.budget.hardware import Gpu
+from hfpatch.lab import checks, full_card
+from hfpatch.lab.device import copy_rate, host_rates, matmul_rate, one_line, tree_hash
+from hfpatch.lab.profile.timeline import versions
+
+FORMAT = 1  # of the row
+ROW_BYTES = 8192
+PAGE, ROW = "prove.md", "prove.json"
+# Shares of the seconds, by which each part has begun its last piece. The last is the step's.
+CHECKS_UNTIL, STEPS_SHARE, STEPS_UNTIL = 0.4, 0.45, 0.95
+FAILED_SHOWN = 10
+
+
+@dataclass
+class Proof:
+    """What was found. done: comparisons with float64; left_out: a line each; steps: full_card's."""
+
+    device: dict
+    versions: dict
+    small: bool
+    done: list[checks.Check] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    rates: dict = field(default_factory=dict)
+    steps: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> list[checks.Check]:
+        return [check for check in self.done if not check.passed]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.done) and not self.failed and not any("error" in row for row in self.steps)
+
+
+def prove(
+    device: torch.device,
+    *,
+    small: bool,
+    seconds: float,
+    rates: Callable[[torch.dtype], Gpu] | None,
+    say: Callable[[str], None] = print,
+) -> Proof:
+    """Runs everything.
+
+    Args:
+        device: where.
+        small: tiny sizes, which try the path; what they take says nothing about a machine.
+        seconds: about how long all of it may take.
+        rates: measures this card's rates in a dtype, for the plan of the step; None without a card.
+        say: gets a line as each part begins.
+
+    Returns:
+        The Proof: `row` makes of it what can be sent, `page` what can be read.
+    """
+    began = time.monotonic()
+    proof = Proof(_device(device), _versions(), small)
+    say("ops and patched models against float64")
+    sizes = checks.SMALL if small else checks.LARGE
+    proof.done, proof.left_out = checks.run(device, sizes, began + CHECKS_UNTIL * seconds)
+    dtype = checks.dtypes(device)[0]
+    say("what this machine copies and multiplies")
+    gpu = _rates(proof, device, dtype, small, rates)
+    run = full_card.SMALL if small else gpu and full_card.largest(gpu, dtype, STEPS_SHARE * seconds)
+    if run is None:
+        proof.left_out.append("the step: no model of its list fits this card and the time")
+    else:
+        say(f"steps of {run.preset} over {run.tokens:,} tokens")
+        proof.steps = full_card.measure(run, device, gpu, began + STEPS_UNTIL * seconds)
+    proof.seconds = time.monotonic() - began
+    return proof
+
+
+def _device(device: torch.device) -> dict:
+    if device.type != "cuda":
+        return {"name": "cpu"}
+    found = torch.cuda.get_device_properties(device)
+    capability = f"{found.major}.{found.minor}"
+    memory = round(found.total_memory / full_card.GiB, 1)
+    return {"name": found.name, "memory_gib": memory, "capability": capability}
+
+
+def _versions() -> dict:
+    """Of what the figures depend on; "code" is git's hash of the package's folder."""
+    found = versions(("torch", "triton", "transformers")) | {"cuda": torch.version.cuda}
+    if torch.version.cuda:
+        found["cudnn"] = torch.backends.cudnn.version()
+    package = Path(__file__).parents[1]
+    # The engines' configs lie beside the package in a checkout, inside it in a wheel.
+    found["code"] = tree_hash(package, without=("ds_configs", "fsdp_configs"))[:12]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _rates(proof: Proof, device, dtype, small: bool, rates) -> Gpu | None:
+    """Fills the proof's rates. None where the card's own cannot be measured: nothing is planned."""
+    try:
+        out, back = host_rates(device, small)
+        proof.rates = {
+            "copy_gb_s": copy_rate(device, small) / 1e9,
+            "matmul_tflop_s": matmul_rate(device, small, dtype) / 1e12,
+            "to_host_gb_s": out / 1e9,
+            "from_host_gb_s": back / 1e9,
+        }
+        return rates(dtype) if rates else None
+    except (RuntimeError, ValueError) as error:
+        proof.left_out.append(f"this machine's rates: {one_line(error)}")
+        return None
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+def row(proof: Proof) -> dict:
+    """A few KB of JSON: device, versions and figures; no path, no user's or machine's name."""
+    worst = max((c.share for c in proof.done), default=None)
+    steps = [_rounded(step) for step in proof.steps]
+    for step in steps:
+        for name in {"error", "not_recorded"} & step.keys():  # whose words may hold a path
+            step[name] = step[name].split(":")[0]
+    found = {
+        "hfpatch_prove": FORMAT,
+        "small": proof.small,
+        "ok": proof.ok,
+        "device": proof.device,
+        "versions": proof.versions,
+        "checks": len(proof.done),
+        "worst_share": _number(worst),
+        "failed": [_failed(check) for check in proof.failed[:FAILED_SHOWN]],
+        "left_out": len(proof.left_out),
+        "rates": _rounded(proof.rates),
+        "steps": steps,
+        "seconds": _number(proof.seconds),
+    }
+    check_row(found)
+    return found
+
+
+def _failed(check: checks.Check) -> dict:
+    found = {"what": check.what, "dtype": check.dtype, "tokens": check.tokens}
+    where = check.where.split(":")[0] if math.isinf(check.share) else check.where
+    return found | {"where": where, "share": _number(check.share)}
+
+
+def _number(value: float | None) -> float | None:
+    """Four digits; None of what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _rounded(values: dict) -> dict:
+    return {k: _number(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+REQUIRED = {
+    "hfpatch_prove": int,
+    "small": bool,
+    "ok": bool,
+    "device": dict,
+    "versions": dict,
+    "checks": int,
+    "failed": list,
+    "left_out": int,
+    "rates": dict,
+    "steps": list,
+}
+OPTIONAL = {"worst_share", "seconds"}
+_PATH = re.compile(r"(^|[\s'\"=(])(~|/|[A-Za-z]:\\)[\w.~-]*[/\\]")
+
+
+def check_row(found: dict) -> None:
+    """ValueError where `profiles/prove/` does not take this row: fields, size, no path in it."""
+    for name, kind in REQUIRED.items():
+        if not isinstance(found.get(name), kind):
+            raise ValueError(f"hfpatch: expected a row with {name} ({kind.__name__}), none came.")
+    unknown = found.keys() - REQUIRED.keys() - OPTIONAL
+    if unknown:
+        raise ValueError(f"hfpatch: expected the fields of a row, {min(unknown)} came beside them.")
+    text = json.dumps(found, allow_nan=False)
+    if len(text) > ROW_BYTES:
+        raise ValueError(f"hfpatch: expected a row of {ROW_BYTES} bytes at most, {len(text)} came.")
+    for value in _texts(found):
+        if _PATH.search(value):
+            raise ValueError(f"hfpatch: expected no path in a row, {value!r} came; leave it out.")
+
+
+def _texts(value) -> list[str]:
+    if isinstance(value, dict):
+        return [text for inner in value.values() for text in _texts(inner)]
+    if isinstance(value, list):
+        return [text for inner in value for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+STEP_WORDS = """
+One forward and backward of one row, random weights and tokens, no optimizer. `auto` is what a user
+gets; `host` keeps what every layer needs in host memory. The plan is what hfpatch computes without
+running, from rates measured on this card and from what the step chose to keep. Exposed copies are
+seconds in which the GPU computes nothing because it waits for host memory.
+"""
+COLUMNS = (
+    ("way", "layers keep"),
+    ("step_s", "seconds"),
+    ("plan_s", "plan, s"),
+    ("peak_gib", "peak GiB"),
+    ("plan_peak_gib", "plan, GiB"),
+    ("filled", "of the card"),
+    ("pinned_gib", "pinned GiB"),
+    ("plan_host_gib", "plan, GiB"),
+    ("exposed_copies_s", "exposed copies, s"),
+    ("attention_s", "attention, s"),
+    ("matmul_s", "matmuls, s"),
+    ("other_s", "other, s"),
+    ("kept", "what was chosen"),
+    ("error", "error"),
+    ("not_recorded", "not recorded"),
+)
+
+
+def page(proof: Proof) -> str:
+    """The whole proof in Markdown."""
+    verdict = "all is well" if proof.ok else "SOMETHING IS WRONG"
+    lines = [f"# hfpatch on {proof.device['name']}: {verdict}", ""]
+    if proof.small:
+        lines += ["Small sizes: the path was tried. No figure here says how fast a machine is.", ""]
+    facts = proof.device | proof.versions
+    lines += [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
+    lines += _checks(proof) + _rate_lines(proof)
+    if proof.steps:
+        one = proof.steps[0]
+        lines += [f"## A step of {one['preset']} over {one['tokens']:,} tokens, {one['dtype']}"]
+        lines += [STEP_WORDS]
+        shown = [(key, title) for key, title in COLUMNS if any(key in step for step in proof.steps)]
+        rows = [[step.get(key) for key, _ in shown] for step in proof.steps]
+        lines += _table([title for _, title in shown], rows)
+    if proof.left_out:
+        lines += ["## Left out", "", *(f"- {line}" for line in proof.left_out), ""]
+    return "\n".join(lines)
+
+
+def _checks(proof: Proof) -> list[str]:
+    """By op or model and dtype, the worst share of the error that is allowed."""
+    lines = [
+        "## Against float64", "",
+        f"{len(proof.done) - len(proof.failed)} of {len(proof.done)} comparisons pass. Each takes "
+        "every output and every gradient: an error may be twice what plain PyTorch makes in the "
+        "same dtype, plus one rounding step. The share is of that; above 1 it fails.", "",
+    ]  # fmt: skip
+    groups: dict = {}
+    for check in proof.done:
+        groups.setdefault((check.what, check.dtype), []).append(check)
+    worst = [max(group, key=lambda check: check.share) for group in groups.values()]
+    worst.sort(key=lambda check: check.passed)
+    titles = ["what", "dtype", "tokens", "worst share", "of"]
+    return lines + _table(titles, [[c.what, c.dtype, c.tokens, c.share, c.where] for c in worst])
+
+
+def _rate_lines(proof: Proof) -> list[str]:
+    words = {
+        "copy_gb_s": "copies on the device: {:,.0f} GB/s, read and written",
+        "matmul_tflop_s": "a large matmul: {:,.1f} TFLOP/s",
+        "to_host_gb_s": "to pinned host memory: {:,.1f} GB/s",
+        "from_host_gb_s": "from it: {:,.1f} GB/s",
+    }
+    found = [f"- {words[name].format(value)}" for name, value in proof.rates.items()]
+    return ["## What this machine can do", "", *found, ""] if found else []
+
+
+def _table(titles: list[str], rows: list[list]) -> list[str]:
+    def cell(value) -> str:
+        return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    head = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    return [*head, *("| " + " | ".join(map(cell, values)) + " |" for values in rows), ""]

@@ -1,0 +1,92 @@
+"""Frozen weights of few bits and adapters over them, as their sizes: what a simulation of LoRA and QLoRA runs.
+
+A packed Linear allocates what bitsandbytes' does on CUDA: of 4 bits a dense copy of the weight for the length of a product,
+forward and backward; of 8 bits the integers of input and product in the forward, a dense copy in the backward.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.budget.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
+from hfpatch.compat import int8_product
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        if isinstance(layer, Packed4bit):
+            return nn.functional.linear(x, layer.dense(x.dtype))
+        codes = x.flatten(0, -2).to(torch.float16).to(torch.int8)
+        return int8_product(codes, layer.weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ ctx.layer.dense(dy.dtype), None
+
+
+class _Packed(nn.Linear):
+    """Sizes and allocations of a quantised Linear; it has no values."""
+
+    def __init__(self, linear: nn.Linear, shape: tuple, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.on = linear.weight.device
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.on), requires_grad=False)
+
+    def _buffer(self, name: str, count: int, dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.empty(count, dtype=dtype, device=self.on))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Product.apply(x, self)
+        return y if self.bias is None else y + self.bias
+
+
+class Packed4bit(_Packed):
+    """bitsandbytes' Linear4bit: NF4 with nested scales."""
+
+    def __init__(self, linear: nn.Linear):
+        count = linear.weight.numel()
+        super().__init__(linear, (count // 2, 1), torch.uint8)
+        self._buffer("scales", count // BLOCK, torch.uint8)
+        self._buffer("nested", -(-count // (BLOCK * NESTED)), torch.float32)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """A dense copy of the weight, as long as the caller holds it."""
+        scales = self.scales.float()  # alive while the copy is written
+        return scales.new_empty(self.out_features, self.in_features, dtype=dtype)
+
+
+class Packed8bit(_Packed):
+    """bitsandbytes' Linear8bitLt: a scale a row."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear, linear.weight.shape, torch.int8)
+        self._buffer("scales", self.out_features, torch.float32)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """As above."""
+        return self.weight.to(dtype)
+
+
+PACKED = {"4bit": Packed4bit, "8bit": Packed8bit}
+
+
+def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
+    """PEFT's model with LoRA over this one, in the dtype that it is computed in or as wide as asked; all else frozen, and packed
+    where asked."""
+    import peft
+
+    dtype, head = model.dtype, model.get_output_embeddings()
+    packed = PACKED.get(adapters.base)
+    if packed:
+        linears = [(m, n, c) for m in model.modules() for n, c in m.named_children() if type(c) is nn.Linear]
+        for parent, name, linear in linears:
+            if linear is not head:
+                setattr(parent, name, packed(linear))
+    targets = list(adapters.targets) or ALL_LINEAR
+    made = peft.get_peft_model(model, peft.LoraConfig(r=adapters.rank, target_modules=targets, task_type="CAUSAL_LM"))
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)
+    return made

@@ -1,0 +1,371 @@
+"""Follows every storage of a run from birth to death: what was alive when, on the device and on the host.
+
+A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the storage, not the
+tensor, is what an allocator hands out, so views, in-place operations, saved tensors and `.data` swaps need no cases
+of their own. It works on real tensors and on fake ones (entered above a FakeTensorMode). Where a dispatch mode makes
+PyTorch behave differently from a bare run, the bare run's behaviour is restored here.
+"""
+
+import bisect
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import autograd_node, holders, schema_of, sequence_number, simulation_parts
+from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.simulate.shadow import Shadows
+from hfpatch.ops._library import IMPLEMENTATIONS
+
+aten = torch.ops.aten
+_, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
+# Their fakes look at values or at symbols, or give back something that is no tensor.
+_BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.index_put_.default,
+             aten.index_put.default, aten.equal.default, aten.lift_fresh.default, aten._to_copy.default,
+             aten.set_.source_Storage_storage_offset)  # fmt: skip
+ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage. born and died are indices of the event list (died is None while alive)."""
+
+    nbytes: int
+    born: int
+    op: str
+    module: str
+    phase: str
+    host: bool = False
+    category: str = "activations"
+    died: int | None = None
+
+
+@dataclass
+class Ledger:
+    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in order of time."""
+
+    blocks: list = field(default_factory=list)
+    events: list = field(default_factory=list)  # (block index, signed bytes)
+    phases: list = field(default_factory=list)  # (event index, name)
+    matmul_flops: Counter = field(default_factory=Counter)  # phase -> FLOPs
+    attention_flops: Counter = field(default_factory=Counter)  # "forward" | "backward" -> FLOPs, causal
+    attention_calls: Counter = field(default_factory=Counter)  # "forward" | "backward" -> calls
+    traffic: Counter = field(default_factory=Counter)  # phase -> bytes, but those of matmuls and attention
+
+
+def round_up(nbytes: int, to: int = ROUNDING) -> int:
+    """nbytes rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+def _tensors(tree, out):
+    for item in tree:
+        if isinstance(item, Tensor):
+            out.append(item)
+        elif isinstance(item, (list, tuple)):
+            _tensors(item, out)
+        elif isinstance(item, dict):
+            _tensors(item.values(), out)
+    return out
+
+
+def _called_by_engine() -> bool:
+    """Whether the operation being dispatched was issued by the autograd engine itself, not by Python code."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "_compile.py" in name or "_dynamo" in name or "_python_dispatch" in name or "_library" in name:
+            frame = frame.f_back
+            continue
+        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
+    return False
+
+
+@contextlib.contextmanager
+def module_calls(before, after=None):
+    """Within, before(module, args) and after(module) run around every module's call, one that raises too (a checkpoint's stop, an
+    out-of-memory error), by global hooks: hooks on the modules themselves would change them."""
+    hooks = torch.nn.modules.module
+    handles = [hooks.register_module_forward_pre_hook(before)]
+    if after is not None:
+        handles.append(hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_current: list = []
+
+
+def current() -> "Follower | None":
+    """The Follower in whose context this runs, None outside of any."""
+    return _current[-1] if _current else None
+
+
+class Follower(TorchDispatchMode):
+    """Context in which storages are followed. Result in `.ledger`.
+
+    rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator, 1 for none).
+    cuda: charge the scratch memory that CUDA's kernels take, which no operation of this run allocates.
+    shadows: keep real values of small tensors, so that `.item()` and friends work on fake ones.
+    most_operations: ValueError at the one behind them; None: any number.
+    """
+
+    def __init__(
+        self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None, most_operations: int | None = None
+    ):  # fmt: skip
+        super().__init__()
+        self.ledger = Ledger()
+        self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
+        self.operations, self.most_operations = 0, most_operations
+        self.times = 1  # how many operations each one stands for in what is counted (scan.few_blocks)
+        self._refs: dict = {}  # id(storage) -> (weak reference, block index)
+        self._modules: list = []
+        self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
+        self.phase = "setup"
+        self._host = 0
+        self._alone: tuple | None = None
+        self._calibrating = False
+        self._slow: set = set(_BY_VALUE)
+
+    def __enter__(self):
+        super().__enter__()
+        _current.append(self)
+        if self._alone is None:
+            noted, self.ledger, self._refs = (self.ledger, self._refs), Ledger(), {}
+            try:
+                self._calibrate()
+            except BaseException:  # the mode would stay on
+                self.__exit__(*sys.exc_info())
+                raise
+            finally:
+                self.ledger, self._refs = noted
+        return self
+
+    def __exit__(self, *exception):
+        _current.remove(self)
+        return super().__exit__(*exception)
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def track(self, tensor: Tensor, op: str = "given", category: str | None = None) -> Block | None:
+        """Notes the tensor's storage if it is new or has changed its size; returns its block."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have none; their parts have
+            return None
+        known = self._refs.get(id(storage))
+        nbytes = round_up(storage.nbytes(), self.rounding)
+        if known is not None:
+            block = self.ledger.blocks[known[1]]
+            if nbytes != block.nbytes:
+                self.ledger.events.append((known[1], nbytes - block.nbytes))
+                block.nbytes = nbytes
+        else:
+            index = self._birth(nbytes, op)
+            block = self.ledger.blocks[index]
+            key = id(storage)
+
+            def dead(_, key=key, index=index):
+                self._refs.pop(key, None)
+                self._death(index)
+
+            self._refs[key] = (weakref.ref(storage, dead), index)
+        if category:
+            block.category = category
+        return block
+
+    def _birth(self, nbytes: int, op: str, category: str = "activations") -> int:
+        ledger = self.ledger
+        block = Block(nbytes, len(ledger.events), op, self._where(), self.phase, self._host > 0, category)
+        ledger.blocks.append(block)
+        ledger.events.append((len(ledger.blocks) - 1, nbytes))
+        return len(ledger.blocks) - 1
+
+    def _death(self, index: int) -> None:
+        block = self.ledger.blocks[index]
+        block.died = len(self.ledger.events)
+        self.ledger.events.append((index, -block.nbytes))
+
+    def transient(self, nbytes: int, op: str) -> None:
+        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it returns."""
+        if nbytes > 0:
+            self._death(self._birth(round_up(nbytes, self.rounding), op, "workspace"))
+
+    @contextlib.contextmanager
+    def host(self):
+        """Storages born inside are host memory."""
+        self._host += 1
+        try:
+            yield
+        finally:
+            self._host -= 1
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    def set_phase(self, name: str) -> None:
+        """Names what follows: "forward", "backward", "optimizer"."""
+        self.phase = name
+        self.ledger.phases.append((len(self.ledger.events), name))
+
+    def enter_module(self, name: str) -> None:
+        self._modules.append(name)
+        self._border()
+
+    def leave_module(self) -> None:
+        if self._modules:
+            self._modules.pop()
+        self._border()
+
+    def _border(self) -> None:
+        if self.phase == "forward":
+            numbers, names = self._sequence
+            numbers.append(sequence_number())
+            names.append(self._modules[-1] if self._modules else "")
+
+    def _where(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = autograd_node()
+        if node is None:
+            return ""
+        numbers, names = self._sequence
+        at = bisect.bisect_right(numbers, sequence_number(node)) - 1
+        # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one module.
+        return names[at] if 0 <= at < len(names) - 1 else ""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # torch.compile is not traced through here; the wrapper it would add is half our own cost
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # `x.device` of a fake tensor: as frequent as all the rest
+            return args[0].fake_device
+        self.operations += 1
+        if self.most_operations is not None and self.operations > self.most_operations:
+            raise ValueError(
+                f"hfpatch: expected a step of at most {self.most_operations:,} operations, plain code that goes through the "
+                "tokens one by one came; ask for fewer tokens, or run it."
+            )
+        if func is aten.add.Tensor and self._accumulates(args, kwargs):
+            return aten.add_.Tensor(*args)
+        if self.shadows is not None:
+            answered, value = self.shadows.answer(func, args, kwargs)
+            if answered:
+                return value
+        inputs = _tensors(args, [])
+        if kwargs:
+            _tensors(kwargs.values(), inputs)
+        for tensor in inputs:
+            if id(tensor.untyped_storage()) not in self._refs:
+                self.track(tensor)
+        if func.namespace == "hfpatch" and not self.cuda:
+            # A kernel on CUDA allocates its outputs, which the fake gives; the plain version has temporaries.
+            with self:
+                out = IMPLEMENTATIONS[func](*args, **kwargs)
+        else:
+            out = self._fakes(func, args, kwargs, inputs) if self.shadows is not None else func(*args, **kwargs)
+        name = func.__name__
+        outputs = _tensors((out,), [])
+        for tensor in outputs:
+            self.track(tensor, name)
+        if schema_of(func).is_mutable:
+            for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
+                self.track(tensor, name)
+        self._cost(func, args, kwargs)
+        self._moved(kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs))
+        if self.shadows is not None:
+            self.shadows.run(func, args, kwargs, inputs, outputs)
+        return out
+
+    def moves(self, tensors: list) -> None:
+        """Counts what a kernel that no dispatcher sees reads or writes: a tensor as often as it stands here."""
+        self._moved(sum(map(kernels_cost.bytes_of, tensors)))
+
+    def _moved(self, nbytes: int) -> None:
+        self.ledger.traffic[self.phase] += nbytes * self.times
+
+    def _fakes(self, func, args, kwargs, inputs):
+        """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than the call does;
+        operations that stay on the device of their arguments go to their meta kernels directly, as it would."""
+        mode, plain = self.shadows.fake_mode, func.namespace in ("aten", "hfpatch") and "device" not in kwargs
+        if not plain or not inputs or func in self._slow or any(type(t) is not FakeTensor for t in inputs):
+            return func(*args, **kwargs)
+        device = inputs[0].fake_device
+        try:
+            with on_fakes(mode):
+                out = func(*args, **kwargs)
+        except (NotImplementedError, TypeError):  # TypeError: addmm with out_dtype in torch 2.11, see compat
+            self._slow.add(func)
+            return func(*args, **kwargs)
+
+        def fake(o):
+            return FakeTensor(mode, o, device) if isinstance(o, Tensor) and type(o) is not FakeTensor else o
+
+        return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
+
+    def _accumulates(self, args, kwargs) -> bool:
+        """Whether this addition is autograd adding up gradients, which a bare run does in place.
+
+        The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would have done: it
+        needs the last reference to the old gradient and to its storage.
+        """
+        if kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        old, new = args
+        if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+            return False
+        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
+            return False
+        if autograd_node() is None or not _called_by_engine():
+            return False
+        found = _holders(args)
+        if self._calibrating:
+            self._alone = found
+            return False
+        return all(have <= alone for have, alone in zip(found, self._alone))
+
+    def _calibrate(self) -> None:
+        """Notes what `_holders` says, seen from here, of a gradient that the engine alone holds."""
+        self._calibrating = True
+        with torch.enable_grad():
+            x = torch.ones(2, requires_grad=True)
+            h = x * 2
+            (torch.sin(h) + h * 3).sum().backward()
+        self._calibrating = False
+
+    def _cost(self, func, args, kwargs) -> None:
+        flops = kernels_cost.matmul_flops(func, args) * self.times
+        if flops:
+            self.ledger.matmul_flops[self.phase] += flops
+        attention = kernels_cost.attention(func, args, kwargs)
+        if attention is not None:
+            kind, flops = attention
+            self.ledger.attention_flops[kind] += flops
+            self.ledger.attention_calls[kind] += 1
+        scratch = kernels_cost.scratch_bytes(func, args) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
+        self.transient(scratch, f"{func.__name__} scratch")
+
+
+def _holders(args) -> tuple[int, int, int]:
+    """How many hold the first argument in Python, in C++, and its storage."""
+    return sys.getrefcount(args[0]), *holders(args[0])
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense, the layout in which autograd accumulates in place."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,169 @@
+"""What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and FLOPs.
+
+Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention backward: the fp32 dq
+accumulator, softmax_d, dk, dv of every query head, and copies of out and its gradient where these are not contiguous) and
+native/cuda/Embedding.cu (fp32 partial sums).
+"""
+
+import torch
+from torch import Tensor
+
+from hfpatch.budget.flops import attended
+from hfpatch.compat import schema_of
+
+aten = torch.ops.aten
+
+
+def _ops(*names):
+    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+# The op and the position of q in its arguments.
+ATTENTION_FORWARD = {op: 0 for op in _ops(
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention", "_flash_attention_forward",
+)}  # fmt: skip
+ATTENTION_BACKWARD = {op: 1 for op in _ops(
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
+)}  # fmt: skip
+_ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q is [N, H, E], k [N, K, E]
+_ANY_STRIDES = _ops(
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_cudnn_attention_backward"
+)
+GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
+
+
+def _argument(func, args, kwargs, name, default=None):
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return default
+
+
+def sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """(batch, query heads, KV heads, queries, keys, head dim)."""
+    if func in _ROWS_FIRST:  # with or without a batch
+        (batch, rows, heads, width), (_, columns, kv_heads, _) = ((1, *x.shape)[-4:] for x in (q, k))
+    else:
+        (batch, heads, rows, width), (_, kv_heads, columns, _) = q.shape, k.shape
+    return batch, heads, kv_heads, rows, columns, width
+
+
+def attention(func, args, kwargs):
+    """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square counts when causal, a band of
+    it under a window.
+
+    Forward is two T x T matmuls a head (4 T T E FLOPs), backward five of them.
+    """
+    if func in ATTENTION_FORWARD:
+        kind, q, k = "forward", args[0], args[1]
+    elif func in ATTENTION_BACKWARD:
+        kind, q, k = "backward", args[1], args[2]
+    else:
+        return None
+    batch, heads, _, rows, columns, width = sizes(func, q, k)
+    flops = 4 * batch * heads * rows * columns * width
+    left = _argument(func, args, kwargs, "window_size_left")
+    if left is not None and 0 <= left < columns - 1:
+        flops = 4 * batch * heads * width * int(attended(rows, left + 1))
+    elif _argument(func, args, kwargs, "is_causal", False):
+        flops //= 2
+    return kind, flops if kind == "forward" else flops * 5 // 2
+
+
+_ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
+
+
+def matmul_flops(func, args) -> int:
+    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
+    packet = func.overloadpacket
+    if packet in (aten.mm, aten.bmm, aten._int_mm):
+        a, b = args[0], args[1]
+    elif packet in GROUPED:
+        # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.
+        a, b = args[0], args[1]
+        return 2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
+    elif packet in _ADDING:
+        a, b = args[1], args[2]
+    else:
+        return 0
+    return 2 * a.numel() * b.shape[-1]
+
+
+# What they are given is not read, or is written alone.
+_WRITE_ALONE = ("copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_MOVE_NOTHING = ("empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of what an operation reads or writes of it: expanded dimensions once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride else min(size, 1)
+    return count * tensor.element_size()
+
+
+def _sum_bytes(func, args, kwargs) -> int:
+    """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its inputs: the sum read, and as much
+    of it as is wider."""
+    out = kwargs.get("out")
+    wider = 0 if out is None or "dtype" not in func.__name__ else bytes_of(out) // 2
+    return wider + (bytes_of(args[0]) if func.overloadpacket in _ADDING else 0)
+
+
+def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
+    """Bytes that an operation reads and writes; 0 for attention and matmuls, whose time their FLOPs are, but for wide sums in
+    these, and for views."""
+    name = func.overloadpacket.__name__
+    if name in _MOVE_NOTHING or not outputs or not inputs:
+        return 0
+    if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
+        return 0
+    if matmul_flops(func, args):
+        return _sum_bytes(func, args, kwargs)
+    storages = {id(x.untyped_storage()) for x in inputs}
+    if not schema_of(func).is_mutable and all(id(x.untyped_storage()) in storages for x in outputs):
+        return 0
+    read = inputs[1:] if name == "copy_" else () if name in _WRITE_ALONE else inputs
+    return sum(map(bytes_of, (*read, *outputs)))
+
+
+def _copied(func, x: Tensor) -> int:
+    """Bytes of the copy that flash attention's backward makes of out or of its gradient."""
+    rows_first = x if func in _ROWS_FIRST else x.transpose(1, 2)
+    return 0 if func in _ANY_STRIDES or rows_first.is_contiguous() else x.nbytes
+
+
+def scratch_bytes(func, args) -> int:
+    """Bytes that the operation's CUDA kernel allocates and frees inside, beyond its outputs."""
+    if func in ATTENTION_BACKWARD:
+        k = args[2]
+        batch, heads, kv_heads, rows, columns, width = sizes(func, args[1], k)
+        padded = -(-rows // 128) * 128
+        dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
+        softmax_d = 4 * batch * heads * padded
+        expanded = 2 * batch * heads * columns * width * k.element_size() if kv_heads != heads else 0
+        return dq_accumulator + softmax_d + expanded + sum(_copied(func, x) for x in (args[0], args[4]))
+    if func is aten.embedding_dense_backward.default:
+        grad, indices, vocabulary = args[0], args[1], args[2]
+        count, width = indices.numel(), grad.shape[-1]
+        if count <= 3072:
+            return 0
+        partials = (count // 10 + min(count, int(vocabulary))) * width * 4
+        return partials + 4 * 8 * count  # sorted ids and positions, and the sort's own copies
+    return 0
+
+
+def cpu_scratch_bytes(func, args) -> int:
+    """The same of the CPU's flash attention (native/cpu/FlashAttentionKernel.cpp) in float32: each thread's buffers."""
+    name = func.__name__.split(".")[0]
+    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    backward = name.endswith("backward")
+    q, k = args[1:3] if backward else args[0:2]
+    rows, columns, width = q.shape[2], k.shape[2], q.shape[3]
+    rows = min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+    columns = min(columns, 512)
+    cells = 2 * rows * columns if backward else rows * columns + 2 * rows + rows * width
+    return 4 * cells * torch.get_num_threads()

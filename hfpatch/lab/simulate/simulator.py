@@ -1,0 +1,342 @@
+"""Runs a real training step of the real model object on fake tensors, and says what memory it would take.
+
+    python -m hfpatch.cli.simulate --model llama-3.1-8b --impl hfpatch --seq-len 131072 --json
+
+Nothing is modelled here but what a CUDA kernel allocates inside itself (kernels_cost.py): the Python that runs is the
+model's own, patched or stock, and follow.py writes down each storage's life. An 8B model at 131,072 tokens takes
+seconds and a few hundred MiB on a laptop. transformers and Liger are changed process-wide while a step runs: one
+measurement a process where figures of several implementations are wanted.
+"""
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import hfpatch.attention.attention as attention
+from hfpatch.attention import heads
+from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, plain_scans, simulation_parts
+from hfpatch.context import attention as attending
+from hfpatch.context.ranks import sharded
+from hfpatch.lab.simulate.follow import ROUNDING, Follower, Ledger, module_calls
+from hfpatch.lab.simulate.scan import few_blocks, scans_by_blocks
+from hfpatch.lab.simulate.sequence import LoneRank
+from hfpatch.lab.simulate.shadow import Shadows
+from hfpatch.layer import route
+from hfpatch.layer.condition import look
+from hfpatch.layer.route import why_no_kernels
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.ops import _wide_sums
+from hfpatch.parallel import exchange
+from hfpatch.store import device
+
+
+@dataclass
+class Simulation:
+    """The memory of one simulated run. Sizes in bytes.
+
+    peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
+    was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
+    the highest such difference at any moment, which is what counts where gradients leave the device as they come.
+    host_peak_bytes: of the memory the session takes, none of files'. whole: why layers of a patched model run whole, and how
+    many.
+    """
+
+    peak_bytes: int
+    beyond_bytes: int
+    most_beyond_bytes: int
+    host_peak_bytes: int
+    peak_phase: str
+    peak_module: str
+    categories: dict
+    modules: list
+    operations: list
+    phase_peaks: dict
+    flops: dict = field(default_factory=dict)
+    attention_calls: dict = field(default_factory=dict)
+    whole: dict = field(default_factory=dict)
+    ledger: Ledger = field(default=None, repr=False)
+
+    def to_dict(self) -> dict:
+        """Everything but the ledger, ready for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "ledger"}
+
+
+def summarize(ledger: Ledger) -> Simulation:
+    """Finds the highest total and what was alive at it."""
+    device = host = host_top = beyond = most_beyond = 0
+    top, top_at, phase, top_phase = -1, 0, "setup", "setup"
+    phase_peaks, begun = {}, dict(ledger.phases)
+    for at, (index, delta) in enumerate(ledger.events):
+        phase = begun.get(at, phase)
+        if ledger.blocks[index].host:
+            host += delta
+            host_top = max(host_top, host)
+        else:
+            device += delta
+            if ledger.blocks[index].category not in ("parameters", "gradients"):
+                beyond += delta
+                most_beyond = max(most_beyond, beyond)
+            phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
+            if device > top:
+                top, top_at, top_phase = device, at, phase
+    categories, modules, operations = Counter(), Counter(), Counter()
+    turn = max((at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None)
+    alive = (b for b in ledger.blocks if not b.host and b.born <= top_at and (b.died is None or b.died > top_at))
+    for block in sorted(alive, key=lambda b: -b.nbytes):
+        category = block.category
+        if category == "activations" and turn is not None and block.born < turn:
+            category = "checkpoints"  # made in the forward, kept for the backward
+        categories[category] += block.nbytes
+        if block.category not in ("parameters", "gradients"):
+            modules[block.module] += block.nbytes
+            operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
+    return Simulation(
+        peak_bytes=max(top, 0), beyond_bytes=top - categories["parameters"] - categories["gradients"],
+        most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
+        peak_module=ledger.blocks[ledger.events[top_at][0]].module, categories=dict(categories),
+        modules=modules.most_common(), operations=operations.most_common(), phase_peaks=phase_peaks,
+        flops={
+            "matmul": dict(ledger.matmul_flops),
+            "attention": dict(ledger.attention_flops),
+            "total": sum(ledger.matmul_flops.values()) + sum(ledger.attention_flops.values()),
+        },
+        attention_calls=dict(ledger.attention_calls), ledger=ledger,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _transformers_as_if_real():
+    """transformers builds a full T x T mask for fake tensors, taking them for a graph being traced."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers") and "is_fake_tensor" in vars(module):
+                stack.enter_context(mock.patch.object(module, "is_fake_tensor", lambda x: False))
+        yield
+
+
+@contextlib.contextmanager
+def _host_buffers(follower: Follower):
+    """What the session allocates through host_empty is host memory."""
+    real = device.host_empty
+
+    def host_empty(*args, **kwargs):
+        with follower.host():
+            return real(*args, **kwargs)
+
+    with mock.patch.object(device, "host_empty", host_empty):
+        yield
+
+
+def _on_cuda(supported):
+    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here too."""
+    return lambda head_dim, dtype, device, *pattern: supported(head_dim, dtype, torch.device("cuda"), *pattern)
+
+
+@contextlib.contextmanager
+def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None):
+    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
+
+    Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
+    """
+    with contextlib.ExitStack() as stack:
+        if cuda:
+            stack.enter_context(_wide_sums.as_on_cuda())
+            for user in (heads, exchange, attending):  # of tiled layers, and of those that run whole
+                stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
+            for user in (attention, route, attending):
+                stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
+            stack.enter_context(
+                mock.patch.object(attention, "has_flash", lambda *_: True)
+            )  # whatever is in this machine
+            stack.enter_context(mock.patch.object(attention, "why_not_efficient", lambda *_: None))
+            if no_flex:
+                stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
+            else:  # its plain code, all that is here, holds all scores; its kernels less than flash's
+                stack.enter_context(mock.patch.object(attention, "_by_flex", lambda *_: False))
+        for found in sessions(model):
+            found.close()
+            stack.callback(found.close)
+            if policy is not None:
+                stack.enter_context(mock.patch.object(found.weights, "on", policy.frozen_weights == "host"))
+        if policy is not None:
+            stack.enter_context(mock.patch.object(LayerRuntime, "_resolve", lambda self, *batch: policy))
+        yield
+
+
+def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
+    """Why layers of a patched model run whole, and how many, as they decide it here."""
+    found = Counter()
+    for module in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
+        asked = attention.Pattern(softcap=module._hfpatch_traits.softcap)
+        found[look(module).reason or why_no_kernels(module, torch.device("cpu"), dtype, asked)] += 1
+    found.pop(None, None)
+    return dict(found)
+
+
+def sessions(model: nn.Module) -> list[LayerRuntime]:
+    """hfpatch's of a patched model: one where it has one stack of layers."""
+    held = (value for m in model.modules() for value in vars(m).values())
+    return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
+
+
+def _weights_to_host(model: nn.Module, follower: Follower) -> None:
+    """Frozen weights that wait on the host are there when the step begins, and their slots are on the device."""
+    for weights in (session.weights for session in sessions(model) if session.weights.on):
+        weights.pack([m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu"))
+        weights.make_slots()
+        for slot, _ in weights.slots.rows:
+            follower.track(slot.bytes, category="parameters")
+        with follower.host():
+            for tensor in weights.at_rest():
+                follower.track(tensor, category="parameters")
+
+
+def _modules_named(model: nn.Module, follower: Follower):
+    """A context that tells the follower which module runs."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+
+    def enter(module, args):
+        if id(module) in names:
+            follower.enter_module(names[id(module)])
+
+    def leave(module):
+        if id(module) in names:
+            follower.leave_module()
+
+    return module_calls(enter, leave)
+
+
+def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
+        shadows.put(made, tensor)
+    return made
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, shadows: Shadows):
+    """Within, fake parameters and buffers stand in the place of a model's own."""
+    tables = [table for module in model.modules() for table in (parameters_of(module), buffers_of(module))]
+    own = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    fakes = {id(tensor): tensor for *_, tensor in own}
+    fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
+    try:
+        for table, name, tensor in own:
+            table[name] = fakes[id(tensor)]
+        yield
+    finally:
+        model.zero_grad()
+        for table, name, tensor in own:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def following(model: nn.Module, follower: Follower):
+    """Follows what runs inside: the model's parameters and buffers are its "parameters", their .grad "gradients"."""
+
+    def accumulated(parameter):
+        if parameter.grad is not None:
+            follower.track(parameter.grad, category="gradients")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_modules_named(model, follower))
+        stack.enter_context(_host_buffers(follower))
+        _weights_to_host(model, follower)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            follower.track(tensor, category="parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
+        yield stack.enter_context(follower)
+
+
+def train_step(model: nn.Module, follower: Follower, input_ids: Tensor, labels: Tensor, **inputs) -> None:
+    """One forward and backward as a training loop runs it: the output object does not outlive the forward."""
+    follower.set_phase("forward")
+    loss = model(input_ids=input_ids, labels=labels, **inputs).loss
+    follower.set_phase("backward")
+    loss.backward()
+
+
+def simulate(
+    model: nn.Module,
+    batch: int,
+    seq_len: int,
+    *,
+    steps: int = 1,
+    optimizer=None,
+    labels: Tensor | None = None,
+    inputs: dict | None = None,
+    rounding: int = ROUNDING,
+    cuda: bool = True,
+    policy=None,
+    ranks: int = 1,
+    no_flex: str | None = None,
+    most_operations: int | None = None,
+    follower=Follower,
+) -> Simulation:
+    """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
+
+    model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are replaced while the
+    steps run and put back afterwards. optimizer: a function from parameters to a torch optimizer, stepped each step.
+    labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
+    model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
+    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine. Files are
+    not written: blocks of the host stand for them.
+    ranks: that share each row of a patched model; seq_len is what this one has of it. no_flex: why flex_attention does not serve
+    on the device that is meant, None where it does. most_operations: ValueError once the steps take more. follower: makes the
+    Follower, or one of a class of its own, from the settings of one.
+    """
+    files = policy is not None and policy.offload == "disk"
+    policy = replace(policy, offload="host") if files else policy
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", 32)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
+    was_training = model.training
+    model.train()
+    mode = simulation_parts()[0](allow_non_fake_inputs=True)
+    shadows = Shadows(mode)
+    follower = follower(rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations)
+    shares = contextlib.nullcontext()
+    if ranks > 1:
+        shares = sharded(LoneRank(ranks))
+        inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
+    around = (
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares, plain_scans(), scans_by_blocks(),
+        few_blocks(follower), _fake_weights(model, shadows),
+    )  # fmt: skip
+    try:
+        with contextlib.ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context)
+            with following(model, follower), closing_checkpoints():
+                fake_ids = shadows.fake(ids)
+                fake_labels = shadows.fake(ids if labels is None else labels)
+                more = {k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()}
+                stepper = optimizer(model.parameters()) if optimizer else None
+                for _ in range(steps):
+                    train_step(model, follower, fake_ids, fake_labels, **more)
+                    if stepper:
+                        follower.set_phase("optimizer")
+                        stepper.step()
+                        for value in (value for state in stepper.state.values() for value in state.values()):
+                            if isinstance(value, Tensor):
+                                follower.track(value, category="optimizer")
+                        stepper.zero_grad()
+            whole = _whole(model, next(model.parameters()).dtype)
+    finally:
+        model.train(was_training)
+        gc.collect()
+    result = summarize(follower.ledger)
+    result.whole = whole
+    result.host_peak_bytes *= not files
+    return result

@@ -1,0 +1,164 @@
+"""What a clocked step did when: slices by stream, the waits of compute for copies, and two ways to look at them."""
+
+import html
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Colours of the page, by the first word of a slice's phase; what has no colour here is grey.
+COLOURS = {
+    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a", "head": "#c397d8",
+    "waits": "#d54e53", "copies": "#999999", "optimizer": "#e7c547",
+}  # fmt: skip
+PIXELS = 4000  # of the page's drawing: slices narrower than one are drawn as one
+
+
+@dataclass(slots=True)
+class Slice:
+    """Work of one kind on one stream. start, end: seconds; turn: "forward", "backward" or "optimizer"."""
+
+    stream: str
+    start: float
+    end: float
+    turn: str
+    layer: str
+    phase: str
+    nbytes: int = 0  # of a copy
+
+    @property
+    def name(self) -> str:
+        return " ".join(word for word in (self.layer, self.phase) if word)
+
+
+@dataclass
+class Timeline:
+    """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's waits for copies;
+    late: seconds in which compute waited for the host to issue work; peak_bytes: on the device, as simulated."""
+
+    title: str
+    slices: list[Slice] = field(default_factory=list)
+    waits: list[Slice] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    late: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    planned: float | None = None  # seconds of the closed form
+
+    def exposed(self, *by: str) -> dict[tuple, float]:
+        """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn", "layer", "phase")."""
+        found: dict[tuple, float] = defaultdict(float)
+        for wait in self.waits:
+            found[tuple(getattr(wait, name) for name in by)] += wait.end - wait.start
+        return dict(found)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(wait.end - wait.start for wait in self.waits)
+
+    def busy(self, stream: str, turn: str | None = None) -> float:
+        """Seconds in which a stream worked."""
+        return sum(s.end - s.start for s in self.slices if s.stream == stream and turn in (None, s.turn))
+
+    def to_dict(self) -> dict:
+        """The sums, ready for JSON."""
+        layers = [[*key, value] for key, value in sorted(self.exposed("turn", "layer", "phase").items())]
+        return {
+            "title": self.title, "seconds": self.seconds, "exposed_seconds": self.exposed_seconds, "exposed": layers,
+            "late_seconds": self.late, "peak_bytes": self.peak_bytes, "planned_seconds": self.planned,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        step = self.seconds["step"]
+        lines = [self.title]
+        exposed = self.exposed("turn")
+        for turn, seconds in self.seconds.items():
+            wait = sum(exposed.values()) if turn == "step" else exposed.get((turn,), 0.0)
+            line = f"{turn:<10}{seconds:9.3f} s, copies exposed {wait:7.3f} s ({wait / step:.1%} of the step)"
+            late = sum(self.late.values()) if turn == "step" else self.late.get(turn, 0.0)
+            lines.append(f"{line}, compute waits for the host {late:.3f} s")
+        worst = sorted(self.exposed("turn", "layer", "phase").items(), key=lambda item: -item[1])[:5]
+        lines += [
+            f"  {' '.join(filter(None, key))}: {1e3 * value:.1f} ms exposed" for key, value in worst if value > 1e-4
+        ]
+        if self.planned is not None:
+            lines.append(
+                f"the plan's closed form says {self.planned:.3f} s ({step / self.planned - 1:+.1%} on the clock)"
+            )
+        lines.append(f"peak memory on the device: {self.peak_bytes / 2**30:.2f} GiB (simulated)")
+        return "\n".join(lines)
+
+
+# -- Chrome's trace format, which Perfetto opens -----------------------------------------------------------------------
+def trace_events(timeline: Timeline) -> list[dict]:
+    """Complete events in microseconds: a thread a stream, one of compute's waits above them."""
+    rows = {name: i for i, name in enumerate(_rows(timeline))}
+    events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}]
+    for name, i in rows.items():
+        events.append({"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}})
+    for s in [*timeline.waits, *timeline.slices]:
+        events.append({
+            "ph": "X", "pid": 0, "tid": rows[s.stream], "name": s.name, "cat": s.turn,
+            "ts": round(1e6 * s.start, 3), "dur": round(1e6 * (s.end - s.start), 3),
+            "args": {"turn": s.turn, "bytes": s.nbytes} if s.nbytes else {"turn": s.turn},
+        })  # fmt: skip
+    return events
+
+
+def _rows(timeline: Timeline) -> list[str]:
+    named = dict.fromkeys(s.stream for s in [*timeline.waits, *timeline.slices])
+    return sorted(named, key=lambda name: (name.startswith("copies"), name != "waits", name))
+
+
+def write_trace(timeline: Timeline, path) -> Path:
+    """The trace as a JSON file; its path. Open it at ui.perfetto.dev or chrome://tracing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+    return path
+
+
+# -- one page ----------------------------------------------------------------------------------------------------------
+PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
+<style>body{{font:14px sans-serif;margin:1em}}pre{{background:#f4f4f4;padding:.7em}}
+#t{{overflow-x:auto;border:1px solid #ccc}}svg text{{font:11px sans-serif}}</style>
+<h1>{title}</h1><pre>{text}</pre>
+<p>Simulated, no GPU: seconds of the step model. Scroll to zoom, move over a slice for its name.</p>
+<div id="t"><svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" width="100%" height="{height}">{body}</svg></div>
+<script>
+const box = document.getElementById("t"), svg = box.firstChild; let zoom = 1;
+box.addEventListener("wheel", e => {{
+  if (e.shiftKey) return; e.preventDefault();
+  const x = e.clientX - box.getBoundingClientRect().left, at = (box.scrollLeft + x) / zoom;
+  zoom = Math.min(400, Math.max(1, zoom * Math.exp(-e.deltaY / 500)));
+  svg.setAttribute("width", 100 * zoom + "%"); box.scrollLeft = at * zoom - x;
+}});
+</script>
+"""
+
+
+def page(timeline: Timeline) -> str:
+    """The step as a page of HTML that needs nothing else: a row a stream, a colour a phase."""
+    rows, height = _rows(timeline), 34
+    end, body = max((s.end for s in timeline.slices), default=1.0) or 1.0, []
+    for i, row in enumerate(rows):
+        own = [s for s in [*timeline.waits, *timeline.slices] if s.stream == row]
+        body.append(f'<g transform="translate(0,{i * height})">')
+        for s in own:
+            x, width = PIXELS * s.start / end, max(0.3, PIXELS * (s.end - s.start) / end)
+            colour = COLOURS.get("waits" if row == "waits" else s.phase.split(" ")[0], "#bbb")
+            told = html.escape(f"{row}: {s.turn}, {s.name}, {1e3 * (s.end - s.start):.2f} ms")
+            body.append(
+                f'<rect x="{x:.2f}" y="2" width="{width:.2f}" height="28" fill="{colour}"><title>{told}</title></rect>'
+            )
+        body.append("</g>")
+    title, text = html.escape(timeline.title), html.escape(f"rows: {', '.join(rows)}\n{timeline}")
+    return PAGE.format(title=title, text=text, width=PIXELS, height=height * len(rows), body="".join(body))
+
+
+def write_page(timeline: Timeline, path) -> Path:
+    """The page as a file; its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(timeline))
+    return path

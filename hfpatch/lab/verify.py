@@ -1,0 +1,299 @@
+"""`hfpatch.verify(model, batch)`: does the patched model compute what the stock one does, here?"""
+
+import copy
+import math
+import statistics
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import is_shard, local_part
+from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.lab.device import clean, is_out_of_memory
+from hfpatch.patch import apply, undo
+
+# The tests' budget (tests/numerics.py) lets a result err twice as much as the stock one, and by two
+# rounding steps. Two results that err once and twice are three errors apart at most.
+NOISES, STEPS = 3, 2
+FEW = 16  # numbers; gradients of fewer are not judged
+CHUNK = 1 << 24  # elements of a gradient that are compared at once
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found. Distances are norms of differences over norms of the stock result.
+
+    ok: every gradient and the loss are within what rounding explains. loss, stock_loss: patched and
+    stock. worst: the gradient (or "loss") that comes nearest to its limit, or furthest beyond.
+    distance: its distance, patched against stock. noise: its distance between two stock runs that
+    round differently. limit: the distance that is allowed to it. gradients: how many were compared.
+    layers, of_layers: how many decoder layers ran, and how many the model has. dtype: the coarsest
+    that the model computes in.
+    """
+
+    loss: float
+    stock_loss: float
+    worst: str
+    distance: float
+    noise: float
+    limit: float
+    gradients: int
+    layers: int
+    of_layers: int
+    dtype: str
+
+    @property
+    def ok(self) -> bool:
+        return self.distance <= self.limit  # NaN is not
+
+    def __str__(self) -> str:
+        verdict = "agrees with" if self.ok else "DIFFERS from"
+        some = self.layers < self.of_layers
+        first = f"the first {self.layers} of {self.of_layers} layers, as all did not fit"
+        layers = first if some else "all layers"
+        return (
+            f"hfpatch: the patched model {verdict} the stock one: loss {self.loss:.6g} against "
+            f"{self.stock_loss:.6g}; of {self.gradients} gradients and the loss the worst, "
+            f"{self.worst}, is {self.distance:.2g} of its size away, where rounding alone moves it "
+            f"by {self.noise:.2g} and {self.limit:.2g} is allowed ({self.dtype}, {layers})."
+        )
+
+
+def verify(model: nn.Module, batch: Mapping) -> Verified:
+    """Compares the patched model with the stock one: these weights, this batch, this device.
+
+    Three runs of one forward and backward: stock, stock again with other roundings, patched. The
+    second run measures the noise of the working dtype: the output of every innermost module, and
+    the gradient that comes back through it, moves at random by up to half a rounding step. It costs
+    one more step and no second copy of the weights, which a float32 reference would. A patched
+    gradient may differ from the stock one by three times its noise (at least that of the middle
+    gradient) and two rounding steps. float64 models round at float32's step: transformers' norms
+    and loss compute in float32 whatever comes in. Gradients of fewer than 16 numbers are not
+    judged: they are sums over all tokens, which may cancel. A few hundred tokens are enough, and
+    with experts, to which a token near the border goes either way, no fewer.
+
+    The runs use copies of the model's modules that share its parameters, so the model itself stays
+    as it is: weights, .grad, training flag, random numbers, and whether it is patched. Copies run
+    in training mode without dropout. A patched model is compared with the settings it was patched
+    with (with apply's defaults where it was patched with loss=False). Where a step does not fit the
+    memory, fewer layers run, and the result says how many.
+
+    Args:
+        model: a causal language model of transformers, stock or patched, plain or wrapped by PEFT;
+            not yet wrapped by DDP, FSDP, DeepSpeed or torch.compile.
+        batch: what the model is called with: input_ids or inputs_embeds, [batch, tokens] and
+            [batch, tokens, hidden], labels (by default input_ids), and whatever else it takes.
+            Moved to the model's device.
+
+    Returns:
+        A `Verified`: `print` it, or ask its `ok`.
+
+    Raises:
+        ValueError: for a model or batch that cannot be compared, or of which not one layer fits.
+
+    >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
+    """
+    decoder = _decoder(model)
+    batch = _batch(model, batch)
+    total = layers = len(decoder.layers)
+    while True:
+        found = _try(model, batch, layers)
+        if found is not None:
+            return Verified(**found, layers=layers, of_layers=total)
+        clean()
+        if layers == 1:
+            why = "expected a step of one layer to fit the memory, it does not"
+            raise ValueError(f"hfpatch: {why}; pass fewer or shorter rows.")
+        layers //= 2
+
+
+def _decoder(model: nn.Module):
+    if any(is_shard(p) or local_part(p) is not p for p in model.parameters()):
+        why = "expected whole parameters, sharded ones came"
+        raise ValueError(f"hfpatch: {why}; call verify() before an engine wraps the model.")
+    decoder = find_decoder(model)
+    if decoder is None:
+        raise ValueError(
+            "hfpatch: expected a decoder with a list of layers, found none in "
+            f"{type(model).__name__}; pass a causal language model of transformers."
+        )
+    return decoder
+
+
+def _batch(model: nn.Module, batch: Mapping) -> dict:
+    """The batch on the model's device, with labels."""
+    device = next(model.parameters()).device
+    batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if batch.get("labels") is None:
+        if batch.get("input_ids") is None:
+            raise ValueError("hfpatch: expected labels beside inputs_embeds, none came; add them.")
+        batch["labels"] = batch["input_ids"]
+    if batch.get("inputs_embeds") is None and not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("hfpatch: expected parameters that train, all are frozen; unfreeze some.")
+    return {"use_cache": False, **batch}
+
+
+def _try(model: nn.Module, batch: dict, layers: int) -> dict | None:
+    """The fields of Verified that the runs tell; None where memory ran out."""
+    try:
+        return _compared(model, batch, layers)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None  # outside of the handler: the traceback's frames hold tensors
+
+
+def _compared(model: nn.Module, batch: dict, layers: int) -> dict:
+    with _copied(model, layers) as stock:
+        wanted = _step(stock, batch)
+        # On the host: the device holds the gradients of one step at a time.
+        wanted = {name: g.cpu() for name, g in wanted.items()}
+        rounding = Rounding(stock)
+        noisy = _step(stock, batch)
+    rounding.expect_layers(find_decoder(stock))
+    noise = {name: _distance(noisy[name], g) for name, g in wanted.items()}
+    del noisy, stock
+    with _copied(model, layers, patched=True) as ours:
+        got = _step(ours, batch)
+    apart = {n: _distance(got[n], g) if n in got else math.inf for n, g in wanted.items()}
+    middle = statistics.median(noise.values())
+    limits = {n: NOISES * max(noise[n], middle) + STEPS * rounding.step for n in noise}
+    worst = max(apart, key=lambda name: _share(apart[name], limits[name]))
+    return {
+        "loss": got["loss"].item(),
+        "stock_loss": wanted["loss"].item(),
+        "worst": worst,
+        "distance": apart[worst],
+        "noise": noise[worst],
+        "limit": limits[worst],
+        "gradients": len(wanted) - 1,
+        "dtype": rounding.dtype,
+    }
+
+
+def _share(distance: float, limit: float) -> float:
+    return math.inf if math.isnan(distance) or math.isnan(limit) else distance / limit
+
+
+@contextmanager
+def _copied(model: nn.Module, layers: int, patched: bool = False):
+    """A copy with modules of its own and the model's parameters: stock or patched, so many layers,
+    no dropout."""
+    try:
+        made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    except TypeError as error:  # a lock, a file, a generator among its attributes
+        why = f"hfpatch: expected a model that can be copied, found {error}; remove it first."
+        raise ValueError(why) from error
+    asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
+    undo(made)
+    del list_of_layers(find_decoder(made).stack)[layers:]
+    made.train()
+    _without_dropout(made)
+    try:
+        if patched:
+            apply(made, **asked)
+        yield made
+    finally:
+        undo(made)  # weights that wait on the host come back, pinned memory goes
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Tiles draw other random numbers than whole rows: without dropout both runs compute the
+    same."""
+    for module in model.modules():
+        if "Dropout" in type(module).__name__:
+            module.eval()
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
+    """The loss and the gradients, by name.
+
+    By autograd.grad: .grad stays, and what hangs on its accumulation, such as an optimizer, does
+    not run.
+    """
+    batch = dict(batch)
+    leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if batch.get("inputs_embeds") is not None:
+        leaves["inputs_embeds"] = batch["inputs_embeds"].detach().requires_grad_()
+        batch["inputs_embeds"] = leaves["inputs_embeds"]
+    device = batch["labels"].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        loss = model(**batch).loss
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {"loss": loss.detach()}
+    return found | {n: g for n, g in zip(leaves, gradients) if g is not None and g.numel() >= FEW}
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted|; 0 where both are zero."""
+    off = size = 0.0
+    for a, b in zip(got.flatten().split(CHUNK), wanted.flatten().split(CHUNK)):
+        a, b = a.double(), b.to(a.device).double()
+        off, size = off + (a - b).square().sum(), size + b.square().sum()
+    if off == 0:
+        return 0.0
+    return (off / size).sqrt().item()
+
+
+class Rounding:
+    """Hooks by which a stock model rounds at random: outputs of its innermost modules, and their
+    gradients.
+
+    step: the coarsest rounding step seen, relative; dtype: its dtype's name.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.step, self.dtype, self.ran = 0.0, "", set()
+        self.generators: dict[torch.device, torch.Generator] = {}
+        for module in model.modules():
+            if not any(True for _ in module.children()):
+                module.register_forward_hook(self._moved)
+
+    def _moved(self, module, args, out):
+        self.ran.add(module)
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return None
+        step = step_of(out.dtype)
+        if step > self.step:
+            self.step, self.dtype = step, str(out.dtype).removeprefix("torch.")
+        if out.device not in self.generators:
+            self.generators[out.device] = torch.Generator(out.device).manual_seed(0)
+        return _Moved.apply(out, step, self.generators[out.device])
+
+    def expect_layers(self, decoder) -> None:
+        """ValueError where the copy did not run its own modules: both runs would be of the model
+        itself."""
+        if not self.ran.intersection(decoder.layers[0].modules()):
+            why = "expected the model's copy to run its own layers, its forward runs another's"
+            fix = "remove what wraps model.forward (accelerator.unwrap_model)"
+            raise ValueError(f"hfpatch: {why}; {fix} and call verify() again.")
+
+
+def step_of(dtype: torch.dtype) -> float:
+    """A rounding step, relative to the value; at least float32's."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+class _Moved(torch.autograd.Function):
+    """x, each value moved by up to half a rounding step either way, and rounded; its gradient
+    likewise."""
+
+    @staticmethod
+    def forward(ctx, x, step, generator):
+        ctx.step, ctx.generator = step, generator
+        return _moved(x, step, generator)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _moved(dy, ctx.step, ctx.generator), None, None
+
+
+def _moved(x: Tensor, step: float, generator: torch.Generator) -> Tensor:
+    by = torch.empty_like(x).uniform_(-step / 2, step / 2, generator=generator)
+    return torch.addcmul(x, x, by)  # one rounding, after the sum

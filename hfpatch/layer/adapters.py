@@ -1,0 +1,53 @@
+"""Adapters that tiles would change: what they do to a token hangs on other tokens, on its place in the row, or on a draw for all.
+
+Known by the names of PEFT's classes, which is not imported for a model without them.
+"""
+
+import sys
+
+from torch import nn
+
+from hfpatch.parts.quantised import kinds_of
+
+TOLD = "offsets from the end of a row", "a task for each row"  # what a model's forward tells its adapters
+_WHOLE = {
+    "peft.LilyLayer": "experts that all tokens' mean weighs",
+    "peft.PveraLayer": "a draw for all tokens",
+    "peft.ParamWrapper": "a weight that is made anew at each call",
+    "peft.PolyLayer": TOLD[1],
+}
+_VARIANTS = {
+    "ALoraLinearVariant": TOLD[0],
+    "MontecloraLinearVariant": "a draw for all tokens",
+    "VeloraLinearVariant": "a mean over the first batch",
+}
+_found: dict[type, tuple] = {}
+
+
+def _of_kind(kind: type) -> tuple:
+    """(What such a module has that makes its layer run whole or None, whether it is LoRA's, whether it is another adapter)."""
+    names = kinds_of(kind)
+    lora = "peft.LoraLayer" in names and kind.__module__.startswith("peft.tuners.lora")
+    reason = next((why for name, why in _WHOLE.items() if name in names), None)
+    return reason, lora, "peft.BaseTunerLayer" in names and not lora
+
+
+def _of_variants(loras) -> str | None:
+    kinds = {type(variant).__name__ for m in loras for variant in getattr(m, "lora_variant", {}).values()}
+    return next((why for name, why in _VARIANTS.items() if name in kinds), None)
+
+
+def look(modules: list[nn.Module]) -> tuple[str | None, bool]:
+    """(What an adapter in a layer of these modules has that makes it run whole, or None; whether adapters may draw numbers of
+    their own)."""
+    draws = False
+    for kind in {*map(type, modules)} if "peft" in sys.modules else ():
+        if kind not in _found:
+            _found[kind] = _of_kind(kind)
+        reason, lora, other = _found[kind]
+        if lora and reason is None:
+            reason = _of_variants(m for m in modules if type(m) is kind)
+        if reason is not None:
+            return reason, draws
+        draws = draws or other
+    return None, draws

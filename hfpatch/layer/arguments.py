@@ -1,0 +1,135 @@
+"""The arguments of a layer beside its hidden states, cut along tokens."""
+
+from contextlib import contextmanager
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import pytree
+from hfpatch.context.masks import Mask
+from hfpatch.layer.mixers import Mixer
+
+
+def _token_axis(x, B: int, T: int) -> int | None:
+    """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [..., T]."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or T not in x.shape:
+        return None
+    if x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == T:
+        return 1
+    for axis in (-2, -1, 0, 1):
+        if x.dim() >= abs(axis) and axis < x.dim() and x.shape[axis] == T:
+            return axis % x.dim()
+    return next(i for i, n in enumerate(x.shape) if n == T)
+
+
+_WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
+
+
+def _may_want(values) -> bool:
+    """Whether one of these arguments, or of those in it, wants a gradient, or is of a kind that may hold one that does."""
+    for x in values:
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                return True
+        elif x.__class__ in (tuple, list):
+            if _may_want(x):
+                return True
+        elif x.__class__ not in _WITHOUT_GRADIENTS:
+            return True
+    return False
+
+
+class Arguments:
+    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
+
+    def __init__(self, args, kwargs, B: int, T: int):
+        self.args, self.kwargs, self.B, self.T = args, kwargs, B, T
+        self._wanted = []
+        if _may_want(args) or _may_want(kwargs.values()):
+            self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+        self._gradients = None  # of those that want one, while backward runs
+
+    # Only where something asks: the common block takes what it wants by name.
+    @cached_property
+    def _flat(self) -> tuple:
+        return pytree().tree_flatten((self.args, self.kwargs))
+
+    @property
+    def leaves(self) -> list:
+        return self._flat[0]
+
+    @property
+    def spec(self):
+        return self._flat[1]
+
+    @cached_property
+    def axes(self) -> list[int | None]:
+        return [_token_axis(x, self.B, self.T) for x in self.leaves]
+
+    @cached_property
+    def cut(self) -> list:
+        """Of the last tile."""
+        return self.leaves
+
+    def tile(self, a: int, b: int):
+        """(args, kwargs) of tokens a to b."""
+        self.cut = self.leaves
+        if (a, b) != (0, self.T):
+            self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
+        if self._gradients:
+            self.cut = list(self.cut)
+            for i, whole in zip(self._wanted, self._gradients):
+                axis = self.axes[i]
+                part = whole if axis is None else whole.narrow(axis, a, b - a)
+                self.cut[i] = self.cut[i].detach().requires_grad_()
+                self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
+        return pytree().tree_unflatten(self.cut, self.spec)
+
+    def wanted(self) -> list[Tensor]:
+        """The arguments that want a gradient."""
+        return [self.leaves[i] for i in self._wanted] if self._wanted else []
+
+    @contextmanager
+    def gradients(self):
+        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that this gives."""
+        wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
+        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over tiles.
+        found = self._gradients = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype)
+            for x, axis in zip(wanted, axes)
+        ]
+        try:
+            yield found
+        finally:
+            self._gradients = None
+        found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
+
+    def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
+        """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
+
+        ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
+        """
+        leaves, spec = pytree().tree_flatten((args, kwargs))
+        places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
+        new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
+        wanted = {id(self.cut[i]) for i in self._wanted}
+        learnt = any(id(x) in wanted for x in leaves)
+        if len(new) != 1 or learnt:
+            came = (
+                "an argument of its layer that wants a gradient" if learnt else f"{len(new)} tensors made in its layer"
+            )
+            raise ValueError(
+                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer that want no "
+                f"gradient, {came} came, of which backward would know nothing; call apply with checkpointing='off'."
+            )
+        given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
+        whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
+        axes = [None if i is None else self.axes[i] for i in given]
+        whole[new[0]] = None  # of a tile: what calls the mixer gives it whole rows, and it would live on until backward
+        return Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart), leaves[new[0]]
+
+
+def _take(into: Tensor, stand_in: Tensor) -> None:
+    into.add_(stand_in.grad)
+    stand_in.grad = None

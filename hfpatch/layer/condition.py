@@ -1,0 +1,153 @@
+"""What one decoder layer is made of now, and what of that keeps it from running in tiles.
+
+A layer's traits (answers.py) are found once, at `apply`, on a small instance. Here they meet what stands in the layer today:
+adapters, hooks, modules put in later. The stack looks once a forward (`look`); a layer that is called by hand looks itself.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hfpatch.compat import (
+    MADE_FROM,
+    Snapshot,
+    engine_hook,
+    forward_hooks,
+    fsdp2_units,
+    other_hooks,
+    submodule,
+    watched_by_user,
+)
+from hfpatch.context.class_code import as_asked
+from hfpatch.context.classes import other_forward, package_of, replaced_forward
+from hfpatch.layer.adapters import look as look_at_adapters
+from hfpatch.layer.places import strange
+from hfpatch.layer.strangers import stranger_in
+from hfpatch.layer.traits import LayerTraits
+
+_CAPTURING = "transformers.utils.output_capturing"
+_NO_MASK = "_attach_context_parallel_hooks."
+
+
+@dataclass(slots=True)
+class Condition:
+    """What the modules in a layer say of how it runs, for as long as `snapshot` holds. Nothing here refers to the layer.
+
+    Attributes:
+        answers: the layer's traits, for which this was found.
+        reason: why every call runs whole; None where nothing stands in the way.
+        unknown: the module that nobody tried, and what it is; None where there is none.
+        adapter: what an adapter has that tiles would change, or None.
+        draws: whether adapters may draw random numbers.
+        mixing: the modules by which tokens meet.
+        direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
+        places: of the layer's tensors (layer/weight_gradients.py).
+        read: keys of what the layer takes of earlier ones, None where not known yet.
+        leaves: whether later layers take some of it.
+    """
+
+    snapshot: Snapshot
+    answers: LayerTraits
+    reason: str | None = None
+    unknown: str | None = None
+    adapter: str | None = None
+    draws: bool = False
+    mixing: list[nn.Module] = field(default_factory=list)
+    direct: object = None
+    places: object = None
+    read: tuple | None = None
+    leaves: bool = False
+
+    def __reduce__(self):  # a copy of the layer looks for itself
+        return type(None), ()
+
+    @property
+    def inside(self) -> list[nn.Module]:
+        """The modules in the layer, itself left out."""
+        return self.snapshot.inside
+
+
+def look(layer: nn.Module) -> Condition:
+    """The layer's condition, found anew where the layer is made of other things than before."""
+    known, traits = layer._hfpatch_condition, layer._hfpatch_traits
+    if known is None or known.answers is not traits or not known.snapshot.holds(layer):
+        known = layer._hfpatch_condition = _condition_of(layer)
+    return known
+
+
+def _condition_of(layer: nn.Module) -> Condition:
+    traits = layer._hfpatch_traits
+    found = Condition(Snapshot(layer), traits)
+    found.adapter, found.draws = look_at_adapters([layer, *found.inside])
+    stranger = stranger_in(layer)
+    found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
+    found.reason = (
+        found.adapter and f"an adapter in it has {found.adapter}"
+        or _hooked(layer, found.inside)
+        or stranger
+        or traits.reason
+        or found.unknown
+        or _patched_class([layer, *found.inside])
+    )  # fmt: skip
+    if found.reason is None:
+        found.mixing = [submodule(layer, name) for name in traits.mixing]
+        found.reason = _why_not_inside(layer, traits, found.mixing)
+    return found
+
+
+def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
+    """What in a layer the small instance, which had these `places`, says nothing of."""
+    names = strange(layer, places)
+    if not names:
+        return None
+    module = submodule(layer, names[0])
+    kind = getattr(type(module), "_hfpatch_base", type(module))
+    said = replaced_forward(module) or f"a {kind.__module__}.{kind.__name__} that nobody tried"
+    return f"{names[0]}: {said}"
+
+
+def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
+    """None where nobody watches what is inside the layer: tiles would show hooks parts of a row, and more often.
+
+    Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first alone.
+    """
+    hooked, units = watched_by_user(inside), fsdp2_units(inside)
+    if hooked is None and not units:
+        return None
+    hooked = units[0] if hooked is None else hooked  # a module that holds others may be empty, and false
+    return f"hooks on {next(n for n, m in layer.named_modules() if m is hooked)}"
+
+
+def _patched_class(modules: list[nn.Module]) -> str | None:
+    """Whose class runs another forward than when the small instance was tried, for the whole process."""
+    kinds = dict.fromkeys(MADE_FROM[type(m)] for m in modules)
+    return next((f"another {k.__name__}.forward than at apply()" for k in kinds if not as_asked(k)), None)
+
+
+def _why_not_inside(layer: nn.Module, traits: LayerTraits, mixing: list[nn.Module]) -> str | None:
+    """Why the modules by which tokens meet, and those around them, are not what they were at apply()."""
+    for attn in mixing:
+        kind = getattr(attn, "_hfpatch_base", type(attn))
+        if package_of(attn) != package_of(layer):
+            return f"a {kind.__module__}.{kind.__name__} in it"
+    for name in {n for path in traits.mixing for n in _ancestors(path)}:
+        module = submodule(layer, name)
+        if _has_hooks(module):
+            return f"hooks on {name}"
+        if other_forward(module):
+            return f"{name}: {replaced_forward(module)}"
+    return None
+
+
+def _ancestors(path: str) -> list[str]:
+    """a.b.c -> a, a.b, a.b.c"""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
+    accelerate's hooks under context parallelism, which take away a mask."""
+    forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
+    others = [h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)]
+    return bool(forward or others) or engine_hook(module) is not None

@@ -1,0 +1,383 @@
+"""The common block with its derivatives written out: no module is called, and no graph is recorded.
+
+Runs the same matmuls, sums and kernels as layer/block.py does through modules and autograd, in the
+same order. The bits are the same, for less than half of the host's time. Values that no gradient
+reads are not computed (parts/unread.py). Used where nothing observes the modules inside the layer.
+
+B batch, t tokens of a tile, D hidden, F intermediate, H query heads, K key-value heads, E head dim;
+N = B*t.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of, watched
+from hfpatch.context.classes import CALL, LINEAR
+from hfpatch.layer.block import Block
+from hfpatch.ops._library import IMPLEMENTATIONS
+from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
+from hfpatch.ops.rope import ROPE
+from hfpatch.ops.swiglu import ACTIVATIONS, SWIGLU, SWIGLU_BACK
+from hfpatch.parts.parts import (
+    FusedAttention,
+    FusedMLP,
+    FusedRMSNorm,
+    activation_as_found,
+    rotates_into_what_came,
+)
+
+
+class _Ops(NamedTuple):
+    rope: object
+    norm: object
+    add_norm: object
+    norm_back: object
+    swiglu: object
+    swiglu_back: object
+
+
+_SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
+_AT_ONCE = _Ops(
+    *[IMPLEMENTATIONS[op] for op in _SEEN]
+)  # the dispatcher costs a third of an op on few tokens
+
+
+def _ops(x: Tensor) -> _Ops:
+    return _AT_ONCE if x.__class__ is Tensor and not ops_are_seen() else _SEEN
+
+
+_PLAIN = nn.Parameter, Tensor
+
+
+class _Norm:
+    """The settings of a fused norm, and its backward."""
+
+    def __init__(self, module: FusedRMSNorm):
+        self.eps, self.offset, self.cast = module._hfpatch_norm
+        self.at = [(module, parameters_of(module))]
+
+    @property
+    def rest(self) -> tuple:
+        """Epsilon as it is now, offset and cast."""
+        return getattr(self.at[0][0], self.eps), self.offset, self.cast
+
+    @property
+    def weight(self) -> Tensor | None:
+        return _tensors(self.at, ("weight",))[0]
+
+    def back(
+        self,
+        op,
+        dy: Tensor,
+        dsum: Tensor | None,
+        x: Tensor,
+        weight,
+        rstd: Tensor,
+        need_dx: bool,
+        sums,
+    ):
+        """Adds the weight's gradient to `sums`. Returns dx, or None where not needed."""
+        need_dw = weight is not None and weight.requires_grad
+        if not (need_dx or need_dw):
+            return None
+        dx, dw = op(dy, dsum, x, weight, rstd, self.offset, need_dx, need_dw)
+        if need_dw:
+            sums.add(weight, dw)
+        return dx if need_dx else None
+
+
+class Direct(Block):
+    """`pre` and `post` of a block, and their backward functions.
+
+    `sums` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A forward
+    appends what its backward needs to a list. The backward empties that list, so each value is
+    freed after its last use.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__(layer)
+        mlp, norms = self.mlp, self.norms or ()
+        self.as_given = rotates_into_what_came(self.theirs)
+        self.activation = ACTIVATIONS[mlp._hfpatch_activation]
+        self.first, self.second = _Norm(self.norm), _Norm(self.norm_behind)
+        self.of_heads = [_Norm(m) for m in norms]
+        self.before = [(m, parameters_of(m)) for m in self.projections]
+        self.behind = [
+            (m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        ]
+
+    def of_call(self, kwargs: dict) -> "Direct":
+        call = super().of_call(kwargs)
+        call.angles = {}  # per tile
+        return call
+
+    def fits(self) -> bool:
+        """Whether every weight is a plain tensor (not sharded, not quantised) of a width that the
+        fused ops take.
+
+        Where it is not, the modules are called, and raise their own errors.
+        """
+        weights = [own.get("weight") for _, own in (*self.before, *self.behind)]
+        if [w for w in weights if w.__class__ not in _PLAIN and not is_fake(w)]:
+            return False
+        gate, up = weights[4].shape, weights[5].shape
+        norms = [norm.at[0][1].get("weight") for norm in (self.first, self.second, *self.of_heads)]
+        widths = (gate[1], gate[1], self.head_dim, self.head_dim)
+        return gate == up and not [
+            1 for w, n in zip(norms, widths) if w is not None and w.shape != (n,)
+        ]
+
+    def _angles(self, a: int, b: int) -> tuple[Tensor, Tensor]:
+        if (a, b) not in self.angles:
+            whole = (a, b) == (0, self.cos.shape[1])
+            self.angles[a, b] = (
+                (self.cos, self.sin) if whole else (self.cos[:, a:b], self.sin[:, a:b])
+            )
+        return self.angles[a, b]
+
+    def pre(
+        self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, dead: bool = False
+    ) -> list[Tensor]:
+        """q [B, t, H, E], k and v [B, t, K, E] of tokens a to b.
+
+        kept: receives what `pre_back` needs. dead: q, k and v are unread; returns an empty list.
+        """
+        wq, bq, wk, bk, wv, bv = _tensors(self.before)
+        op = _ops(x_BtD)
+        h, rstd = op.norm(x_BtD, self.first.weight, *self.first.rest)
+        B, t, D = h.shape
+        h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
+        if not dead or self.of_heads:
+            q, k = [
+                F.linear(h_ND, w, b).view(B, t, -1, self.head_dim) for w, b in ((wq, bq), (wk, bk))
+            ]
+            if self.of_heads:
+                of_heads = [
+                    (x, *op.norm(x, norm.weight, *norm.rest))
+                    for norm, x in zip(self.of_heads, (q, k))
+                ]
+                (_, q, _), (_, k, _) = of_heads
+                of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
+        if kept is not None:
+            # A frozen projection needs no input; keeping it would hold it beside its own gradient.
+            read = wq.requires_grad or wk.requires_grad or wv.requires_grad
+            kept += h_ND if read else None, rstd, q_dtype, of_heads
+        if dead:
+            return []
+        q, k, angles = q.transpose(1, 2), k.transpose(1, 2), self._angles(a, b)
+        each = self.as_given and q.dtype is not k.dtype  # in its own dtype
+        dtype = q.dtype if self.as_given else None
+        q, k = self.rotate(q, k, *angles) if each else op.rope(q, k, *angles, False, dtype)
+        return [
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            F.linear(h_ND, wv, bv).view(B, t, -1, self.head_dim),
+        ]
+
+    def pre_back(
+        self, x_BtD: Tensor, a: int, b: int, kept: list, dparts: list[Tensor], need_x: bool, sums
+    ):
+        """dx from the gradients of q, k and v; None where not needed."""
+        (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
+        kept.clear()
+        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.before), self.first.weight
+        op = _ops(x_BtD)
+        dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), True, dtype)
+        dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+        if of_heads:
+            rows = zip(self.of_heads, (dq, dk), of_heads)
+            dq, dk = [
+                n.back(op.norm_back, dy, None, x, n.weight, r, True, sums) for n, dy, (x, r) in rows
+            ]
+            of_heads = rows = None
+        need_h, N = (
+            need_x or (norm is not None and norm.requires_grad),
+            x_BtD.shape[0] * x_BtD.shape[1],
+        )
+        # The last projection first, which is the order of autograd's sums.
+        dh = _back(sums, dv.reshape(N, -1), h_ND, wv, bv, need_h)
+        for dy, weight, bias in ((dk, wk, bk), (dq, wq, bq)):
+            part = _back(sums, dy.reshape(N, -1), h_ND, weight, bias, need_h)
+            dh = dh.add_(part) if need_h else None
+        h_ND = dq = dk = dy = part = None
+        return (
+            self.first.back(
+                op.norm_back, dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, sums
+            )
+            if need_h
+            else None
+        )
+
+    def _inside(self, op: _Ops, x: Tensor, out_BtHE: Tensor, known: dict) -> tuple[Tensor, ...]:
+        """The residual after attention, its norm [N, D], rstd, gate and up [N, F].
+
+        known: kept values.
+        """
+        (wo, bo, wg, bg, wu, bu, _, _), weight = _tensors(self.behind), self.second.weight
+        if "mid" in known:
+            total = known["mid"][0]
+            normed, rstd = op.norm(total, weight, *self.second.rest)
+        else:
+            B, t, H, E = out_BtHE.shape
+            h = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1)
+            normed, rstd, total = op.add_norm(h, x, weight, *self.second.rest)
+            h = None
+        normed = normed.flatten(0, 1)
+        if "gate_up" in known:
+            gate, up = [y.flatten(0, 1) for y in known["gate_up"]]
+        else:
+            gate, up = F.linear(normed, wg, bg), F.linear(normed, wu, bu)
+        return total, normed, rstd, gate, up
+
+    def post(self, x_BtD: Tensor, out_BtHE: Tensor, noted: dict | None = None) -> Tensor:
+        """The layer's output.
+
+        noted: receives the values of the names that it has as keys, [B, t, ...].
+        """
+        op = _ops(x_BtD)
+        total, _, _, gate, up = self._inside(op, x_BtD, out_BtHE, {})
+        found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
+        for name in found.keys() & noted if noted else ():
+            noted[name] = tuple(y.view(*total.shape[:2], -1) for y in found[name])
+        found, (weight, bias) = None, _tensors(self.behind[3:])
+        return total + F.linear(op.swiglu(gate, up, self.activation), weight, bias).view(
+            total.shape
+        )
+
+    def post_back(
+        self, x_BtD: Tensor, out_BtHE: Tensor, dy_BtD: Tensor, known: dict, sums
+    ) -> tuple[Tensor, Tensor]:
+        """dx [B, t, D] and dout [B, t, H, E]. known: kept values, which replace recomputed ones."""
+        (wo, bo, wg, bg, wu, bu, wd, bd), weight = _tensors(self.behind), self.second.weight
+        op = _ops(dy_BtD)
+        total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
+        known.clear()
+        if not (wg.requires_grad or wu.requires_grad):
+            normed = None  # as above
+        inner = op.swiglu(gate, up, self.activation) if wd.requires_grad else None
+        dinner = _back(sums, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
+        inner = None
+        dgate, dup = op.swiglu_back(dinner, gate, up, self.activation, True, True)
+        dinner = gate = up = None
+        dnormed = _back(sums, dup, normed, wu, bu)
+        dnormed.add_(_back(sums, dgate, normed, wg, bg))
+        dgate = dup = normed = None
+        dx = self.second.back(
+            op.norm_back, dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, sums
+        )
+        dnormed, N = None, dx.shape[0] * dx.shape[1]
+        dout = _back(
+            sums, dx.view(N, -1), out_BtHE.reshape(N, -1) if wo.requires_grad else None, wo, bo
+        )
+        return dx, dout.view(out_BtHE.shape)
+
+
+def _tensors(
+    modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("weight", "bias")
+) -> list[Tensor | None]:
+    """The named tensors of each module.
+
+    Pruning may have made a parameter a plain attribute since the forward.
+    """
+    return [
+        own[n] if n in own else getattr(module, n, None) for module, own in modules for n in names
+    ]
+
+
+def _back(
+    sums,
+    dy_NO: Tensor,
+    x_NI: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    need_dx: bool = True,
+):
+    """dx of a Linear, None where not needed.
+
+    Adds its gradients to `sums`. x_NI: None for a frozen weight.
+    """
+    dx = None
+    if need_dx:
+        dx = (
+            dy_NO.mm(weight)
+            if dy_NO.dtype is weight.dtype
+            else dy_NO.to(weight.dtype).mm(weight).to(dy_NO.dtype)
+        )
+    if weight.requires_grad:
+        sums.add_product(weight, dy_NO, x_NI)
+    if bias is not None and bias.requires_grad:
+        sums.add(bias, dy_NO.sum(0))
+    return dx
+
+
+def direct_of(layer: nn.Module, kwargs: dict, x: Tensor, looked) -> Direct | None:
+    """A block's direct form for one call, or None where its modules must be called.
+
+    It needs plain Linears, fused parts as `apply` made them, no hooks and no autocast.
+
+    Args:
+        layer: a layer whose traits say that it is a block.
+        kwargs: the arguments of the call.
+        x: the layer's input [B, T, D].
+        looked: layer.layer.Looked, which caches what depends on the layer's modules alone; or
+            None.
+    """
+    if autocast_dtype(x.device.type) is not None or watched(()) or nn.Linear.__call__ is not CALL:
+        return None
+    found = None if looked is None else looked.direct
+    if found is None:
+        found = Direct(layer) if _all_as_made(layer) else False
+        if looked is not None:
+            looked.direct = found
+    cos, sin = kwargs["position_embeddings"]
+    if not (found and found.rotates_as_then() and found.fits()):
+        return None
+    B, T = x.shape[:2]
+    rotated = cos.shape == sin.shape and cos.shape in (
+        (1, T, found.head_dim),
+        (B, T, found.head_dim),
+    )
+    return found.of_call(kwargs) if rotated else None
+
+
+def _norms_and_linears(layer: nn.Module) -> tuple[list, list]:
+    attn, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
+    return norms, [
+        attn.q_proj,
+        attn.k_proj,
+        attn.v_proj,
+        attn.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
+
+
+def _all_as_made(layer: nn.Module) -> bool:
+    attn, mlp = layer.self_attn, layer.mlp
+    if not (isinstance(mlp, FusedMLP) and isinstance(attn, FusedAttention)):
+        return False
+    norms, linears = _norms_and_linears(layer)
+    return (
+        "forward" not in vars(mlp)
+        and type(mlp).forward is FusedMLP.forward
+        and activation_as_found(mlp)
+        and all(map(_as_made, norms))
+        and not watched([mlp, *norms, *linears])
+        and nn.Linear.forward is LINEAR
+        and not [m for m in linears if m.__class__ is not nn.Linear or "forward" in m.__dict__]
+    )
+
+
+def _as_made(norm: nn.Module) -> bool:
+    return (
+        isinstance(norm, FusedRMSNorm)
+        and "forward" not in vars(norm)
+        and type(norm).forward is FusedRMSNorm.forward
+        and norm._hfpatch_base.forward is type(norm)._hfpatch_code
+        and ("weight" in parameters_of(norm) or getattr(norm, "weight", None) is None)
+    )

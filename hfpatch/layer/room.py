@@ -1,0 +1,163 @@
+"""The memory budget of a device: bytes that the layers of a step may take.
+
+That is what is free, less gradients and optimizer states that do not exist yet. A step that took
+more than was planned, or ran out of memory, lowers the budget of the next one. Peaks of the trials
+of attention's backends (attention/attention.py) do not count. Where several ranks must choose alike
+(`alone` is False) nothing is learnt: each rank would learn something else.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hfpatch.attention.backends import trial_peaks, trials_without_room
+from hfpatch.budget.choice import reserve
+from hfpatch.budget.free import gpu_free, to_come
+from hfpatch.budget.hardware import Gpu, gpu_named
+from hfpatch.compat import is_shard
+
+ROOMS = weakref.WeakSet()
+SHRINK = 0.85  # the next budget, as a share of what a step took that ran out of memory
+
+
+class Gauge:
+    """A CUDA device's memory counters, in bytes; ooms: the number of out-of-memory errors."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def free(self) -> int:
+        return gpu_free(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def ooms(self) -> int:
+        return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
+
+    def wait(self) -> None:
+        """Waits until the device has finished all queued work."""
+        torch.cuda.synchronize(self.device)
+
+    def gpu(self) -> Gpu | None:
+        return gpu_named(torch.cuda.get_device_name(self.device))
+
+
+def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
+    """The memory budgets that this optimizer's step concerns.
+
+    Those of the models whose parameters it holds. If it holds none of theirs: an engine's
+    optimizer, which holds flat parameters, concerns all; an ordinary one concerns the frozen
+    models, since it trains what surrounds one (a projector, prompts).
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    of_rooms = {room: set(room.parameters() or ()) for room in list(ROOMS)}
+    found = [room for room, own in of_rooms.items() if not held.isdisjoint(own)]
+    of_a_model = held and all(isinstance(p, nn.Parameter) and not is_shard(p) for p in held)
+    if found or not of_a_model:
+        return found or [*of_rooms]
+    return [room for room, own in of_rooms.items() if not any(p.requires_grad for p in own)]
+
+
+# Left beside a step before one was measured: a share of what it takes, and at least so many bytes.
+UNMEASURED_SHARE, UNMEASURED_LEAST = 0.10, 2 << 30
+
+
+def unmeasured(free: int) -> int:
+    """Of `free` bytes those that a policy may plan with while no step was measured, its own reserve (budget/choice.py) included."""
+    step = max(0, min(free - UNMEASURED_LEAST, int(free / (1 + UNMEASURED_SHARE))))
+    return min(free, step + reserve(step)) if step else 0
+
+
+class Room:
+    """The budget of one device.
+
+    parameters: a function that returns the model's parameters, or None once the model is gone.
+    first_step: called once, after the first optimizer step.
+    """
+
+    def __init__(self, gauge: Gauge, parameters, first_step=lambda: None):
+        self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
+        self.gpu, self.ooms = gauge.gpu(), self._ooms()
+        self.alone = True
+        self.stepped = False  # whether an optimizer has: then its states are there, or never will be
+        self.learnt: str | None = None  # why the next step keeps something else
+        self.over, self.most = 1.0, None  # bytes measured over those planned; a bound that running out has set
+        # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
+        self.step: tuple | None = None
+        self.measured = False  # whether its backward has ended
+        self.proven = False  # whether any step's was measured: until then the closed form alone says what a step takes
+        self.proven = False  # whether any step's was measured: until then the closed form alone says what a step takes
+        me = weakref.ref(self)
+        for register, what in (
+            (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.end)
+        ):  # fmt: skip
+            tell = lambda stepping, *_, what=what: what(me()) if me() in told(stepping) else None  # noqa: E731
+            weakref.finalize(self, register(tell).remove)
+        ROOMS.add(self)
+
+    def bytes(self, gathered: int = 0, careful: bool = True) -> int:
+        """The budget of the step that begins.
+
+        gathered: bytes that an engine takes for weights that it gathers. careful: whether more is left while no step was measured.
+        """
+        # Adam's two states, until a step has shown what there is.
+        room = self.gauge.free() - self._to_come(states=0 if self.stepped else 2) - gathered
+        room = max(0, int((room if self.most is None else min(room, self.most)) / self.over))
+        return unmeasured(room) if careful and not self.proven else room
+
+    def _to_come(self, states: int = 0) -> int:
+        return to_come(self.parameters() or (), states=states, device=self.gauge.device)
+
+    def _ooms(self) -> int:
+        """How often a step ran out of memory."""
+        return self.gauge.ooms() - trials_without_room[self.gauge.device]
+
+    def end(self) -> None:
+        """Called after an optimizer step."""
+        self.step = None
+        if not self.stepped:
+            self.stepped, self.learnt = True, self.learnt or ""
+            self.gauge.wait()
+            self.first_step()
+
+    def begin(self, planned: int | None) -> None:
+        """Called when a step begins whose layers are planned to take `planned` bytes."""
+        now = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
+        self.step, self.measured = None if planned is None else now, False
+
+    def also(self, planned: int | None) -> None:
+        """Called for layers of another kind in the same step: with them it takes `planned`
+        bytes."""
+        if self.step is not None and planned is not None:
+            allocated, peak, before, coming = self.step
+            self.step = allocated, peak, max(before, planned), coming
+
+    def measure(self) -> None:
+        """Called after a step's backward: lowers the budget if it took more than planned."""
+        if self.step is None or self.measured:
+            return
+        (allocated, peak, planned, coming), self.measured, self.proven = self.step, True, True
+        took = self.gauge.peak() - allocated - coming
+        peak = max(peak, trial_peaks.get(self.gauge.device, 0))
+        if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
+            self.over *= took / planned
+            self.learnt = f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
+
+    def look(self) -> str | None:
+        """What was learnt from the last step, reported once; None where nothing was."""
+        ran_out, self.ooms = self._ooms() > self.ooms, self._ooms()
+        if ran_out and self.alone and self.step is not None:
+            planned = self.step[2]
+            self.most = int(SHRINK * (planned + reserve(planned)))
+            self.learnt = "memory ran out"
+        else:
+            self.measure()
+        self.step = None
+        learnt, self.learnt = self.learnt, None
+        return learnt

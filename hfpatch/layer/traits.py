@@ -1,0 +1,60 @@
+"""What a probe found out about a class of decoder layers."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hfpatch.context.class_code import rope_of
+
+OTHER_MIXER = "it mixes tokens by something else than attention"
+BY_PLACE = "what it makes of a token depends on where that stands in its input"
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """The traits of a class of layers, from decoder/verdict.py or from the layer's first call.
+
+    Attributes:
+        attention: names of the modules that called attention, in order.
+        mixers: names of the modules that mix tokens in another way and run on whole rows.
+        paired: those mixers that return a pair whose second value is unread.
+        block: the layer is norm, attention, norm, MLP, as in layer/block.py.
+        dead_post: names of modules whose output values no gradient reads when `post` runs again in
+            the backward.
+        dead_pre: the same for `pre`.
+        unread: those of dead_post on which the layer's output does not depend either.
+        reason: why the layer is not tiled, or None.
+        softcap: the cap of attention's scores, or None.
+        looked: the probe searched for modules that mix tokens.
+        attends: the mixers only call attention, in a way that cannot be intercepted.
+    """
+
+    attention: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
+    paired: tuple[str, ...] = ()
+    block: bool = False
+    dead_post: tuple[str, ...] = ()
+    dead_pre: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    reason: str | None = None
+    softcap: float | None = None
+    looked: bool = False
+    attends: bool = False
+
+    @property
+    def mixing(self) -> tuple[str, ...]:
+        """Names of the modules that mix tokens."""
+        return self.attention + self.mixers
+
+
+def looks_like_a_block(layer: nn.Module) -> bool:
+    """Whether the layer has the modules of a block. A probe decides whether it is one."""
+    attn = getattr(layer, "self_attn", None)
+    has = lambda m, names: all(hasattr(m, n) for n in names)  # noqa: E731
+    return (
+        attn is not None
+        and has(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
+        and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
+        and getattr(attn, "sinks", None) is None
+        and rope_of(attn) is not None
+    )

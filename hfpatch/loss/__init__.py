@@ -1,0 +1,1 @@
+"""The loss without logits: head, cross-entropy, log-probabilities, router loss."""

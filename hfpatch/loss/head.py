@@ -1,0 +1,181 @@
+"""The head of a causal model: finding it, and computing a loss inside one call of it.
+
+The head stays the Linear that it is. For one call its `forward` is replaced by a function of hidden
+states, weight and bias, so the hooks of engines around the call gather a sharded weight. Under
+tensor parallelism the function gets this rank's rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import (
+    hooked_forward,
+    hooks_on_all,
+    in_fsdp2,
+    modules_of,
+    output_hooks,
+    parameters_of,
+    user_hooks,
+)
+from hfpatch.context.classes import CALL, LINEAR, forwards_for_now, swap, whose
+from hfpatch.ops import VocabShard
+
+
+def copies(head: nn.Module):
+    """(the copies in PEFT's modules_to_save wrapper, the active one).
+
+    Without a wrapper: ([head], head).
+    """
+    held = getattr(head, "modules_to_save", None)
+    if not isinstance(held, nn.ModuleDict):
+        return [head], head
+    # Empty where the active adapter has no head of its own.
+    active = getattr(head, "active_adapter", None) or ()
+    active = (active,) if isinstance(active, str) else active
+    own = (
+        active
+        and all(name in held for name in active)
+        and not getattr(head, "disable_adapters", False)
+    )
+    return [head.original_module, *held.values()], held[active[0]] if own else head.original_module
+
+
+def fuse(module: nn.Module, theirs: type, part: type) -> None:
+    """Swaps in the class `part` for modules of class `theirs`: the module, or the copies that PEFT
+    holds."""
+    for inner in copies(module)[0]:
+        if (
+            type(inner) is theirs
+            and "forward" not in vars(inner)
+            and not hasattr(inner.weight, "placements")
+        ):
+            swap(inner, part)
+
+
+def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
+    """Why a call of `head` cannot compute the fused loss, or None where it can.
+
+    Args:
+        head: the head, or PEFT's modules_to_save wrapper around it.
+        pass_forward: accept a forward set on the instance; for callers that would not call it.
+
+    Returns:
+        A phrase that names the head's class or forward, for a report.
+    """
+    inner = copies(head)[1]
+    if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
+        return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
+    if type(inner).__call__ is not CALL:
+        kind = f"{type(inner).__module__}.{type(inner).__name__}"
+        return f"lm_head is a {kind} whose __call__ is not torch's"
+    if has_rows_of_it(inner):
+        return None
+    held = vars(inner).get(hooked_forward(inner))
+    if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
+        kind = f"{type(inner).__module__}.{type(inner).__name__}"
+        return f"lm_head is a {kind} with a forward of another library"
+    # FSDP2 gathers its sharded weights within the call; quantised weights stay quantised.
+    weight = parameters_of(inner).get("weight")
+    if hasattr(type(weight), "__tensor_flatten__") and not in_fsdp2(inner):
+        return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
+    return None
+
+
+def rows_of(head: nn.Module) -> int:
+    """The size of a head's vocabulary.
+
+    A sharded weight has fewer rows; out_features may be outdated.
+    """
+    inner = copies(head)[1]
+    weight = parameters_of(inner).get("weight")
+    return (
+        weight.shape[0]
+        if weight is not None and weight.ndim == 2 and weight.shape[0]
+        else inner.out_features
+    )
+
+
+def has_rows_of_it(linear: nn.Linear) -> bool:
+    """Whether transformers' tensor parallelism split this Linear's rows over the ranks."""
+    held = vars(linear).get(hooked_forward(linear))
+    tensors = [t for t in parameters_of(linear).values() if t is not None]
+    by_rows = [
+        (t.device_mesh.ndim == 1 or in_fsdp2(linear))
+        and t.placements[-1].is_shard()
+        and t.placements[-1].dim in (0, -t.ndim)
+        for t in tensors
+        if hasattr(t, "placements")
+    ]
+    return (
+        held is not None
+        and whose(held).startswith("transformers.")
+        and len(by_rows) == len(tensors)
+        and all(by_rows)
+    )
+
+
+def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, dict]:
+    """hidden, weight and bias for this rank, inside a call of the head, and the shard option if
+    any."""
+    weight, bias = linear.weight, linear.bias
+    if not hasattr(weight, "placements"):
+        return hidden, weight, bias, {}
+    whole = hidden.full_tensor() if hasattr(hidden, "placements") else hidden
+    shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
+    return whole, weight.to_local(), None if bias is None else bias.to_local(), {"shard": shard}
+
+
+def reads_logits(head: nn.Module) -> str | None:
+    """Names a user's hook that reads the head's output or its gradient; None where there is
+    none."""
+    hooks = [
+        h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, output_hooks(m))
+    ] + hooks_on_all()
+    return next(
+        (f"lm_head has a hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks),
+        None,
+    )
+
+
+@dataclass
+class Call:
+    """The head's forward during one call: function(hidden, weight, *args, bias=bias, **options)."""
+
+    function: Callable
+    linear: nn.Linear
+    args: tuple
+    options: dict
+
+    def __call__(self, hidden: Tensor):
+        hidden, weight, bias, part = _rows_here(self.linear, hidden)
+        return self.function(hidden, weight, *self.args, bias=bias, **self.options, **part)
+
+
+def call_under_way(head: nn.Module) -> Call | None:
+    """The Call that is the head's forward now, for hooks on the head; None where it computes
+    logits."""
+    inner = copies(head)[1]
+    found = vars(inner).get(hooked_forward(inner))
+    return found if isinstance(found, Call) else None
+
+
+@torch.compiler.disable
+def through(head: nn.Module, function, hidden: Tensor, *args, **options):
+    """function(hidden, weight, *args, bias=bias, **options), computed inside one call of the head.
+
+    The hooks of engines (FSDP, ZeRO-3) around that call gather the head's weight. Under
+    torch.compile the call runs outside the graph.
+    """
+    inner = copies(head)[1]
+    call = Call(function, inner, args, options)
+    with forwards_for_now([(inner, call)], hooked_forward(inner)):
+        return head(hidden)
+
+
+def head_name(model: nn.Module) -> str | None:
+    """The name of the attribute that holds a model's head, or None."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((n for n, m in modules_of(model).items() if m is head and m is not None), None)

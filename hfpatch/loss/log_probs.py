@@ -1,0 +1,149 @@
+"""TRL's fused head through ops.linear_log_prob: `model(..., labels=, fused_lm_head=True)`.
+
+TRL's SFT, DPO, KTO, GRPO and RLOO trainers set `model.forward` to a function that runs the backbone
+and reads the head's weight. A patched model runs our op inside a call of the head instead, and
+returns the same fields with the same meaning.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch import ops
+from hfpatch.compat import autocast, autocast_dtype, trl_fused_head
+from hfpatch.context.router_balance import balance, once
+from hfpatch.loss.head import through, why_not_fused
+from hfpatch.store.device import ToHost
+
+_FIELDS = {
+    "log_probs": "log_prob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+
+
+@dataclass(frozen=True)
+class TrlHead:
+    """The arguments of TRL's add_fused_lm_head.
+
+    theirs: the bound forward that it made. output: the class which that forward returns.
+    """
+
+    theirs: object
+    output: type
+    outputs: tuple[str, ...]
+    temperature: float
+    scale: float
+    softcap: float | None
+    in_float32: bool
+    backbone: str
+    text_config: object
+
+    @classmethod
+    def of(cls, forward) -> "TrlHead | None":
+        found = trl_fused_head(forward)
+        return None if found is None else cls(forward, *found)
+
+
+def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
+    """Why TRL's own head must run, or None where our op computes the same."""
+    if not 0.0 < asked.scale < float("inf"):
+        return f"its logits are multiplied by {asked.scale}"
+    # With cast_lm_head_to_fp32 GRPO sets a forward on the head, which TRL's fused head does not
+    # call.
+    return why_not_fused(head, pass_forward=asked.in_float32)
+
+
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias, in_float32: bool, **options):
+    """linear_log_prob, computed in the dtype of TRL's matmul."""
+    device = hidden.device.type
+    with autocast(device, enabled=autocast_dtype(device) is not None and not in_float32):
+        if in_float32:
+            hidden = hidden.float()
+        if autocast_dtype(device) is None:
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        return ops.linear_log_prob(hidden, weight, labels, bias=bias, **options)
+
+
+def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
+    """TRL's FusedCausalLMOutput for one call with fused_lm_head=True.
+
+    Args:
+        model: the patched causal model.
+        head: its head.
+        asked: what the trainer asked add_fused_lm_head for.
+        kwargs: the other arguments of the call.
+
+    Returns:
+        An instance of asked.output. Each field is [B, T - 1], or [B, T] for shift_labels.
+    """
+    labels, shifted, num_items = (
+        kwargs.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch")
+    )
+    shift, target = shifted is None, labels if shifted is None else shifted
+    first = int(shift)
+    compiling = torch.compiler.is_compiling()
+    count = (
+        None if compiling else ToHost(lambda target: (target[..., first:] != -100).sum(), target)
+    )
+    kwargs["use_cache"] = False
+    if getattr(asked.text_config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    with model._read_where_labelled(target, first, -100, kwargs):
+        out = getattr(model, asked.backbone)(**kwargs)
+    hidden = out.last_hidden_state
+    target = target.to(hidden.device)
+    mask = target[..., first:] != -100
+    names = ("log_probs", *(n for n in _FIELDS if n in asked.outputs and n != "log_probs"))
+    scored = through(
+        head,
+        _score,
+        hidden,
+        target,
+        in_float32=asked.in_float32,
+        temperature=asked.temperature,
+        scale=asked.scale,
+        softcap=asked.softcap,
+        outputs=tuple(_FIELDS[n] for n in names),
+        shift=shift,
+        num_valid=count.number() if count is not None and target.device.type == "cuda" else None,
+        inplace_hidden=model._hidden_is_ours(kwargs),
+    )
+    fields = {n: getattr(scored, _FIELDS[n])[..., : mask.shape[-1]] for n in names}
+    fields |= {
+        n: x.float() for n, x in fields.items() if n != "is_top1"
+    }  # as TRL does, also for float64 models
+    if "log_sum_sq_probs" in fields:
+        fields["log_sum_sq_probs"] = (
+            fields["log_sum_sq_probs"].detach().log().masked_fill(~mask, 0.0)
+        )
+    if "mean_logits" in fields:
+        fields["mean_logits"] = fields["mean_logits"].detach()
+    loss = -fields["log_probs"].sum() / (
+        mask.sum().clamp(min=1) if num_items is None else num_items
+    )
+    aux_loss = None
+    if kwargs.get("output_router_logits"):
+        aux_loss = _balance(
+            model, asked.text_config, out.router_logits, kwargs.get("attention_mask")
+        )
+        loss = loss + getattr(asked.text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        aux_loss = once(aux_loss)
+    return asked.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+
+
+def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
+    """The load-balancing loss.
+
+    The number of experts is an attribute of some models, and in others' configs.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    number, used = (
+        getattr(model, n, None) or getattr(config, n)
+        for n in ("num_experts", "num_experts_per_tok")
+    )
+    return balance(load_balancing_loss_func, router_logits, number, used, attention_mask)

@@ -1,0 +1,1 @@
+"""Rows and heads shared between ranks."""

@@ -1,0 +1,300 @@
+"""Sequence parallelism: attention over rows whose tokens lie on several ranks, by exchanging tokens for heads.
+
+Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context parallelism deals them) and
+all heads of those tokens. Attention wants whole rows of few heads: rank p owns query heads [pH/P, (p+1)H/P) and their KV heads.
+In rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next
+round is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which
+the kernel wants whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of
+its dk and dv: summed in float32. Heads that do not go evenly over the ranks are filled up with copies of the last one, whose
+results nobody reads, and each brings its own copy of its KV head.
+
+B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hfpatch.attention.attention import attention_backward, attention_forward, pick
+from hfpatch.attention.backends import FEW_LENGTHS, LONGEST_TRIAL
+from hfpatch.attention.heads import Attention, Heads
+from hfpatch.budget.sequence import Rounds, rounds_of
+from hfpatch.parallel.shards import least_of, together
+from hfpatch.store.device import beside
+
+
+class Sequence:
+    """The ranks that hold a row's tokens between them, and how they are dealt. group: of torch.distributed."""
+
+    def __init__(self, group, zigzag: bool = False):
+        self.group, self.zigzag = group, zigzag
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._agreed: dict = {}
+        self.lengths: set = set()  # the first exact (B, T) of its rows, as each rank has met them
+
+    # -- what the ranks tell each other ------------------------------------------------------------------------------
+    def all_to_all(self, send: Tensor):
+        """Part p of `send` [P, ...] goes to rank p: (what came, a handle to wait for)."""
+        got = torch.empty_like(send)
+        return got, dist.all_to_all_single(got, send, group=self.group, async_op=True)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x of every rank, one behind the other along a new first axis."""
+        got = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(got), x.contiguous(), group=self.group)
+        return got
+
+    def least(self, numbers: list[int | None], device: torch.device) -> list[int | None]:
+        """The least of each number over the ranks; None where one has None."""
+        return least_of(self.group, numbers, device)
+
+    def together(self, work):
+        """work() of every rank; what one raises, all raise."""
+        return together(self.group, work)
+
+    def agreed(self, key, choose):
+        """choose() of the first rank, asked once a key: what one rank measures may differ from what another does."""
+        if key not in self._agreed:
+            said = [choose() if self.rank == 0 else None]
+            dist.broadcast_object_list(said, group=self.group, group_src=0)
+            self._agreed[key] = said[0]
+        return self._agreed[key]
+
+    # -- where tokens lie --------------------------------------------------------------------------------------------
+    def in_order(self, parts_PBt: Tensor) -> Tensor:
+        """What lies with each rank, [P, B, t, ...]: whole rows [B, T, ...]. Without a copy for one row of plain chunks."""
+        if self.zigzag:
+            first, second = parts_PBt.unflatten(2, (2, -1)).unbind(2)
+            parts_PBt = torch.cat([first, second.flip(0)])
+        return parts_PBt.transpose(0, 1).flatten(1, 2)
+
+    def dealt(self, whole_BT: Tensor) -> Tensor:
+        """Whole rows [B, T, ...] as the ranks have them, [P, B, t, ...]: in_order's inverse."""
+        if not self.zigzag:
+            return whole_BT.unflatten(1, (self.size, -1)).transpose(0, 1)
+        chunks = whole_BT.unflatten(1, (2 * self.size, -1)).transpose(0, 1)
+        return torch.cat([chunks[: self.size], chunks[self.size :].flip(0)], 2)
+
+    def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
+        """Whole rows [B, T] of small tensors [B, t], gathered beside the layers (store/device.py)."""
+        gather = lambda *xs: [self.in_order(part) for part in self.all_gather(torch.stack(xs)).unbind(1)]  # noqa: E731
+        return beside(gather, *xs_Bt)
+
+
+class _Coming:
+    """A tensor on its way: `finish` lays out what came."""
+
+    def __init__(self, sequence: Sequence, send: Tensor, finish):
+        self.send, self.finish = send, finish  # sent memory stays until it has gone
+        self.got, self.handle = sequence.all_to_all(send)
+
+    def wait(self) -> Tensor:
+        if self.handle is not None:
+            self.handle.wait()
+        got, self.got, self.send = self.got, None, None
+        return self.finish(got)
+
+
+class ExchangedAttention(Attention):
+    """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this rank's tokens."""
+
+    def __init__(self, sequence: Sequence, ahead: bool = True):
+        super().__init__(apart=True)
+        self.sequence, self.ahead = sequence, ahead
+        self.rounds: list[Rounds] = []  # of each call
+
+    # -- one way and the other ---------------------------------------------------------------------------------------
+    def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
+        """Heads of this rank's tokens, apart by the rank that owns them: whole rows [B, T, w, E] of the heads it owns."""
+        return _Coming(self.sequence, x_PBtwE.contiguous(), self.sequence.in_order)
+
+    def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
+        """Its heads' whole rows: what all ranks own of this rank's tokens, [P, B, t, w, E]."""
+        return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), lambda got: got)
+
+    def _queries(self, x_BtHE: Tensor, rounds: Rounds, r: int) -> Tensor:
+        """A round's query heads of every rank, [P, B, t, w, E]."""
+        if rounds.uneven:
+            return self._copies(x_BtHE, rounds, r)
+        a = r * rounds.width
+        return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(2, 0)
+
+    def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
+        """A round's KV heads of every rank, [P, B, t, n, E]: shared ones once for each rank that shares them."""
+        if rounds.uneven:
+            return self._copies(x_BtKE, rounds, r)
+        if rounds.sharing > 1:
+            return x_BtKE.movedim(2, 0).repeat_interleave(rounds.sharing, 0)[:, :, :, None]
+        return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
+
+    def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
+        """A round's query heads, or their KV heads, of every rank, where they do not go evenly: [P, B, t, w, E]."""
+        H, G = rounds.uneven[0], x_BtGE.shape[2]
+        heads = [x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)]
+        return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
+
+    def _ahead(self, n_rounds: int, send):
+        """send(r) of every round, waited for in turn; the next one under way where there is memory for it."""
+        coming = None
+        for r in range(n_rounds):
+            got = [c.wait() for c in coming or send(r)]
+            coming = send(r + 1) if self.ahead and r + 1 < n_rounds else None
+            yield r, got
+            del got
+
+    # -- the layer's side --------------------------------------------------------------------------------------------
+    def join(self, outs: list[Tensor]) -> list[Tensor]:
+        """Each call's out [B, t, H, E] from those of its rounds, [B, t, P*w, E]."""
+        joined, outs, P = [], list(outs), self.sequence.size
+        for n, rounds in zip(self.counts(), self.rounds):
+            mine, outs = outs[:n], outs[n:]
+            out = mine[0] if n == 1 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
+            joined.append(out[:, :, : rounds.uneven[0]] if rounds.uneven else out)
+        return joined
+
+    def forward(
+        self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round.
+
+        mixers: none, since other mixers of tokens want whole rows (decoder/stack.py refuses them).
+        """
+        P, rank = self.sequence.size, self.sequence.rank
+        self.heads, self.rounds, self.states, outs, lses = [], [], [], [], []
+        for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
+            B, t, H, _ = q.shape
+            rounds = rounds_of(B, t * P, H, k.shape[2], P)
+            if rounds.uneven and ask.sinks_H is not None:
+                filled = ask.sinks_H[-1:].expand(P * rounds.own - H)
+                ask = replace(ask, sinks_H=torch.cat([ask.sinks_H, filled]))
+
+            def send(r, q=q, k=k, v=v, rounds=rounds):
+                more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
+                return [self._to_heads(x) for x in (self._queries(q, rounds, r), *more)]
+
+            owned = [rank * rounds.own + r * rounds.width for r in range(rounds.count)]
+            groups = [(slice(a, a + rounds.width), rounds.keys(r)) for r, a in enumerate(owned)]
+            keys, back, heads = None, None, None
+            for r, (q_w, *new) in self._ahead(rounds.count, send):
+                keys = new or keys
+                if heads is None:
+                    kind = (*q_w.shape[2:], keys[0].shape[2], q_w.dtype, *self._length(B, t * P))
+                    backend = self.sequence.agreed(kind, lambda q=q_w, k=keys[0]: pick(q, k))
+                    heads = Heads(ask, groups, backend)
+                out, lse, state = attention_forward(q_w, *keys, **heads.part(groups[r][0]))
+                lses.append(lse)
+                self.states.append(state)
+                if back is not None:
+                    outs.append(self._local(back))
+                back = self._to_tokens(out)
+                del q_w, new, out, lse
+            outs.append(self._local(back))
+            self.heads.append(heads)
+            self.rounds.append(rounds)
+        return outs, lses
+
+    def _length(self, B: int, T: int) -> tuple:
+        """What tells lengths apart for which ranks agree on a backend anew: pick's power of two, and each of the first few lengths,
+        until pick knows that there are many."""
+        met = self.sequence.lengths
+        if len(met) <= FEW_LENGTHS:
+            met.add((B, T))
+        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), (B, T) if len(met) <= FEW_LENGTHS else None
+
+    def _local(self, back: _Coming) -> Tensor:
+        return back.wait().movedim(0, 2).flatten(2, 3)
+
+    def backward(self, parts, douts, outs, lses, into) -> list:
+        P, first, dsinks = self.sequence.size, 0, []
+        into[:] = [torch.empty_like(part) if dx is None else dx for part, dx in zip(parts, into)]
+        for n, (heads, rounds, dout) in enumerate(zip(self.heads, self.rounds, douts)):
+            q, k, v = parts[3 * n : 3 * n + 3]
+
+            def send(r, q=q, k=k, v=v, dout=dout, rounds=rounds, first=first):
+                out = outs(first + r)
+                mine = [self._queries(q, rounds, r), self._queries(dout, rounds, r)]
+                mine.append(out.unflatten(2, (P, -1)).movedim(2, 0))
+                more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
+                return [self._to_heads(x) for x in (*mine, *more)]
+
+            dq_whole, dk_whole, dv_whole = into[3 * n : 3 * n + 3]
+            sinks = heads.asked.sinks_H
+            dsinks.append(None if sinks is None else torch.zeros_like(sinks))
+            keys, sums, back = None, None, None
+            if rounds.uneven:  # a KV head's gradients come from several rounds and ranks, and its k and v go out again
+                wide = torch.promote_types(k.dtype, torch.float32)
+                dk_whole, dv_whole = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+            for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
+                keys = new or keys
+                g, owned = first + r, heads.groups[r][0]
+                dq, dk, dv, *dsink = attention_backward(
+                    dout_w, q_w, *keys, out_w, lses[g], self.states[g], **heads.part(owned)
+                )
+                lses[g] = None
+                if dsink:
+                    dsinks[-1][owned] = dsink[0]
+                del q_w, dout_w, out_w, new
+                if back is not None:
+                    self._put(back, dq_whole, rounds, r - 1)
+                back = self._to_tokens(dq)
+                del dq
+                sums = _added(sums, [dk, dv], rounds.last_keys(r) and sums is None)
+                del dk, dv
+                if rounds.last_keys(r):
+                    for whole, grad, like in zip((dk_whole, dv_whole), sums, keys):
+                        self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
+                    sums = grad = None
+            self._put(back, dq_whole, rounds, rounds.count - 1)
+            if rounds.uneven:
+                into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
+                dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
+            first += rounds.count
+        return dsinks
+
+    def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:
+        if rounds.uneven:
+            for h, got_BtE in self._existing(back, rounds, r):
+                whole_BtHE[:, :, h] = got_BtE
+        else:
+            self._queries(whole_BtHE, rounds, r).copy_(back.wait())
+
+    def _put_keys(self, back: _Coming, whole_BtKE: Tensor, rounds: Rounds, r: int) -> None:
+        if rounds.uneven:
+            H, K = rounds.uneven
+            for h, got_BtE in self._existing(back, rounds, r):
+                whole_BtKE[:, :, h * K // H] += got_BtE
+            return
+        got_PBtnE = back.wait()
+        if rounds.sharing > 1:
+            wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
+            summed = got_PBtnE.unflatten(0, (-1, rounds.sharing)).sum(1, dtype=wide)
+            whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
+        else:
+            self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
+
+    def _existing(self, back: _Coming, rounds: Rounds, r: int):
+        """(number, what came back) of a round's query heads that there are, where they go unevenly."""
+        heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
+        return [(h, got) for h, got in heads if h < rounds.uneven[0]]
+
+    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
+        """Whole: its rounds take heads of every rank."""
+        return super().room(like, tokens, 1)
+
+
+def _added(sums, grads, alone: bool):
+    """Sums in float32 over a KV head's rounds; the gradients themselves where one round is all."""
+    if alone:
+        return grads
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    return wide if sums is None else [s.add_(g) for s, g in zip(sums, wide)]
+
+
+def attention_for(sequence: Sequence | None, policy) -> Attention:
+    """Attention of a layer's call: over rows that this process has whole, or over those of `sequence`."""
+    # A policy that streams attention outputs is short of memory.
+    if sequence is not None:
+        return ExchangedAttention(sequence, ahead=not policy.stream_attention)
+    return Attention(apart=policy.stream_attention or policy.by_group, wide=policy.wide)

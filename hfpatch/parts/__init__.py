@@ -1,0 +1,1 @@
+"""Fused norms, MLPs, rotations and embeddings, and whose values nobody reads."""

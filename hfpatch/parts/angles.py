@@ -1,0 +1,47 @@
+"""Rotary angles in float64, for positions at which float32 no longer tells fractions of a turn.
+
+transformers multiplies positions and frequencies in float32: at position 2^20 an angle is off by up to 0.03, at 2^23 by 0.25, where
+bfloat16 rounds cos and sin by 0.002. Frequencies stay as they are: what is off by the same share everywhere was trained so.
+"""
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hfpatch.context.classes import is_mixed, swap
+
+
+class _Wide(TorchFunctionMode):
+    """Within, what asks for float32 gets float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            return args[0].double()
+        if function is torch.Tensor.to:
+            wide = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+            args, kwargs = tuple(map(wide, args)), {n: wide(x) for n, x in (kwargs or {}).items()}
+        return function(*args, **(kwargs or {}))
+
+
+class WideRotary:
+    """Mixed over a rotary embedding's class: its own forward in float64, what it returns in x's dtype."""
+
+    def forward(self, x, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return super().forward(x, *args, **kwargs)
+        with _Wide():
+            found = super().forward(x, *args, **kwargs)
+        return tuple(y.to(x.dtype) for y in found) if isinstance(found, tuple) else found
+
+
+def narrow(stack: nn.Module) -> list[nn.Module]:
+    """Its rotary embeddings that have no float64 angles."""
+    return [m for m in stack.modules() if type(m).__name__.endswith("RotaryEmbedding") and not is_mixed(m)]
+
+
+def widen(stack: nn.Module) -> list[nn.Module]:
+    """Gives every rotary embedding float64 angles; returns them."""
+    done = narrow(stack)
+    for module in done:
+        swap(module, WideRotary)
+    return done

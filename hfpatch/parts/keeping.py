@@ -1,0 +1,88 @@
+"""Values inside a layer that are kept from its forward to its backward, so they need no
+recomputation.
+
+Fused MLPs and the common block store and look up such values by name (budget/policy.py: KEEPABLE).
+In the backward a kept value replaces the recomputed one. Its gradient goes to the tensors it was
+computed from, and those tensors' own values are not read.
+"""
+
+import threading
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import applying
+
+
+class _Here(threading.local):
+    noted, known = {}, {}
+
+
+_here = _Here()
+
+
+@contextmanager
+def keeping(noted: dict, known: dict):
+    """A context for one run of a layer's part.
+
+    Args:
+        noted: a dict whose keys are the names to record. It receives the values.
+        known: name -> values recorded earlier, which replace the computed ones.
+    """
+    before = _here.noted, _here.known
+    _here.noted, _here.known = noted, known
+    try:
+        yield
+    finally:
+        _here.noted, _here.known = before
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Returns `value`.
+
+    Its gradient goes unchanged to each of `parts`, the terms of the sum it holds.
+    """
+
+    @staticmethod
+    def forward(ctx, value, *parts):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, *(dy if wanted else None for wanted in ctx.needs_input_grad[1:])
+
+
+_in_place_of = applying(_InPlaceOf)
+
+
+def known_value(name: str) -> tuple[Tensor, ...] | None:
+    """The kept values of that name, or None."""
+    return _here.known.get(name)
+
+
+def known_sum(name: str, *parts: Tensor) -> Tensor | None:
+    """The kept sum of `parts` under that name, or None. Gradients go to the parts."""
+    value = known_value(name)
+    return None if value is None else _in_place_of(value[0], *parts)
+
+
+def unread_sum(*parts: Tensor) -> Tensor:
+    """Replaces the sum of `parts` where its value is unread: costs no memory traffic."""
+    return _in_place_of(parts[0], *parts)
+
+
+def note(name: str, *values: Tensor) -> None:
+    if name in _here.noted:
+        _here.noted[name] = values
+
+
+def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
+    """Records `values` if asked to. Returns them, or the kept values of that name."""
+    note(name, *values)
+    known = known_value(name)
+    return (
+        values
+        if known is None
+        else tuple(_in_place_of(k, v) for k, v in zip(known, values, strict=True))
+    )

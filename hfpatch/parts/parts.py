@@ -1,0 +1,450 @@
+"""Fused norms, MLPs and rotations for any family, where a probe on random input agrees.
+
+Agreement means equal bits, or a difference of the one rounding step that fusing saves. Otherwise
+the module keeps transformers' class, and the report says why. Projections are called as modules,
+never read by `.weight`, because LoRA, quantisation and engine hooks act on the call.
+"""
+
+import inspect
+import types
+from functools import cache
+from inspect import isroutine
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch import ops
+from hfpatch.compat import (
+    OF_ALL,
+    asks_for_input_gradients,
+    buffers_of,
+    forward_hooks,
+    hooks_on_all,
+    modules_of,
+    other_hooks,
+    parameters_of,
+    twin_of,
+)
+from hfpatch.context.class_code import as_asked
+from hfpatch.context.classes import replaced_forward
+from hfpatch.context.current import current
+from hfpatch.ops.embedding import embedding
+from hfpatch.ops.rms_norm import CASTS
+from hfpatch.ops.swiglu import ACTIVATIONS
+from hfpatch.parts.keeping import kept
+from hfpatch.parts.unread import is_dead, rotation_without_values
+
+# --- norms ----------------------------------------------------------------------------------------
+
+_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+class FusedRMSNorm:
+    """An RMSNorm in one kernel. With `residual` the kernel also computes the sum before the norm.
+
+    _hfpatch_norm: (name of the epsilon attribute, offset, cast), see ops/rms_norm.py.
+    """
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+        if self._hfpatch_base.forward is not type(self)._hfpatch_code:
+            total = hidden_states if residual is None else hidden_states + residual
+            normed = super().forward(total)
+            return normed if residual is None else (normed, total)
+        eps, offset, cast = self._hfpatch_norm
+        weight, eps = getattr(self, "weight", None), getattr(self, eps)
+        if residual is None:
+            return ops.rms_norm(hidden_states, weight, eps, offset=offset, cast=cast)
+        return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
+
+
+def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
+    """Whether values differ by at most `steps` rounding steps, of the value or of the mean
+    magnitude."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    allowed = (
+        steps
+        * torch.finfo(ours.dtype).eps
+        * theirs.double().abs().clamp_min(theirs.double().abs().mean())
+    )
+    return bool(((ours.double() - theirs.double()).abs() <= allowed).all())
+
+
+def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
+    """(fused class, its attributes) for this norm, or the reason why it keeps its class."""
+    replaced = replaced_forward(norm)
+    if replaced:
+        return replaced
+    eps = next((n for n in _EPS if isinstance(getattr(norm, n, None), (int, float))), None)
+    names = set(parameters_of(norm))
+    if eps is None or not names <= {"weight"} or modules_of(norm) or buffers_of(norm):
+        return "no RMSNorm with one weight and an epsilon"
+    if list(inspect.signature(type(norm).forward).parameters)[2:]:
+        return "its forward takes more than hidden states"
+    weight = parameters_of(norm).get("weight")
+    kind = type(norm)
+    found = _norm_variant(
+        kind, kind.forward, eps, getattr(norm, eps), weight is not None, _plain_items(norm)
+    )
+    return (
+        (FusedRMSNorm, {"_hfpatch_norm": found})
+        if found
+        else "it computes something else than the fused norm"
+    )
+
+
+def _plain_items(module: nn.Module) -> tuple:
+    """The (name, value) pairs of settings that a forward may branch on and functions that it may
+    call.
+
+    Names with an underscore are left out: engines and transformers set them.
+    """
+    own = module.__dict__
+    names = sorted(n for n in own.keys() - OF_ALL if n[0] != "_" and not hasattr(nn.Module, n))
+    return tuple(
+        [(n, own[n]) for n in names if isinstance(own[n], (bool, str, float)) or isroutine(own[n])]
+    )
+
+
+@cache
+def _norm_variant(
+    kind: type, forward, eps_name: str, eps: float, weighted: bool, flags: tuple
+) -> tuple[str, float, str] | None:
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    probe = kind.__new__(kind)
+    nn.Module.__init__(probe)
+    vars(probe).update(dict(flags) | {eps_name: eps})
+    for exact in (True, False):
+        for offset in (0.0, 1.0):
+            for cast in CASTS:
+                if cast == "weight" and not weighted or offset and not weighted:
+                    continue
+                if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
+                    return eps_name, offset, cast
+    return None
+
+
+def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
+    for x_dtype, w_dtype in (
+        (torch.float32,) * 2,
+        (torch.bfloat16,) * 2,
+        (torch.float16,) * 2,
+        (torch.bfloat16, torch.float32),
+    ):
+        weight = nn.Parameter(make(64).to(w_dtype), requires_grad=False) if weighted else None
+        x = (3 * make(7, 64)).to(x_dtype)
+        parameters_of(probe).pop("weight", None)
+        if weighted:
+            parameters_of(probe)["weight"] = weight
+        try:
+            with torch.no_grad():
+                theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+        except Exception:  # a family's code may raise anything on a probe: then it is not this norm
+            return False
+        # In float32 implementations may differ in the order of a sum.
+        if not _close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
+            return False
+    return True
+
+
+# --- MLPs -----------------------------------------------------------------------------------------
+
+
+class FusedMLP:
+    """A gated MLP with one kernel for activation(gate) * up.
+
+    Attributes:
+        _hfpatch_activation: the name of the activation that the probe found.
+        _hfpatch_activations: the class, forward and settings of the MLP and of its activation then.
+        _hfpatch_gates: the projections that can be skipped where gate and up are kept.
+    """
+
+    _hfpatch_gates = ("gate_proj", "up_proj")
+    _hfpatch_activations = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not activation_as_found(self):
+            return super().forward(x)
+        gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
+
+
+class FusedJointMLP:
+    """FusedMLP for families with gate and up in one projection."""
+
+    _hfpatch_gates = ("gate_up_proj",)
+    _hfpatch_activations = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not activation_as_found(self):
+            return super().forward(hidden_states)
+        gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
+
+
+def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
+    return [m for n, m in modules_of(mlp).items() if n not in gates and n != "down_proj"]
+
+
+def activation_as_found(mlp: nn.Module) -> bool:
+    """Whether the fused form, which does not call the activation module, still computes the same.
+
+    It does where the MLP and its activation have the classes, forwards and settings that apply()
+    found, and no hooks.
+    """
+    found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
+    if hooks_on_all() or mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
+        return False
+    for m in now:
+        if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
+            return False
+    if found is None:
+        return True
+    # One attribute at a time: torch 2.11's dynamo cannot list a module's attributes.
+    for m, (kind, forward, settings) in zip([mlp, *now], found):
+        if kind is not None and (m.__class__ is not kind or kind.forward is not forward):
+            return False
+        for name, value in settings:
+            if m.__dict__.get(name) != value:
+                return False
+    return len(now) == len(found) - 1
+
+
+_MLPS = (
+    (FusedMLP, {"gate_proj", "up_proj", "down_proj"}),
+    (FusedJointMLP, {"gate_up_proj", "down_proj"}),
+)
+
+
+def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
+    """(fused class, its attributes) for this MLP, or the reason why it keeps its class."""
+    replaced = replaced_forward(mlp)
+    if replaced:
+        return replaced
+    part = next((part for part, names in _MLPS if names <= set(modules_of(mlp))), None)
+    if part is None or parameters_of(mlp):
+        return "no gated MLP"
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(n_in, n_out):
+        # skip_init: the caller's random state stays as it is.
+        made = nn.utils.skip_init(
+            nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
+        )
+        with torch.no_grad():
+            made.weight.copy_(torch.randn(n_out, n_in, generator=generator) / 4)
+        return made
+
+    inner = {
+        "gate_proj": (16, 24),
+        "up_proj": (16, 24),
+        "gate_up_proj": (16, 48),
+        "down_proj": (24, 16),
+    }
+    others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
+    twin = twin_of(mlp, {n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
+    ours = twin_of(mlp, modules_of(twin))
+    ours.__class__ = type(
+        "Probe", (part, nn.Module), {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward}
+    )
+    x = torch.randn(5, 16, generator=generator)
+    for name in dict.fromkeys(ACTIVATIONS.values()):
+        ours.__dict__["_hfpatch_activation"] = name
+        try:
+            with torch.no_grad():
+                if _close(ours(x), twin(x), 64):
+                    inside = [
+                        (type(m), type(m).forward, _plain_items(m))
+                        for m in _activations(mlp, part._hfpatch_gates)
+                    ]
+                    inside = ((None, None, _plain_items(mlp)), *inside)
+                    return part, {"_hfpatch_activation": name, "_hfpatch_activations": inside}
+        except Exception as error:  # a family's own code on a probe may raise anything
+            return f"its probe failed ({type(error).__name__})"
+    return "no fused form of its activation"
+
+
+# --- rotation -------------------------------------------------------------------------------------
+
+
+class FusedAttention:
+    """An attention's own forward, with the fused op as its rotation: q and k in one launch."""
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
+            return super().forward(*args, **kwargs)
+        forward = self._hfpatch_base.forward
+        return rotating(forward, rotation_in(forward))(self, *args, **kwargs)
+
+
+def rotation_in(forward):
+    """The `apply_rotary_pos_emb` that an attention's forward calls now.
+
+    Some libraries replace it process-wide.
+    """
+    return forward.__globals__["apply_rotary_pos_emb"]
+
+
+class _Names(dict):
+    """A file's globals with some names replaced. Other names are looked up live in the file."""
+
+    def __init__(self, file_globals: dict, own: dict):
+        super().__init__(own)
+        self.file_globals = file_globals
+
+    def __missing__(self, name):
+        return self.file_globals[name]
+
+
+_MIXED = (
+    torch.bfloat16,
+    torch.float32,
+)  # dtypes of (q and k, angles) in families that keep float32 angles
+
+
+def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, cos, sin."""
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
+
+
+@cache
+def rotates_into_what_came(theirs) -> bool:
+    """Whether results keep the dtype of q and k where the angles' dtype is wider (OLMo 2)."""
+    try:
+        with torch.no_grad():
+            return theirs(*_rotation_probe(*_MIXED))[0].dtype == _MIXED[0]
+    except Exception:  # a rotation of another kind, which keeps its own code
+        return False
+
+
+@cache
+def rotation(theirs):
+    """Replaces the rotation `theirs`: the fused op where whole heads are rotated, else `theirs`
+    itself."""
+    as_given = rotates_into_what_came(theirs)
+
+    def rotate(q, k, cos, sin, *args, **kwargs):
+        plain = (
+            not args
+            and not kwargs
+            and cos.ndim == 3
+            and cos.shape[-1] == q.shape[-1]
+            and q.ndim == 4
+        )
+        if not plain or as_given and q.dtype != k.dtype:  # each keeps its own dtype
+            return theirs(q, k, cos, sin, *args, **kwargs)
+        dtype = q.dtype if as_given else None
+        if is_dead(q) and is_dead(k):
+            return rotation_without_values(q, k, cos, sin, dtype)
+        return ops.rope(q, k, cos, sin, dtype=dtype)
+
+    return rotate
+
+
+@cache
+def rotating(forward, theirs):
+    """A copy of an attention's forward in which the rotation `theirs` is replaced."""
+    own = {
+        "apply_rotary_pos_emb": rotation(theirs),
+        "__builtins__": forward.__globals__["__builtins__"],
+    }
+    names = _Names(forward.__globals__, own)
+    made = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
+    """(fused class, {}) for this attention, or the reason why it keeps its class."""
+    forward = type(attention).forward
+    reason = replaced_forward(attention)
+    reason = reason or _rope_reason(
+        forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    )
+    return reason or (FusedAttention, {})
+
+
+@cache
+def _rope_reason(forward, theirs) -> str | None:
+    code = getattr(forward, "__code__", None)
+    if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
+        return "no plain apply_rotary_pos_emb in its forward"
+    for dtype, of_angles in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        _MIXED,
+    ):
+        args = _rotation_probe(dtype, of_angles)
+        try:
+            with torch.no_grad():
+                pairs = zip(rotation(theirs)(*args), theirs(*args))
+                # Stock rounds two products and their sum; fused rounds once.
+                if not all(_close(ours, his, 8) for ours, his in pairs):
+                    return "its rotation is another"
+        except Exception as error:  # a family's own code on a probe may raise anything
+            return f"its rotation takes other arguments ({type(error).__name__})"
+    return None
+
+
+# --- embedding ------------------------------------------------------------------------------------
+
+
+class FreeEmbedding:
+    """An embedding that ignores enable_input_require_grads() where only reentrant checkpoints need
+    it.
+
+    As a leaf that requires a gradient, the output would live for the whole step, and the first
+    layer would compute a gradient that no one reads. The request is honoured where the embedding is
+    called by hand, where hidden states are returned (the caller may read the gradient), and in a
+    frozen model (the backward has no other leaf).
+    """
+
+    def __call__(self, *args, **kwargs):
+        out = super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (
+            out.requires_grad and out.is_leaf and current.embeds is not None
+        ):
+            return out
+        hooks = forward_hooks(self)
+        asked = hooks and all(map(asks_for_input_gradients, hooks))
+        return (
+            out.detach()
+            if asked and any(p.requires_grad for p in current.embeds.parameters())
+            else out
+        )
+
+
+class _Sliced:
+    """Uses the embedding op whose backward works in slices (ops/embedding.py)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        if (
+            plain
+            and torch.is_grad_enabled()
+            and self.weight.requires_grad
+            and not torch.compiler.is_compiling()
+        ):
+            return embedding(input, self.weight, self.padding_idx)
+        return super().forward(input)
+
+
+class FusedEmbedding(FreeEmbedding, _Sliced):
+    """Swapped in for nn.Embedding."""
+
+
+class _SlicedEmbedding(_Sliced, nn.Embedding):
+    """The base class of a family's own embedding."""
+
+
+class ScaledEmbedding(FreeEmbedding):
+    """A family's own embedding on top of nn.Embedding (Gemma scales the result)."""
+
+    _hfpatch_beneath = (_SlicedEmbedding,)

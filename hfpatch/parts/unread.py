@@ -1,0 +1,216 @@
+"""Linears whose output values are unread: when a backward runs a layer again, some matmuls are not
+needed.
+
+Two examples. The last projection in `post` is added to the residual, and no gradient reads the sum.
+A q or k projection in `pre` is rotated, and the rotation's backward reads the angles only. Such a
+Linear returns one constant row, expanded over all tokens, and keeps its ordinary backward, so every
+gradient stays the same to the bit. A probe finds these Linears (decoder/verdict.py).
+
+Under LoRA the base Linear is skipped; the adapter's own value is still added. A rotation of
+constants returns constants.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
+from hfpatch.context.classes import LINEAR, forwards_for_now, other_forward, package_of
+from hfpatch.ops.rope import ROPE
+from hfpatch.parts.quantised import base_of, dense_of
+
+
+def gradients_of_linear(
+    dy: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool], add=None
+) -> tuple:
+    """(dx, dweight, dbias) of F.linear as autograd computes them, None where not needed.
+
+    x: the input; needed for dweight only. add: receives the weight's gradient, see _Valueless.
+    """
+    dy_NO, dx, dw = dy.reshape(-1, dy.shape[-1]), None, None
+    if needs[0]:
+        dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+    if needs[1]:
+        x_NI = x.reshape(-1, x.shape[-1])
+        dw = dy_NO.t().mm(x_NI) if add is None else add(dy_NO, x_NI)
+    return dx, dw, dy_NO.sum(0) if needs[2] else None
+
+
+class _Valueless(torch.autograd.Function):
+    """F.linear's backward, with a forward that computes no matmul.
+
+    weight: a tensor, or a function that returns a frozen one. add: receives the weight's gradient;
+    None hands it to autograd.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, value, columns, add):
+        ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
+        # A frozen weight needs no x; saving it would keep it alive beside its own gradient.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
+        # One full row: a rotation in complex numbers (Llama 4) needs contiguous pairs.
+        return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        if weight is None and ctx.needs_input_grad[0]:
+            weight = ctx.make(dy.dtype)
+        return (
+            *gradients_of_linear(dy, x, weight, ctx.needs_input_grad[:3], ctx.add),
+            None,
+            None,
+            None,
+        )
+
+
+_without_value = applying(_Valueless)
+
+
+class _AddingUp(torch.autograd.Function):
+    """F.linear that hands the gradient of its weight to `add`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, add):
+        ctx.save_for_backward(x, weight)
+        ctx.add = add
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *gradients_of_linear(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.add), None
+
+
+_adding_up = applying(_AddingUp)
+
+
+def _valueless_forward(
+    module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor
+) -> Tensor:
+    """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
+    add = adding and not dense and adding(module.weight) or None
+    y = _without_value(input, dense or module.weight, module.bias, value, module.out_features, add)
+    return y.contiguous() if filled else y
+
+
+def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
+    """Replaces `module.forward` while the weight's gradients are summed over tiles."""
+    add = adding(module.weight) if input.dtype == module.weight.dtype else None
+    if add is None:
+        return LINEAR(module, input)
+    return _adding_up(input, module.weight, module.bias, add)
+
+
+class DeadRotation(torch.autograd.Function):
+    """The fused rotation's backward, with a forward that computes nothing.
+
+    q_BHTE, k_BKTE: expanded constants. dtype: of the results; None means the promoted dtype of the
+    inputs and the angles.
+    """
+
+    @staticmethod
+    def forward(ctx, q_BHTE, k_BKTE, cos, sin, dtype):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = q_BHTE.dtype
+        wide = dtype or torch.promote_types(q_BHTE.dtype, cos.dtype)
+        return tuple(x.new_zeros((), dtype=wide).expand(x.shape) for x in (q_BHTE, k_BKTE))
+
+    @staticmethod
+    def backward(ctx, dq_BHTE, dk_BKTE):
+        cos, sin = ctx.saved_tensors
+        return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None, None
+
+
+rotation_without_values = applying(DeadRotation)
+
+
+def is_dead(x: Tensor) -> bool:
+    """Whether x is an expanded constant in place of unread values."""
+    return x.stride().count(0) > 1
+
+
+def can_go_without(module: nn.Module | None) -> bool:
+    """Whether this is now a plain Linear with a plain weight, or a quantised one of a known
+    library."""
+    return (
+        isinstance(module, nn.Linear)
+        and (type(module).forward is LINEAR or dense_of(module) is not None)
+        and "forward" not in vars(module)
+        and not hasattr(module.weight, "placements")
+        # torchao's tensors have no mm.
+        and (not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight))
+    )
+
+
+def as_found(layer: nn.Module, name: str) -> bool:
+    """Whether no module or forward between the layer and the named module changed since the
+    probe."""
+    home, module, parts = package_of(layer), layer, name.split(".")
+    for i, part in enumerate(parts, 1):
+        try:
+            module = submodule(module, part)
+        except AttributeError:
+            return False
+        if i < len(parts) and (package_of(module) != home or other_forward(module)):
+            return False
+    return True
+
+
+def idle(
+    layer: nn.Module,
+    names,
+    device: str = "cpu",
+    value: float = 0.0,
+    dense_of=dense_of,
+    adding=None,
+    filled=False,
+) -> list:
+    """The named Linears that can skip their matmul now, each with the forward to use instead.
+
+    Args:
+        layer: the decoder layer.
+        names: names of Linears in it, or of adapters around Linears.
+        device: the type of the device.
+        value: the constant that they return.
+        dense_of: see quantised.dense_of.
+        adding: see add_up.
+        filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
+            must be the usual one. Not for adapters' bases, whose values enter a sum.
+
+    Returns:
+        (module, forward) pairs for `without_values`. Modules that cannot skip are left out.
+    """
+    if autocast_dtype(device) is not None:  # autocast casts inside F.linear
+        return []
+    names = (name for name in dict.fromkeys(names) if as_found(layer, name))
+    named = (submodule(layer, name) for name in names)
+    modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)))
+    dense = lambda m: None if type(m).forward is LINEAR else dense_of(m)  # noqa: E731
+    return [
+        (m, partial(_valueless_forward, m, dense(m), value, adding, fill)) for m, fill in modules
+    ]
+
+
+def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
+    """(module, forward) pairs of the layer's other plain Linears whose gradients the matmul can
+    sum.
+
+    Args:
+        layer: the decoder layer.
+        idle: the pairs that `idle` returned; these modules are left out.
+        device: the type of the device.
+        adding: weight -> the function that takes its gradient, or None (WeightGradients.adding).
+    """
+    if autocast_dtype(device) is not None:
+        return []
+    taken = {id(m) for m, _ in idle}
+    linears = (m for m in modules_in(layer) if isinstance(m, nn.Linear) and id(m) not in taken)
+    plain = (m for m in linears if type(m).forward is LINEAR and can_go_without(m))
+    return [(m, partial(_adding_forward, m, adding)) for m in plain if adding(m.weight) is not None]
+
+
+def without_values(idle: list):
+    """A context in which these Linears skip their matmul."""
+    return forwards_for_now(idle) if idle else nullcontext()

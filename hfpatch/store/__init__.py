@@ -1,0 +1,1 @@
+"""Tensors that wait on the device, on the host or on a disk."""

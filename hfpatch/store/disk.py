@@ -1,0 +1,179 @@
+"""The disk tier: saved tensors as files without a name in a directory, written and read by threads.
+
+A file is unlinked as soon as it is open: it goes with its last user, also after a crash, and there is nothing to sweep, for this
+process or another on the same directory. A device tensor goes through a pinned bounce buffer: the copy to it runs on the side
+stream, a thread waits for its event and writes. Reading is the reverse, started ahead of need. Every wait is for something that
+was begun before, by a thread that waits for nothing later: it cannot hang, whoever stopped half-way.
+"""
+
+import os
+import tempfile
+from collections import deque
+from concurrent.futures import CancelledError, Future
+
+import torch
+from torch import Tensor
+
+from hfpatch.store.pool import Loan, Shelf
+
+PIECE = 64 << 20  # bytes a bounce buffer holds
+PREFIX = "hfpatch-"
+BUFFERS = 8  # bounce buffers a direction
+RESERVE = 2  # of them, not for reading ahead
+
+
+class File:
+    """One saved tensor's bytes."""
+
+    def __init__(self, directory: str):
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self.fd, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"hfpatch: expected to make a file in {directory}, {error.strerror} came; "
+                "give another directory as Checkpointing(offload=...)",
+            ) from error
+        os.unlink(path)
+        self.directory, self.writes = directory, []
+
+    def wait_written(self) -> None:
+        for write in self.writes:
+            write.result()
+
+    def __del__(self, close=os.close):
+        if hasattr(self, "fd"):
+            close(self.fd)
+
+
+class Bounce:
+    """A pinned buffer between the device and the threads, and the last two that used it."""
+
+    def __init__(self, lease: Loan):
+        self.lease, self.bytes = lease, lease.thing.bytes
+        self.job: Future | None = None  # the thread's
+        self.copied = None  # event of the copy out of it
+
+
+def _ended(job: Future | None) -> None:
+    """Waits for a thread's job. What went wrong there is said to whoever reads the file, not to the buffer's next user."""
+    try:
+        if job is not None:
+            job.exception()
+    except CancelledError:
+        pass
+
+
+class DiskDirectory:
+    """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
+
+    def __init__(self, directory: str, pool, threads: int = 4):
+        self.directory, self.pool, self.device = directory, pool, pool.device
+        self.writers = self.device.threads(threads, "hfpatch-write")
+        self.readers = self.device.threads(threads, "hfpatch-read")
+        self.write_bounces: deque[Bounce] = deque()
+        self.read_bounces = Shelf()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+    def file(self) -> File:
+        return File(self.directory)
+
+    def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
+        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on, on `stream`, which is the current one."""
+        for start in range(0, source.numel(), PIECE):
+            piece = source[start : start + PIECE]
+            if len(self.write_bounces) < BUFFERS:
+                self.write_bounces.append(Bounce(self.pool.take(PIECE)))
+            self.write_bounces.rotate(1)
+            bounce = self.write_bounces[0]
+            _ended(bounce.job)
+            bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
+            written = self.device.mark(stream)
+            bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), at + start, written)
+            file.writes.append(bounce.job)
+
+    def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
+        self.device.synchronize(event)
+        view, done = self.device.host_bytes(bounce, writes=False)[:nbytes], 0
+        try:
+            while done < nbytes:
+                done += os.pwrite(file.fd, view[done:], start + done)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"hfpatch: expected to write {nbytes} bytes to {file.directory}, {error.strerror} came; "
+                "free space there or give another directory as Checkpointing(offload=...)",
+            ) from error
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+    def read(self, file: File, saved, a: int, b: int) -> "Read":
+        """Starts reading rows [a, b) of each batch row of `saved`, as far as buffers are free."""
+        pieces = []
+        for row in range(saved.shape[0]):
+            first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
+            pieces += [(row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+        return Read(self, file, pieces)
+
+    def take_bounce(self, wanted: bool) -> Loan | None:
+        """A buffer to read into. wanted: now, so that one is made where all are in use."""
+        if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
+            return None
+        lease = self.read_bounces.take()
+        if lease is None:
+            self.read_bounces.add(Bounce(self.pool.take(PIECE)))
+            lease = self.read_bounces.take()
+        return lease
+
+    def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
+        bounce.job = self.readers.submit(self._read, file, bounce.bytes, first, nbytes, bounce.copied, bounce.job)
+        return bounce.job
+
+    def _read(self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None) -> None:
+        _ended(before)  # a read that nobody waited for
+        if copied is not None:  # of a new buffer there is none: that would wait for all that the device does
+            self.device.synchronize(copied)
+        file.wait_written()
+        view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
+        while done < nbytes:
+            got = os.preadv(file.fd, [view[done:]], first + done)
+            if not got:
+                raise OSError(
+                    f"hfpatch: expected {nbytes} bytes in {file.directory}, the file ends early; is the disk full?"
+                )
+            done += got
+
+    def close(self) -> None:
+        """Lets the bounce buffers go that no read holds; what a graph still holds can be read."""
+        for bounce in self.write_bounces:
+            _ended(bounce.job)
+        self.write_bounces.clear()
+        self.read_bounces.drop_free()
+
+
+class Read:
+    """Some rows of a file on their way to the device, a piece at a time: (row, offset in it, offset in the file, bytes)."""
+
+    def __init__(self, disk: DiskDirectory, file: File, pieces: list):
+        self.disk, self.file, self.pieces = disk, file, deque(pieces)
+        self.started: deque[tuple[tuple, Loan, Future]] = deque()
+        self._ahead()
+
+    def _ahead(self, wanted: bool = False) -> None:
+        while self.pieces:
+            lease = self.disk.take_bounce(wanted)
+            if lease is None:
+                return
+            piece, wanted = self.pieces.popleft(), False
+            self.started.append((piece, lease, self.disk.start(self.file, lease.thing, *piece[2:])))
+
+    def land(self, destination: Tensor, stream) -> None:
+        """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which is the current one."""
+        while self.pieces or self.started:
+            self._ahead(wanted=not self.started)
+            (row, offset, _, nbytes), lease, job = self.started.popleft()
+            job.result()
+            flat = destination[row].view(-1).view(torch.uint8)
+            device = self.disk.device
+            flat[offset : offset + nbytes].copy_(lease.thing.bytes[:nbytes], non_blocking=device.pins)
+            lease.thing.copied = device.mark(stream)

@@ -1,0 +1,407 @@
+"""Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files on a disk.
+
+Nothing here waits on the compute stream except for the event it needs, and nothing calls `record_stream`: with it the
+caching allocator holds freed blocks until the host has seen an event, which the host, running ahead, does late. A copy's
+source is kept alive until the stream it came from has been made to wait for the copy (`settle`): the later that is, the more
+work hides the copy, and the longer its source takes memory. Its destination comes from buffers allocated on the compute
+stream, and the `Ticket` that owns them makes that stream wait before they go back.
+
+What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes, leaves nothing to clear up.
+
+Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator rounds each tensor to a power of two,
+which makes 131,073 tokens cost twice what 131,072 do.
+"""
+
+import sys
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import graph_task, version
+from hfpatch.store.device import Block, Device, device_for
+from hfpatch.store.disk import DiskDirectory, File, Read
+from hfpatch.store.pool import Area, Loan, Shelf
+
+WRITTEN_TO = (
+    "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
+    "clone it before the in-place operation."
+)
+
+
+class HostPool:
+    """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
+
+    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
+    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
+    than there is, one block replaces those before. It is twice as large as they were if the caller
+    allows it, so that lengths which grow little by little register seldom: as often as the length
+    doubles. Where registering fails, memory is pageable from then on.
+    """
+
+    def __init__(self, device: Device):
+        self.device, self.pinned = device, device.pins
+        self.areas: list[Area] = []
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(area.nbytes for area in self.areas)
+
+    @property
+    def bytes_free(self) -> int:
+        """Bytes that wait for use."""
+        return self.bytes_held - sum(area.taken for area in self.areas)
+
+    def _make(self, nbytes: int) -> Area:
+        block = Block(self.device, nbytes, self.pinned)
+        if block.status:
+            self.pinned = False
+            warnings.warn(
+                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered {block.status}; copies run "
+                "from pageable memory, more slowly: give the container more memory (or locked memory, ulimit -l), or use "
+                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
+                stacklevel=2,
+            )
+        area = Area(nbytes, lambda a, b: Piece(block, block.bytes[a:b]))
+        self.areas.append(area)
+        return area
+
+    def take(self, nbytes: int) -> Loan:
+        """A lease of a Piece of at least nbytes, out of a new block of that size where there is no room."""
+        nbytes = _aligned(nbytes)
+        for low in (None, 0):  # then between what is taken
+            for area in self.areas:
+                lease = area.take(nbytes, low)
+                if lease is not None:
+                    return lease
+        return self._make(nbytes).take(nbytes)
+
+    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
+        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
+
+        most: bytes up to which more than that may be held, for lengths to come.
+        """
+        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
+        # No piece lies in two blocks, so the end of each but the last may stay empty.
+        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
+        if wanted <= self.bytes_free - lost:
+            return
+        more = 2 * self.bytes_held
+        self.give_back()
+        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
+
+    def give_back(self) -> None:
+        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it goes."""
+        self.areas = [area for area in self.areas if area.taken]
+
+
+ALIGNED = 64  # bytes; where a piece of host memory starts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+@dataclass
+class Piece:
+    """Bytes of a host block, which they keep registered."""
+
+    block: Block
+    bytes: Tensor
+
+
+@dataclass
+class Saved:
+    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the pool, or in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kept: Tensor | None = None
+    version: int = 0
+    block: Loan | None = None
+    file: File | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one batch row."""
+        width = 1
+        for n in self.shape[2:]:
+            width *= n
+        return width * self.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """The kept tensor, checked not to have been written to since."""
+        if self.kept is None:
+            raise RuntimeError(
+                "hfpatch: expected one backward through this graph, came to it a second time; "
+                "pass retain_graph=True to the first backward."
+            )
+        if version(self.kept) != self.version:
+            raise RuntimeError(WRITTEN_TO)
+        return self.kept
+
+    def release(self) -> None:
+        self.kept = self.block = self.file = None
+
+    @property
+    def resident(self) -> bool:
+        return self.block is None and self.file is None
+
+
+@dataclass
+class Slot:
+    """A device buffer for the pieces of one tile."""
+
+    bytes: Tensor
+    after: object  # event of its last use
+
+
+class Ticket:
+    """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the ticket's end) the memory."""
+
+    slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
+
+    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Loan | None):
+        self.device, self.side, self.tensors = device, side, tensors
+        self.owner = device.current()  # the stream from whose memory the tensors come
+        self.user = self.ready = None
+        self.reads: list[tuple[Tensor, Read]] = []
+        self.slot = slot
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, safe to use on the current stream."""
+        if self.reads:
+            self.copying = True
+            with self.device.on(self.side), torch.no_grad():
+                while self.reads:
+                    destination, read = self.reads[0]
+                    read.land(destination, self.side)
+                    del self.reads[0]
+            self.ready = self.device.mark(self.side)
+        if self.copying:
+            self.user = self.device.current()
+            self.device.wait(self.ready, self.user)
+        return self.tensors
+
+    def done(self) -> None:
+        """The last use of the tensors is launched, or nobody wants them."""
+        device = self.device
+        if device is None:
+            return
+        if self.copying:
+            if self.user is None:  # nobody waited; where the copies were cut short there is no event either
+                device.wait(self.ready or device.mark(self.side), self.owner)
+            elif self.user != self.owner:
+                device.wait(device.mark(self.user), self.owner)
+            self.copying = False
+        if self.slot is not None:
+            self.slot.thing.after = device.mark(self.user or self.owner)
+            self.slot = None
+        self.tensors, self.reads = [], []
+
+    def __del__(self, finalizing=sys.is_finalizing):
+        if not finalizing():
+            self.done()
+
+
+class Transfers:
+    """Copies of one device to and from a tier ("gpu", "host" or "disk" with a directory), on two streams of their own."""
+
+    def __init__(self, device: torch.device, tier: str, directory: str | None = None):
+        self.device, self.tier = device_for(device), tier
+        self.on_device = device
+        self.pool = HostPool(self.device)
+        self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
+        self.to_host, self.to_device = self.device.stream(), self.device.stream()
+        self.unsettled: list[tuple[Tensor, object]] = []
+        self.copied: deque = deque()  # (sources, their bytes, event of their copies), the oldest first
+
+    # -- to the tier -------------------------------------------------------------------------------------------------
+    def save(self, x: Tensor) -> Saved:
+        """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
+        if self.tier == "gpu":
+            return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
+        saved = self.room(x.shape, x.dtype)
+        self.put(saved, 0, x)
+        return saved
+
+    def room(self, shape, dtype: torch.dtype) -> Saved:
+        """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece by piece."""
+        saved = Saved(tuple(shape), dtype)
+        if self.disk is not None:
+            saved.file = self.disk.file()
+        else:
+            saved.block = self.pool.take(shape[0] * shape[1] * saved.row_bytes)
+        return saved
+
+    def put(self, saved: Saved, a: int, x: Tensor) -> None:
+        """Starts the copy of x [B, t, ...] to the rows of `saved` from a on; x stays alive until settle()."""
+        # Detached: a source that outlives its layer must not hold a graph.
+        device, x = self.device, x.detach().contiguous()
+        self.unsettled.append((x, version(x), device.current()))
+        # Also for whoever read the block before: a ticket ends with its stream waiting for it.
+        device.wait(device.mark(), self.to_host)
+        b = a + x.shape[1]
+        with device.on(self.to_host), torch.no_grad():
+            T = saved.shape[1]
+            for first, piece in [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]:
+                flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
+                if self.disk is not None:
+                    self.disk.write(flat, self.to_host, saved.file, at)
+                else:
+                    saved.block.thing.bytes[at : at + flat.numel()].copy_(flat, non_blocking=device.pins)
+
+    @staticmethod
+    def _rows(saved: Saved, block: Piece) -> Tensor:
+        """A piece's bytes as the tensor that is saved in it."""
+        nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
+        return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
+
+    @property
+    def unsettled_bytes(self) -> int:
+        """Bytes of the sources whose copies were started since the last settle()."""
+        return sum(x.untyped_storage().nbytes() for x, *_ in self.unsettled)
+
+    def settle(self, under_way: int = 0, room: int = 0) -> None:
+        """Releases the sources of copies, the oldest first; their streams wait for the copies before that.
+
+        under_way: how many of the latest calls' sources stay in any case. room: sources stay as long as all of them take no
+        more than these bytes. Raises RuntimeError where a source was written to while it stayed.
+        """
+        if self.unsettled:
+            nbytes, sources = self.unsettled_bytes, list(self.unsettled)
+            self.copied.append((sources, nbytes, self.device.mark(self.to_host)))
+            self.unsettled.clear()
+        held = sum(nbytes for _, nbytes, _ in self.copied)
+        while len(self.copied) > under_way and held > room:
+            sources, nbytes, copied = self.copied[0]
+            for stream in {stream for *_, stream in sources}:
+                self.device.wait(copied, stream)
+            self.copied.popleft()
+            held -= nbytes
+            if any(version(x) != before for x, before, _ in sources):
+                raise RuntimeError(WRITTEN_TO)
+
+    # -- from the tier -----------------------------------------------------------------------------------------------
+    def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Loan | None = None) -> Ticket:
+        """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new buffer where that is None."""
+        device, tensors, copies, offset = self.device, [], [], 0
+        for saved, a, b, destination in pieces:
+            if saved.resident:
+                whole = saved.tensor()
+                tensors.append(whole if (a, b) == (0, saved.shape[1]) else whole[:, a:b])
+                continue
+            if destination is None:
+                shape = (saved.shape[0], b - a, *saved.shape[2:])
+                nbytes = shape[0] * shape[1] * saved.row_bytes
+                if slot is not None:
+                    flat = slot.thing.bytes[offset : offset + nbytes]
+                    offset += -(-nbytes // 256) * 256
+                else:
+                    flat = torch.empty(nbytes, dtype=torch.uint8, device=self.on_device)
+                destination = flat.view(saved.dtype).view(shape)
+            tensors.append(destination)
+            copies.append((saved, a, b, destination))
+        ticket = Ticket(device, self.to_device, tensors, slot)
+        if not copies:
+            return ticket
+        # Memory comes from the compute stream's allocator: what ran there before owns it until now. Among that is the wait
+        # for the copies to the host (settle, which begins each pass), so that what is read here has been written.
+        device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
+        if self.disk is not None:
+            ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
+            return ticket
+        ticket.copying = True
+        with device.on(self.to_device), torch.no_grad():
+            for saved, a, b, destination in copies:
+                source = self._rows(saved, saved.block.thing)
+                # One contiguous copy a batch row: a strided copy between host and device would go through a temporary.
+                for row in range(saved.shape[0]):
+                    destination[row].copy_(source[row, a:b], non_blocking=device.pins)
+        ticket.ready = device.mark(self.to_device)
+        return ticket
+
+    def close(self) -> None:
+        """Frees every host block that no graph holds; each waits for its copies (device.py)."""
+        self.settle()
+        if self.disk is not None:
+            self.disk.close()
+        self.pool.give_back()
+
+
+class FetchQueue:
+    """The tiles that one backward pass will want, in order: as many under way as its ring has slots, across layers.
+
+    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short: begin() drops it.
+    """
+
+    def __init__(self, transfers: Transfers):
+        self.transfers = transfers
+        self.task = -1
+        self.ring, self.ring_stream = Shelf(), None
+        self.pending: deque = deque()
+        self.under_way: deque = deque()
+
+    def begin(self) -> None:
+        """Called where a pass may begin: starts clean where it is not the pass that filled the queue."""
+        task = graph_task()
+        if task != self.task:
+            self.transfers.settle()  # what this pass reads has been written
+            self.reset()
+            self.drop_ring()
+            self.task = task
+
+    def make_ring(self, slots: int, nbytes: int) -> None:
+        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use go with their tickets."""
+        device = self.transfers.device
+        rows = self.ring.rows
+        if len(rows) >= slots and rows[0][0].bytes.numel() >= nbytes and self.ring_stream == device.current():
+            return
+        self.drop_ring()
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device) for _ in range(slots)]
+        made = device.mark()
+        self.ring, self.ring_stream = Shelf([Slot(buffer, made) for buffer in buffers]), device.current()
+
+    def drop_ring(self) -> None:
+        """Frees the slots, each when its last ticket goes."""
+        self.ring, self.ring_stream = Shelf(), None
+
+    def push(self, owner, requests) -> None:
+        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has come."""
+        self.pending.extend((owner, request) for request in requests)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.pending:
+            slot = self.ring.take()
+            if slot is None:
+                return
+            owner, request = self.pending[0]
+            self.under_way.append((owner, self.transfers.fetch(request(), slot)))
+            self.pending.popleft()
+
+    def is_for(self, owner) -> bool:
+        """Whether the owner, whose turn it is, has something here. What others have goes: one who was promised the next turn, where
+        graphs that two threads made take turns in one pass."""
+        others = any(o is not owner for o, _ in (*self.under_way, *self.pending))
+        if others:
+            self.under_way, self.pending = (
+                deque(item for item in queue if item[0] is owner) for queue in (self.under_way, self.pending)
+            )
+            self._fill()
+        return bool(self.under_way or self.pending)
+
+    def reset(self) -> None:
+        """Forgets everything: the backward took another order than the forward promised, or ended early."""
+        self.pending.clear()
+        self.under_way.clear()
+
+    def next(self) -> Ticket:
+        """The ticket of the next tile; call release() with it when the last use of its tensors is launched."""
+        return self.under_way.popleft()[1]
+
+    def release(self, ticket: Ticket) -> None:
+        ticket.done()
+        self._fill()

@@ -1,0 +1,256 @@
+"""Reads the flags of `hfpatch train`, and turns some into what TrainingArguments takes."""
+
+import math
+import os
+import traceback
+import typing
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+
+from transformers import HfArgumentParser
+
+from hfpatch.budget.limits import flag
+from hfpatch.budget.policy import Checkpointing, parse_checkpointing
+from hfpatch.trainer import config_file, configs
+from hfpatch.trainer.flags import (
+    CLASSES,
+    COMPANIONS,
+    LENGTHS,
+    DataArguments,
+    ModelArguments,
+    TrainArguments,
+)
+from hfpatch.trainer.placement import single_process_environment
+
+
+def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
+    """Reads `[config.yaml|config.json] [--flag value ...]`; a flag wins over the file.
+
+    Raises ValueError for an unknown flag or key, a file that cannot be read, or values that
+    contradict each other.
+    """
+    argv = list(argv)
+    parser = HfArgumentParser(
+        CLASSES,
+        prog=config_file.typed(),
+        allow_abbrev=False,
+        description="Train a causal language model.",
+    )
+    actions = _actions(parser)
+    namespace, explicit = None, set()
+    _take_lengths(parser)
+    if argv and not argv[0].startswith("-"):
+        name = argv.pop(0)
+        from_file = config_file.flags(name, actions, _mappings())
+        parser.error = partial(_refuse, where=f"{name}: ")
+        namespace = parser.parse_args([word for words in from_file.values() for word in words])
+        explicit = {*from_file}
+    parser.error = _refuse
+    named = [arg[2:].split("=")[0].replace("-", "_") for arg in argv if arg.startswith("--")]
+    if namespace and "checkpointing" in named:
+        namespace.checkpointing = []  # argparse would add to the file's words
+    namespace, rest = parser.parse_known_args(argv, namespace)
+    if rest:
+        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}.")
+    explicit |= {actions[name].dest for name in named if name in actions}
+    values = {name: _expanded(value) for name, value in vars(namespace).items()}
+    for name, wanted in COMPANIONS.items():
+        if values[name] != actions[name].default and not values[wanted]:
+            raise ValueError(
+                f"hfpatch: --{name} goes with --{wanted}, which did not come; add it, or leave "
+                f"--{name} out."
+            )
+    model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
+    model = _place(model, values, explicit)
+    config = _use_engine(values, explicit)
+    if model.sp_size > 1:
+        data = _share_rows(model, data, values, config)
+    with refusals((ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
+        return model, data, _make(TrainArguments, values)
+
+
+@contextmanager
+def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
+    """Turns an error that transformers raises for a flag into a ValueError with one sentence."""
+    try:
+        yield
+    except kinds as error:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+        if (
+            isinstance(error, ModuleNotFoundError)
+            or text.startswith("hfpatch: ")
+            or _passed_through_us(error)
+        ):
+            raise
+        kind = (
+            ""
+            if isinstance(error, ValueError)
+            else f"transformers does not take these flags, {type(error).__name__}: "
+        )
+        raise ValueError(f"hfpatch: {kind}{(text.splitlines() or [''])[0]}") from error
+
+
+def _passed_through_us(error: BaseException) -> bool:
+    """Whether the error came through hfpatch's own code, which the callback runs inside Trainer.
+
+    Then it is a bug, not a flag that transformers refuses.
+    """
+    names = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return any(
+        name.startswith("hfpatch.") and not name.startswith("hfpatch.trainer.") for name in names
+    )
+
+
+def _actions(parser) -> dict:
+    """argparse's action of each flag, by every spelling with underscores; --x before --no_x."""
+    main = {action.dest: action for action in reversed(parser._actions)}
+    spelled = (
+        (option[2:].replace("-", "_"), action)
+        for action in main.values()
+        for option in action.option_strings
+    )
+    return main | dict(spelled)
+
+
+def _take_lengths(parser) -> None:
+    for action in parser._actions:
+        if action.dest in LENGTHS:
+            action.type = flag(LENGTHS[action.dest])
+
+
+def _make(cls, values: dict):
+    return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
+
+
+def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArguments:
+    """Replaces --placement by the TrainingArguments it stands for.
+
+    "auto" becomes the first placement that fits. Raises ValueError.
+    """
+    if not model.placement:
+        return model
+    if model.engine:
+        raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
+    from hfpatch.trainer import placement
+
+    name = model.placement
+    if name == "auto":
+        # Gradients and moments of adapters are small; the base decides, and no placement moves it.
+        name = "gpu8bit" if model.lora_r else _fitting(model, values, explicit)
+    values.update(
+        placement.training_arguments(
+            name, flags={key: values[key] for key in explicit if key in values}
+        )
+    )
+    bf16 = placement.get(name).bf16_weights and model.dtype == "auto"
+    return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype)
+
+
+def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
+    from hfpatch.budget.free import gpu_free, host_free
+    from hfpatch.trainer import placement
+    from hfpatch.trainer.loading import load_config
+
+    gpu = gpu_free()
+    if gpu is None:
+        raise ValueError(
+            "hfpatch: --placement auto looks at a GPU's memory, no GPU came; name a placement."
+        )
+    # A fused step in backward has neither accumulation nor a global norm, so a flag for one of
+    # them excludes it.
+    fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & explicit)
+    sizes = {"seq_len": values["seq_len"], "batch": values["per_device_train_batch_size"]}
+    return placement.fitting(
+        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, **sizes
+    )
+
+
+def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config) -> DataArguments:
+    """Replaces --sp_size by a parallelism_config; rows are padded to go evenly over the ranks.
+
+    Raises ValueError.
+    """
+    from hfpatch.trainer.sequence import parallelism
+
+    # transformers drops the flag under Ulysses; under context parallelism it would shift labels
+    # within a part.
+    if values.get("label_smoothing_factor"):
+        raise ValueError(
+            f"hfpatch: --label_smoothing_factor needs whole rows, --sp_size {model.sp_size} came "
+            "too; leave one of them out."
+        )
+    engine, engine_values = (config.engine, config.values) if config else (None, {})
+    values["parallelism_config"] = parallelism(
+        engine, engine_values, size=model.sp_size, attention=model.attn_implementation
+    )
+    values["eval_positions"] = 0  # a rank has only a part of each row
+    # Each rank of FSDP2's context parallelism takes two chunks.
+    chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size
+    return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
+
+
+def _use_engine(values: dict, explicit: set[str]):
+    """Replaces --engine (or --deepspeed FILE) by TrainingArguments, checked against the flags.
+
+    Returns the engine's config, None without an engine. Raises ValueError.
+    """
+    name = values["engine"]
+    if isinstance(values["fsdp_config"], str) and values["fsdp_config"].endswith(".json"):
+        configs.load(values["fsdp_config"])
+    if isinstance(values["deepspeed"], str):
+        if name:
+            raise ValueError(
+                "hfpatch: expected one of --engine and --deepspeed, both came; keep --engine."
+            )
+        name, values["deepspeed"] = values["deepspeed"], None
+    if not name:
+        if values["nvme_path"]:
+            raise ValueError(
+                "hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; "
+                "add it."
+            )
+        return None
+    config = configs.load(name, nvme_path=values["nvme_path"])
+    values.update(
+        configs.training_arguments(
+            config, flags={key: values[key] for key in explicit if key in values}
+        )
+    )
+    single_process_environment()
+    return config
+
+
+def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
+    """What --checkpointing and --every say. Raises ValueError."""
+    return parse_checkpointing(model.checkpointing + ([f"every={model.every}"] if model.every else []))
+
+
+def apply_options(model: ModelArguments) -> bool | dict:
+    """The value of `hfpatch.Callback(apply=...)`: False unless --impl hfpatch."""
+    options = {"checkpointing": checkpointing_of(model), "rope_float64": model.rope_float64}
+    return model.impl == "hfpatch" and options
+
+
+def _refuse(message, where=""):
+    raise ValueError(f"hfpatch: {where}{message}; see {config_file.typed()} --help.")
+
+
+def _mappings() -> set[str]:
+    """The flags that take a mapping: JSON on the command line, keys and values in a file."""
+    hints = (typing.get_type_hints(cls) for cls in CLASSES)
+    kinds = (
+        (name, [typing.get_origin(one) or one for one in typing.get_args(of)])
+        for h in hints
+        for name, of in h.items()
+    )
+    return {name for name, of in kinds if dict in of}
+
+
+def _expanded(value):
+    """Expands ~ in paths, which no shell expands in a file or behind a `=`."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value

@@ -1,0 +1,320 @@
+"""The Trainer callback: tokens per second, MFU and peak memory in each log line, and `apply` on init if asked for."""
+
+import resource
+import sys
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from traceback import walk_stack
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import GiB, ModelShape
+from hfpatch.budget.hardware import gpu_named
+from hfpatch.budget.seconds import Resident
+from hfpatch.compat import is_sharded_by_zero3, parallelism_config
+from hfpatch.context.classes import inner_model
+from hfpatch.parts.quantised import as_trained
+from hfpatch.store.device import mark_batch_ready
+from hfpatch.trainer.marks import first_to_say
+
+
+class Callback(TrainerCallback):
+    """Adds `tokens_per_second`, `mfu`, `step_seconds`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
+
+    tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
+    (recomputation not counted, causal attention counted by half); of a GPU without a published peak the share of a matmul
+    measured at the start; a CPU has none. step_seconds: of the steps since the last line, on average; planned_step_seconds: of
+    the same batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its table. peak_gpu_gib is
+    allocated memory, peak_gpu_reserved_gib what the allocator holds, peak_host_gib the process's largest resident set.
+
+    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest. Where ranks share rows,
+    evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
+
+    apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
+    attention_share: what packed documents leave of a full row's attention, for mfu, from 0 to 1.
+    Raises ValueError for other values.
+    """
+
+    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
+        if not isinstance(apply, (bool, dict)):
+            raise ValueError(
+                f"hfpatch: apply must be True, False or a dict of hfpatch.apply's options, {type(apply).__name__} came; pass True."
+            )
+        if not isinstance(attention_share, (int, float)) or not 0 <= attention_share <= 1:
+            raise ValueError(f"hfpatch: attention_share must be from 0 to 1, {attention_share!r} came; leave it out.")
+        self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
+        self.attention_share = attention_share
+        self.report = None  # what apply said
+        self._applied = lambda: None
+        self._hook = self._loader = None
+        self._warned = False
+        self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self._go_first()
+        if _parallelism(args) is not None:
+            from transformers import Trainer
+
+            from hfpatch.trainer.sequence import evaluate_together, refuse_unshared_batches, share_rows
+
+            trainer = _caller(Trainer)
+            if trainer is not None:
+                if _sharing(args) > 1:
+                    refuse_unshared_batches(trainer)
+                share_rows(trainer.accelerator)
+                if type(trainer).prediction_step is Trainer.prediction_step:
+                    evaluate_together(trainer)
+        if self.apply and model is not None:
+            if args.use_liger_kernel:
+                raise ValueError("hfpatch: expected one implementation, use_liger_kernel came too; drop it or apply.")
+            import hfpatch
+
+            model = _with_config(model)
+            self.report = hfpatch.apply(model, **(self.apply if isinstance(self.apply, dict) else {}))
+            self._applied = weakref.ref(model)
+            if args.process_index == 0 and first_to_say(str(self.report)):
+                print(self.report, file=sys.stderr)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._go_first()
+        # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere in it.
+        if self.apply and not any(module is self._applied() for module in model.modules()):
+            raise ValueError(
+                "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
+                "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
+            )
+        sizes = vars(_parallelism(args) or object).get
+        self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
+        config = getattr(_with_config(model), "config", None)
+        try:
+            self._shape = None if config is None else as_trained(ModelShape.from_config(config), model)
+        except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
+            self._shape = None
+        optimizer = kwargs.get("optimizer")
+        while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+            optimizer = optimizer.optimizer
+        if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
+            self._warned = True
+            warnings.warn(words, stacklevel=2)
+        self.on_train_end(args, state, control)  # a run that looks for its batch size begins again, and never ended
+        self._loader = kwargs.get("train_dataloader")
+        if self._loader is not None:
+            _set_class(self._loader, _noting_arrivals(type(self._loader)))
+        self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
+        state_of = getattr(args, "distributed_state", None)
+        self._plans = _planner(model, optimizer) if getattr(state_of, "distributed_type", "") == "NO" else None
+        self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._start(state)
+
+    def _count(self, model, positional, named):
+        if not model.training:
+            return
+        if positional and isinstance(positional[0], Mapping):  # sentence-transformers' features
+            positional, named = (), positional[0]
+        ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
+        if ids is not None:  # shapes alone: nothing waits for the device
+            B, T = ids.shape[:2]
+            self._tokens += B * T
+            self._shapes[B, T] += 1
+            if self._shape:
+                self._flops += model_flops(
+                    replace(self._shape, ranks=self._sharing), B, T, self.attention_share, self._trained
+                )
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        # Evaluation is no training time; its logs come first, so nothing is lost.
+        self._start(state)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None:
+            return
+        extra = memory_columns(args.device)
+        seconds = time.perf_counter() - self._since if self._hook is not None else 0.0
+        if "loss" in logs and self._tokens and seconds > 0:
+            extra["tokens_per_second"] = round(self._tokens * self._ranks / seconds, 1)
+            if self._peak:
+                extra["mfu"] = round(self._flops / seconds / self._peak, 4)
+            if (steps := state.global_step - self._steps) > 0:
+                extra["step_seconds"] = round(seconds / steps, 4)
+                if self._plans and (planned := self._plans(self._shapes, steps)):
+                    extra["planned_step_seconds"] = round(planned / steps, 4)
+            self._start(state)
+        logs.update(extra)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(extra)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._loader is not None:
+            _set_class(self._loader, type(self._loader).__base__)
+            self._loader = None
+
+    def _start(self, state):
+        self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
+        self._shapes, self._steps = Counter(), state.global_step
+
+    def _go_first(self):
+        """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
+
+        Trainer puts its reporters before a user's callbacks and hands no callback the list they stand in; the frame
+        that calls us is the one place to find it. Where it is not found, the columns reach the progress bar and the
+        log history alone.
+        """
+        handler = _caller(CallbackHandler)
+        if handler is not None:
+            # A new list: the old one is being walked through.
+            handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
+
+
+def _with_config(model):
+    """The model of transformers that another library's module holds, as sentence-transformers' does; else the module."""
+    if hasattr(getattr(model, "config", None), "model_type"):
+        return model
+    found = inner_model(model)
+    return model if found is None else found[1]
+
+
+def _parallelism(args):
+    """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there is none."""
+    return getattr(args, "parallelism_config", None) or parallelism_config()
+
+
+def _sharing(args) -> int:
+    """Ranks that have a part each of a row."""
+    sizes = vars(_parallelism(args) or object).get
+    return max(sizes("sp_size") or 1, sizes("cp_size") or 1)
+
+
+def _caller(kind: type):
+    """The nearest object of that class whose method called, or None."""
+    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
+
+
+# accelerate's loaders say by a property that their class is the loader's inside.
+_set_class = vars(object)["__class__"].__set__
+
+
+@cache
+def _noting_arrivals(kind: type) -> type:
+    """A loader's class whose batches are noted as they come: the documents of a later one then wait for no earlier step."""
+
+    def batches(self):
+        for batch in kind.__iter__(self):
+            mark_batch_ready(batch)
+            yield batch
+
+    return type(kind.__name__, (kind,), {"__iter__": batches})
+
+
+# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
+_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
+
+
+def rounded_to_nearest(optimizer) -> str:
+    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
+
+    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it comes. Engines hand
+    their optimizers fp32 copies, and those are what stands in its groups.
+    """
+    asked = getattr(optimizer, "defaults", {})
+    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
+        return ""
+    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)]
+    if not half:
+        return ""
+    return (
+        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} came: {len(half)} of "
+        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, and updates below about "
+        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True" '
+        "to TrainingArguments (pip install torchao), or load the model in float32 and pass bf16=True."
+    )
+
+
+def memory_columns(device) -> dict:
+    """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest resident set."""
+    scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    columns = {"peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)}
+    if torch.device(device).type == "cuda":
+        columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
+        columns["peak_gpu_reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GiB, 3)
+    return columns
+
+
+def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0) -> float:
+    """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation left out).
+
+    attention_share: what packed documents leave of a full row's causal attention. trained: share of the weights that
+    get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with adapters knows that by itself).
+    """
+    flops = step_flops(shape, "off", batch=batch, tokens=tokens)
+    return (flops.model - flops.model_attention) * (4 + 2 * trained) / 6 + flops.model_attention * attention_share
+
+
+def _planner(model, optimizer):
+    """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's steps after them, None where
+    they are not known; None of a model that hfpatch does not run."""
+    session = next((s for m in model.modules() if (s := vars(m).get("_hfpatch_session")) is not None), None)
+    if session is None:
+        return None
+    nbytes = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))  # noqa: E731
+
+    def seconds(shapes, steps: int) -> float | None:
+        states = nbytes(value for state in optimizer.state.values() for value in state.values())
+        stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
+        found = [(session.planned_seconds(B, T, stays), n) for (B, T), n in shapes.items()]
+        if any(one is None for one, _ in found):
+            return None
+        return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)
+
+    return seconds
+
+
+def _trained_share(model) -> float:
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in counts if trained) / max(1, sum(n for n, _ in counts))
+
+
+def _compute_dtype(args, model) -> torch.dtype:
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else next(model.parameters()).dtype
+
+
+def published_peak(device_name: str) -> float | None:
+    """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the planner's table."""
+    row = gpu_named(device_name)
+    return row and row.peak_flops
+
+
+def peak_flops(device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of eight matmuls; None of a
+    CPU, whose share says nothing."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        known = published_peak(torch.cuda.get_device_name(device))
+        if known:
+            return known
+    n, wait = (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
+    a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
+    for _ in range(8):
+        wait(device)
+        begin = time.perf_counter()
+        a @ a
+        wait(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best

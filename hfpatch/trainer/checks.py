@@ -1,0 +1,291 @@
+"""Refuses flags and surroundings that cannot work, before a model loads or a file is written."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from hfpatch.budget.free import cores, host_free
+from hfpatch.budget.limits import check_ranges, environment_number
+from hfpatch.budget.policy import Checkpointing
+from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.trainer.arguments import checkpointing_of
+
+HOST_SECONDS = 30  # until MASTER_ADDR must be known: machines start one after the other
+
+
+def environment() -> None:
+    """Checks the variables that a launcher sets, or a user in its place. Raises ValueError."""
+    ranks = environment_number("WORLD_SIZE", 1, 1)
+    # Without LOCAL_RANK this process is alone: schedulers set WORLD_SIZE for machines.
+    launched = environment_number("LOCAL_RANK", -1, -1) >= 0
+    rank = environment_number("RANK", 0, 0, ranks - 1 if launched else None)
+    environment_number("LOCAL_WORLD_SIZE", 1, 1)
+    port = environment_number("MASTER_PORT", 29500, 1, 65535)
+    if launched and ranks > 1:
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        _known_host(address)
+        if rank and not environment_number("LOCAL_RANK", -1, -1):
+            _warn_of_silent_rank_0(rank, address, port)
+    host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
+
+
+def _known_host(address: str) -> None:
+    """Raises ValueError for a host unknown after HOST_SECONDS: torch would wait half an hour."""
+    end = time.monotonic() + HOST_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"hfpatch: expected a host in the environment's MASTER_ADDR, {address!r} is "
+                    f"not known after {HOST_SECONDS} s ({error}); correct it."
+                ) from error
+        time.sleep(0.5)
+
+
+def _warn_of_silent_rank_0(rank: int, address: str, port: int) -> None:
+    """Says that rank 0 does not answer yet: torch waits half an hour in silence."""
+    try:
+        socket.create_connection((address, port), timeout=HOST_SECONDS / 10).close()
+    except OSError as error:
+        print(
+            f"hfpatch: rank {rank} waits for rank 0 at {address}:{port}, which does not answer "
+            f"yet ({error}); if this lasts, look whether it runs there and whether a firewall "
+            "closes the port.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _offload_folder(model) -> None:
+    """Raises ValueError for a --checkpointing that no folder can be made of."""
+    settings = checkpointing_of(model)
+    directory = (
+        settings.directory
+        if model.impl == "hfpatch" and isinstance(settings, Checkpointing)
+        else None
+    )
+    if directory is None:
+        return
+    path = Path(directory).absolute()
+    there = next(p for p in (path, *path.parents) if os.path.exists(p))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "which may not be written to" if there.is_dir() else "which is no folder"
+        raise ValueError(f"hfpatch: expected a folder for --checkpointing, {there} came, {what}; name another.")
+
+
+def flags(model, data, args) -> None:
+    """Raises ValueError for a flag out of range, and for flags that contradict each other."""
+    check_ranges(vars(model) | vars(data) | vars(args), "_")
+    rules = chain(
+        _process_rules(args),
+        _model_rules(model, data),
+        _quantisation_rules(model, args),
+        _implementation_rules(model, args),
+        _data_rules(model, data, args),
+    )
+    for broken, sentence in rules:  # in order: later rules build on earlier ones
+        if broken:
+            raise ValueError(f"hfpatch: {sentence}")
+    _offload_folder(model)
+
+
+def _process_rules(args):
+    launched = environment_number("WORLD_SIZE", 1) if "LOCAL_RANK" in os.environ else 1
+    # Each process would train by itself, into one folder.
+    yield (
+        launched > 1 and args.world_size == 1,
+        f"expected {launched} processes that train together, as they were launched, each sees "
+        "itself alone, having no GPU; pass --use_cpu True and no engine, or launch one.",
+    )
+    workers, most = args.dataloader_num_workers, 16 + 4 * cores()
+    yield (
+        workers > most,
+        f"--dataloader_num_workers {workers} is as many processes, this one has {cores()} cores; "
+        f"take {most} or fewer.",
+    )
+    yield (
+        args.max_steps == 0,
+        "expected --max_steps of 1 or more, 0 came; leave it out to train --num_train_epochs.",
+    )
+
+
+def _model_rules(model, data):
+    yield (
+        model.model is None,
+        "expected --model with a folder, a hub id or a preset, none came; name one model.",
+    )
+    yield (
+        not data.data,
+        "expected --data with files, folders, or a hub data set, none came; name some.",
+    )
+    yield (
+        model.config_overrides and not model.preset,
+        (f"--config_overrides changes a preset, --model {model.model} came; edit its config.json."),
+    )
+    yield (
+        model.preset and not model.tokenizer and not model.train_tokenizer,
+        (
+            f"the preset {model.preset} has random weights and no tokenizer; give --tokenizer NAME or "
+            "--train_tokenizer SIZE."
+        ),
+    )
+    yield (
+        model.tokenizer and model.train_tokenizer,
+        ("expected one of --tokenizer and --train_tokenizer, both came; keep one."),
+    )
+    yield (
+        not model.preset and model.train_tokenizer,
+        (f"--train_tokenizer makes tokens that {model.model} never saw; use it with a preset."),
+    )
+
+
+def _quantisation_rules(model, args):
+    bits = [f"--load_in_{n}bit" for n in (4, 8) if getattr(model, f"load_in_{n}bit")]
+    if not bits:
+        return
+    yield (
+        not model.lora_r,
+        f"{bits[0]} freezes the weights that it quantises, no --lora_r came; add --lora_r 16.",
+    )
+    yield len(bits) > 1, "expected one of --load_in_4bit and --load_in_8bit, both came; keep one."
+    yield (
+        model.preset,
+        f"{bits[0]} quantises trained weights as they load, the preset {model.preset} came; name a folder or a hub id.",
+    )
+    yield (
+        _missing("bitsandbytes"),
+        (f"{bits[0]} needs the package bitsandbytes, it is missing; pip install bitsandbytes."),
+    )
+    yield (
+        args.deepspeed or args.fsdp,
+        f"{bits[0]} keeps a whole base on each GPU, an engine came; drop one.",
+    )
+
+
+def _implementation_rules(model, args):
+    ours, liger, asked = model.impl == "hfpatch", model.impl == "liger", checkpointing_of(model)
+    yield (
+        liger and (not torch.cuda.is_available() or args.use_cpu),
+        ("--impl liger needs a GPU (Liger has no CPU path), none came; use hf or hfpatch."),
+    )
+    yield (
+        liger and _missing("liger_kernel"),
+        ("--impl liger needs the package liger-kernel, it is missing; pip install liger-kernel."),
+    )
+    yield (
+        not liger and args.use_liger_kernel,
+        (f"--use_liger_kernel and --impl {model.impl} both patch the model; use --impl liger."),
+    )
+    yield (
+        ours and asked != "off" and args.gradient_checkpointing,
+        (
+            "--gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop "
+            "it, or use --checkpointing off."
+        ),
+    )
+    yield (
+        not ours and (asked not in ("off", Checkpointing()) or model.rope_float64),
+        (f"--checkpointing, --every and --rope_float64 belong to --impl hfpatch, {model.impl} came."),
+    )
+
+
+def _data_rules(model, data, args):
+    yield (
+        data.validation_split and data.eval_data,
+        ("expected one of --validation_split and --eval_data, both came; keep one."),
+    )
+    yield (
+        data.streaming and data.validation_split,
+        ("--validation_split needs all of the data, --streaming came; give --eval_data."),
+    )
+    yield (
+        data.streaming and model.train_tokenizer,
+        ("--train_tokenizer reads all of the data, --streaming came; give --tokenizer."),
+    )
+    yield (
+        data.streaming and args.max_steps <= 0,
+        ("--streaming needs --max_steps, for the length of the data is unknown; give it."),
+    )
+    evaluates = data.eval_data or data.validation_split
+    yield (
+        not evaluates and (args.eval_strategy != "no" or args.early_stopping_patience),
+        ("evaluation needs --eval_data or --validation_split, none came; give one."),
+    )
+    yield (
+        args.early_stopping_patience and args.eval_strategy == "no",
+        ("--early_stopping_patience needs --eval_strategy steps or epoch, no came; set it."),
+    )
+    yield (
+        data.chat_template and not Path(data.chat_template).is_file(),
+        (f"expected a template at --chat_template {data.chat_template}, there is no file."),
+    )
+
+
+def _missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def length(seq_len: int, config) -> None:
+    """Raises ValueError for rows longer than the model's rotary table."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and seq_len > limit:
+        raise ValueError(
+            f"hfpatch: --seq-len {seq_len} is over the model's {limit} positions "
+            "(max_position_embeddings); shorten it, or lengthen the model with --rope_scaling or "
+            "--max_position_embeddings."
+        )
+
+
+def sharing(sp_size: int, config) -> None:
+    """Raises ValueError for heads that DeepSpeed cannot share evenly over the ranks of a row."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    reason = heads and why_not_shared_out(
+        heads, getattr(config, "num_key_value_heads", None) or heads, sp_size
+    )
+    if reason:
+        raise ValueError(
+            f"hfpatch: --sp_size {sp_size} came, but {reason}, which DeepSpeed's Ulysses refuses; "
+            "pass another size, or --engine fsdp2."
+        )
+
+
+def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
+    """Raises ValueError if accelerate does not run the engine of the flags and of the checkpoint.
+
+    DeepSpeed left out: the weights are split and nobody gathers them. FSDP left out: each process
+    trains all weights. A checkpoint of FSDP without it, or the other way round, does not load.
+    """
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if args.deepspeed and kind != "DEEPSPEED":
+        raise ValueError(
+            f"hfpatch: expected accelerate to run DeepSpeed as its config asks, it runs {kind}; "
+            "launch with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or "
+            "with plain python."
+        )
+    if (
+        getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    ) and kind != "FSDP":
+        raise ValueError(
+            f"hfpatch: expected accelerate to run FSDP as its config asks, it runs {kind}: its "
+            "FSDP is for GPUs, started as by `accelerate launch` without --cpu; on CPUs leave "
+            "FSDP out."
+        )
+    if checkpoint is not None and (kind == "FSDP") is not any(
+        Path(checkpoint).glob("pytorch_model_fsdp*")
+    ):
+        here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
+        raise ValueError(
+            f"hfpatch: {checkpoint} was saved {there} FSDP, this run of {args.world_size} "
+            f"processes is {here} it; launch as many with the same --engine, or start anew with "
+            "--model set to what scripts/consolidate.py makes of it."
+        )

@@ -1,0 +1,111 @@
+"""A longer context than the model's: its config with another limit and other rotary frequencies.
+
+The config goes into the model before its weights load, and with the model into config.json.
+"""
+
+import json
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hfpatch.budget.limits import check_sizes
+
+_FROM_ORIGINAL = ("yarn", "llama3", "longrope")  # types that reckon from the length before
+
+
+def lengthened(config, limit: int | None, scaling: str | None):
+    """The config with another limit of positions and other rope parameters, each if given.
+
+    Args:
+        config: of a model with one rotary table.
+        limit: max_position_embeddings; by default `factor` times the length before.
+        scaling: rope parameters as a JSON object. What it leaves out stays as it was (rope_theta);
+            original_max_position_embeddings is the model's limit before.
+
+    Raises:
+        ValueError: the model's family or transformers does not take them.
+    """
+    if limit is None and scaling is None:
+        return config
+    before = _rope(config)
+    if limit is not None and limit < 1:
+        raise ValueError(f"hfpatch: expected --max_position_embeddings of 1 or more, {limit} came.")
+    values = config.to_dict()
+    if scaling is not None:
+        asked = _asked(scaling)
+        original = asked.get("original_max_position_embeddings")
+        if original is None:
+            if (
+                before.get("rope_type", "default") != "default"
+                and asked["rope_type"] in _FROM_ORIGINAL
+            ):
+                raise ValueError(
+                    f"hfpatch: the model's positions are scaled already ({before['rope_type']}); "
+                    "say which length --rope_scaling starts from with "
+                    '"original_max_position_embeddings".'
+                )
+            original = config.max_position_embeddings
+        if asked["rope_type"] in _FROM_ORIGINAL:
+            asked["original_max_position_embeddings"] = original
+        if limit is None and isinstance(asked.get("factor"), (int, float)):
+            limit = int(original * asked["factor"])
+        kept = {k: before[k] for k in ("rope_theta", "partial_rotary_factor") if k in before}
+        values["rope_parameters"] = kept | asked
+    if limit is not None:
+        values["max_position_embeddings"] = limit
+    try:
+        made = type(config).from_dict(values)
+        kind = _rope(made).get("rope_type", "default")
+        if kind != "default":
+            ROPE_INIT_FUNCTIONS[kind](made, "cpu")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"hfpatch: --rope_scaling {scaling} does not serve this model ({error}); check it."
+        ) from error
+    made._name_or_path = config._name_or_path
+    return made
+
+
+def _rope(config) -> dict:
+    """The rope parameters of a config with one rotary table. Raises ValueError."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope or not hasattr(config, "max_position_embeddings"):
+        raise ValueError(
+            "hfpatch: --max_position_embeddings and --rope_scaling set one rotary table, a "
+            f"{config.model_type} has none or several; change its config.json instead."
+        )
+    return rope
+
+
+def _asked(scaling: str) -> dict:
+    try:
+        asked = json.loads(scaling)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise ValueError(
+            "hfpatch: expected a JSON object for --rope_scaling, such as "
+            '{"rope_type": "yarn", "factor": 4.0}, '
+            f"{scaling!r} came."
+        )
+    if not {"type", "rope_type"} & asked.keys() and asked.keys() - {
+        "rope_theta",
+        "partial_rotary_factor",
+    }:
+        raise ValueError(
+            f"hfpatch: expected a rope_type beside the numbers of --rope_scaling, {scaling!r} "
+            "came, which transformers takes for no scaling; add it."
+        )
+    check_sizes({"rope_parameters": {n: v for n, v in asked.items() if not isinstance(v, str)}}.get)
+    asked["rope_type"] = asked.pop("type", asked.get("rope_type", "default"))
+    if asked["rope_type"] == "dynamic":
+        raise ValueError(
+            "hfpatch: dynamic scaling counts from max_position_embeddings and changes with each "
+            "batch, so training beyond it is not possible; use yarn or linear."
+        )
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if asked["rope_type"] not in known:
+        raise ValueError(
+            f"hfpatch: --rope_scaling knows the types {', '.join(known)}, {asked['rope_type']!r} "
+            "came; take one of them."
+        )
+    return asked

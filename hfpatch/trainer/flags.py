@@ -1,0 +1,222 @@
+"""The flags of `hfpatch train`, on top of transformers' TrainingArguments."""
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+from hfpatch.budget.limits import parse_length
+from hfpatch.budget.policy import CHECKPOINTING
+from hfpatch.budget.presets import PRESETS
+from hfpatch.trainer.data_files import FORMATS
+
+# Our flags -> their other spellings, which are TRL's, with underscores or dashes between the words.
+SPELLINGS = {
+    "seq_len": ["seq_length", "max_length"],
+    "text_field": ["dataset_text_field"],
+    "chat_template": ["chat_template_path"],
+    "pad_multiple": ["pad_to_multiple_of"],
+}
+SPELLINGS = {
+    flag: [*names, *("--" + name[2:].replace("_", "-") for name in names)] for flag, names in SPELLINGS.items()
+}
+
+
+def _flag(default, help, *, also: str = "", **more):
+    """A flag with its help. also: the name under which SPELLINGS has its other spellings."""
+    others = SPELLINGS.get(also, ())
+    more["aliases"] = [f"--{name.replace('_', sep)}" for name in others for sep in "_-"]
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Which model, from where, and what is done to it."""
+
+    model: str | None = _flag(
+        None,
+        "A folder with config.json and safetensors, or a hub id; or, with random weights, a preset: "
+        + ", ".join(PRESETS),
+    )
+    config_overrides: str | None = _flag(None, "Of a preset: changes to its config, as hidden_size=128,vocab_size=512.")
+    max_position_embeddings: int | None = _flag(None, "Positions of the model, where more than its config says.")
+    rope_scaling: dict | str | None = _flag(
+        None,
+        'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not '
+        "by adapters).",
+    )
+    rope_float64: bool = _flag(False, "Rotary angles in float64, worth it above 128k tokens.")
+    tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
+    train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
+    impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])
+    checkpointing: list[str] = field(
+        default_factory=list, metadata={"help": CHECKPOINTING, "action": "extend", "metavar": "auto|least|off|..."}
+    )
+    every: str | None = _flag(None, "Keep every k-th layer's input: --checkpointing every=k.")
+    placement: str | None = _flag(
+        None,
+        "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, "
+        "gpu8bit-fused, zero3-offload.",
+    )
+    engine: str | None = _flag(
+        None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload."
+    )
+    sp_size: int = _flag(1, "With --engine zero3 or fsdp2: GPUs that share each sequence.")
+    nvme_path: str | None = _flag(None, "With --engine zero3_nvme_offload: a folder on a local disk.")
+    dtype: str = _flag("auto", "Type of the weights; auto: the checkpoint's, float32 for a preset.",
+                       choices=["auto", "float32", "bfloat16"])  # fmt: skip
+    attn_implementation: str = _flag(
+        "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]
+    )
+    lora_r: int = _flag(0, "Rank of LoRA adapters over a frozen base; 0 trains all weights.")
+    lora_alpha: float = _flag(0.0, "LoRA's alpha; 0 takes twice the rank.")
+    lora_dropout: float = _flag(0.0, "Dropout before the adapters.")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={
+            "help": "Layers that get adapters; all-linear is every linear layer but the head."
+        },
+    )
+    load_in_4bit: bool = _flag(
+        False, "With --lora_r: the base's linear layers in 4 bits (bitsandbytes)."
+    )
+    load_in_8bit: bool = _flag(
+        False, "With --lora_r: the base's linear layers in 8 bits (bitsandbytes)."
+    )
+    bnb_4bit_quant_type: str = _flag("nf4", "Type of the 4 bits.", choices=["nf4", "fp4"])
+    use_bnb_nested_quant: bool = _flag(True, "Quantise the scales of the 4 bits too.")
+    trust_remote_code: bool = _flag(False, "Run code that comes with the model.")
+    allow_pickle: bool = _flag(
+        False, "Load .bin weights, which can run code, where there is no safetensors file."
+    )
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that --model names, whose weights are random; None of a folder or a hub id."""
+        return self.model if self.model in PRESETS and not os.path.isdir(self.model) else None
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Which data, and how it becomes rows of tokens."""
+
+    data: list[str] = field(
+        default_factory=list, metadata={"help": "Files, folders, or one hub data set."}
+    )
+    eval_data: list[str] = field(
+        default_factory=list, metadata={"help": "The same, held out for evaluation."}
+    )
+    validation_split: float = _flag(
+        0.0, "Share of the documents of --data held out for evaluation."
+    )
+    data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
+    data_format: str = _flag(
+        "auto", "What the files of --data are; auto goes by their names.", choices=list(FORMATS)
+    )
+    data_exclude: list[str] = field(
+        default_factory=list, metadata={"help": "Names of folders inside it to leave out."}
+    )
+    data_config: str | None = _flag(None, "Configuration of the hub data set.")
+    data_split: str = _flag(
+        "train", "Split of the hub data set, or of a folder that save_to_disk wrote."
+    )
+    eval_split: str | None = _flag(None, "The split of --eval_data; --data_split by default.")
+    kind: str = _flag(
+        "auto",
+        "What a row holds; auto asks its columns.",
+        choices=["auto", "text", "prompt", "chat"],
+    )
+    text_field: str = _flag("text", "Column of plain text.", also="text_field")
+    text_unit: str = _flag(
+        "file", "A document of a text file.", choices=["file", "line", "paragraph"]
+    )
+    chat_template: str | None = _flag(
+        None,
+        "File with a jinja template, for a tokenizer that has none.",
+        also="chat_template",
+    )
+    seq_len: int = _flag(1024, "Tokens a row.", also="seq_len")
+    packing: bool = _flag(False, "Fill rows with several documents; none attends to another.")
+    long_rows: str = _flag(
+        "split", "Documents longer than a row.", choices=["split", "truncate", "drop"]
+    )
+    pad_multiple: int = _flag(
+        1,
+        "Without --packing: pad batches to a multiple of this.",
+        also="pad_multiple",
+    )
+    streaming: bool = _flag(
+        False, "Read rows while training, for data larger than the disk; needs --max_steps."
+    )
+    shuffle_buffer: int = _flag(10_000, "With --streaming: rows among which the next is drawn.")
+    cache_dir: str = _flag(
+        "~/.cache/hfpatch/tokens", "Where tokenized data is kept, named by its content."
+    )
+    strict: bool = _flag(False, "Stop at the first malformed row instead of counting it.")
+    show_batch: int = _flag(
+        0, "Print this many rows of the first batch, coloured by label, and stop."
+    )
+
+
+@dataclass
+class TrainArguments(TrainingArguments):
+    """transformers' TrainingArguments, with early stopping, a time limit and a stop at NaN."""
+
+    output_dir: str = _flag("runs/train", "Where checkpoints and the model go.")
+    logging_steps: float = _flag(10, "Steps between log lines.")
+    lr_scheduler_type: str = _flag(
+        "cosine", "transformers' schedules, shaped by --lr_scheduler_kwargs."
+    )
+    early_stopping_patience: int = _flag(
+        0, "Stop after this many evaluations without improvement; 0 never stops."
+    )
+    early_stopping_delta: float = _flag(
+        0.0, "What counts as improvement of --metric_for_best_model."
+    )
+    time_limit: float = _flag(0.0, "Stop after this many minutes of training; 0 never stops.")
+    eval_positions: int = _flag(
+        1024,
+        "Evaluation reports the loss by position, in buckets of this many tokens that double; 0 "
+        "does not.",
+    )
+    nan_steps: int = _flag(
+        3, "Stop after this many steps in a row whose loss is not finite; 0 never stops."
+    )
+    logging_nan_inf_filter: bool = _flag(
+        False, "Leave losses that are not finite out of what is logged."
+    )
+    report_to: str = _flag(
+        "tensorboard" if importlib.util.find_spec("tensorboard") else "none",
+        "tensorboard, wandb, none, ...",
+    )
+
+    def __post_init__(self):
+        if self.early_stopping_patience:
+            self.metric_for_best_model = self.metric_for_best_model or "loss"
+            # Else each resume would start with full patience.
+            self.restore_callback_states_from_checkpoint = True
+        # torch warns about pinned memory without a GPU.
+        self.dataloader_pin_memory = (
+            self.dataloader_pin_memory and torch.cuda.is_available() and not self.use_cpu
+        )
+        super().__post_init__()
+
+    def __getstate__(self):
+        # Trainer saves these beside each model, and a token is a secret.
+        return vars(self) | {"hub_token": None}
+
+
+# Flags that take a number of tokens, such as 8192 or 128k.
+LENGTHS = {
+    "seq_len": parse_length, "pad_multiple": parse_length, "max_position_embeddings": parse_length,
+}  # fmt: skip
+CLASSES = (ModelArguments, DataArguments, TrainArguments)
+# Flags that have a meaning only beside another flag -> that flag.
+COMPANIONS = {
+    "lora_alpha": "lora_r", "lora_dropout": "lora_r", "lora_target_modules": "lora_r",
+    "bnb_4bit_quant_type": "load_in_4bit", "use_bnb_nested_quant": "load_in_4bit",
+    "shuffle_buffer": "streaming", "eval_split": "eval_data",
+    "early_stopping_delta": "early_stopping_patience",
+}  # fmt: skip

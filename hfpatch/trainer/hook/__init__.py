@@ -1,0 +1,1 @@
+"""The folder that `hfpatch run` puts on PYTHONPATH, where Python finds `sitecustomize`."""

@@ -1,0 +1,175 @@
+"""The config and the model that the flags ask for, with LoRA and quantisation."""
+
+import errno
+import json
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.activations import ACT2FN
+
+from hfpatch.budget.limits import check_sizes
+from hfpatch.budget.presets import preset_config
+from hfpatch.trainer import context, placement
+
+
+def load_config(model):
+    """The config of a preset with its overrides, or of a model, lengthened. Raises ValueError."""
+    with loads("no model loads", model.model):
+        if model.preset:
+            config = LlamaConfig(**preset_config(model.preset) | _overrides(model.config_overrides))
+        else:
+            config = AutoConfig.from_pretrained(
+                model.model, trust_remote_code=model.trust_remote_code
+            )
+        text = config.get_text_config()
+        # Lists have one value a layer.
+        sizes = {name: value for name, value in vars(text).items() if not isinstance(value, list)}
+        check_sizes(sizes.get)
+        positions, dtype = (
+            getattr(text, "max_position_embeddings", None),
+            getattr(text, "dtype", None),
+        )
+        if positions is not None and not (isinstance(positions, int) and positions > 0):
+            raise ValueError(
+                f"max_position_embeddings of 1 or more was expected, {positions!r} came"
+            )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a dtype such as bfloat16 was expected, {dtype!r} came")
+        activation = getattr(text, "hidden_act", None)
+        if activation is not None and activation not in ACT2FN:
+            raise ValueError(f"hidden_act of transformers was expected, {activation!r} came")
+    return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
+
+
+@contextmanager
+def loads(what: str, name: str, hint: str = ""):
+    """Turns any error of a folder's or the hub's content into a ValueError with the cause."""
+    try:
+        yield
+    except Exception as error:
+        # transformers' classes raise errors of many classes for broken content.
+        of_the_machine = (
+            isinstance(error, RuntimeError)
+            and "mismatched" not in str(error)
+            or isinstance(error, MemoryError)
+        )
+        if of_the_machine or getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        why = str(error).strip() and _first(error).removeprefix("hfpatch: ")
+        why = (
+            why
+            if isinstance(error, (OSError, ValueError))
+            else f"{type(error).__name__} {why}".strip()
+        )
+        raise ValueError(
+            f"hfpatch: {what} from {name!r}: {why or type(error).__name__}{hint}."
+        ) from error
+
+
+def _overrides(text: str | None) -> dict:
+    values = {}
+    for item in filter(None, (text or "").split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"hfpatch: expected name=value in --config_overrides, {item!r} came.")
+        try:
+            values[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name.strip()] = value
+    unknown = [name for name in values if not hasattr(LlamaConfig(), name)]
+    if unknown:
+        raise ValueError(
+            f"hfpatch: LlamaConfig has no {unknown[0]!r} for --config_overrides to set; check its "
+            "name."
+        )
+    return values
+
+
+def load_model(model, config, seed: int):
+    """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
+    dtype = getattr(torch, model.dtype, "auto")
+    options = {"attn_implementation": model.attn_implementation, "dtype": dtype}
+    if model.preset:
+        options["dtype"] = torch.float32 if dtype == "auto" else dtype
+        torch.manual_seed(seed)
+        made = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        hint = (
+            ""
+            if model.allow_pickle
+            else " (weights load from safetensors alone unless --allow_pickle)"
+        )
+        with loads("no weights load", model.model, hint):
+            made = AutoModelForCausalLM.from_pretrained(
+                model.model,
+                config=config,
+                use_safetensors=None if model.allow_pickle else True,
+                trust_remote_code=model.trust_remote_code,
+                **options,
+                **_quantisation(model, config),
+            )
+    made.config.use_cache = (
+        False  # a cache would join packed documents, and nothing reads it in training
+    )
+    return with_lora(made, model) if model.lora_r else made
+
+
+def _quantisation(model, config) -> dict:
+    """from_pretrained's argument for --load_in_4bit and --load_in_8bit."""
+    if not (model.load_in_4bit or model.load_in_8bit):
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    named = getattr(torch, model.dtype, getattr(config, "dtype", None))
+    settings = BitsAndBytesConfig(
+        load_in_4bit=model.load_in_4bit,
+        load_in_8bit=model.load_in_8bit,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=named or torch.bfloat16,
+    )
+    return {"quantization_config": settings}
+
+
+def with_lora(made, model):
+    """The model with adapters on --lora_target_modules and its own weights frozen.
+
+    Adapters are float32, as PEFT makes them, or bfloat16 for a placement whose optimizer rounds at
+    random.
+    """
+    import peft
+
+    from hfpatch.layer.freeze_base import freeze_base
+
+    names = list(model.lora_target_modules)
+    settings = peft.LoraConfig(
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha or 2 * model.lora_r,
+        lora_dropout=model.lora_dropout,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        made = freeze_base(peft.get_peft_model(made, settings))
+    except ValueError as error:  # no layer of such a name
+        raise ValueError(
+            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; give "
+            "--lora_target_modules names of layers with spaces between."
+        ) from error
+    for parameter in made.parameters():
+        if (
+            parameter.requires_grad
+            and model.placement
+            and placement.get(model.placement).bf16_weights
+        ):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return made
+
+
+def _first(error) -> str:
+    """The first line of an error; if it ends in a colon, with the line after it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].rstrip(".").endswith(":") and lines[1:]:
+        lines[0] += f" {lines[1].strip()}"
+    return lines[0].rstrip(".")

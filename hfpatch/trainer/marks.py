@@ -1,0 +1,55 @@
+"""What the processes of one `hfpatch run` share: its options, and a folder of marks.
+
+The environment carries both to every process, through launchers and shells; the folder ends with
+the run. Standard library only.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+VARIABLE = "HFPATCH_RUN"
+TRAINED = "trained"
+
+
+def environment(folder: str, options: dict) -> dict[str, str]:
+    """What the processes of a run find in their environment.
+
+    Args:
+        folder: an empty folder, for the marks.
+        options: keyword arguments of `hfpatch.apply` that JSON can write.
+    """
+    hook = str(Path(__file__).parent / "hook")
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {
+        VARIABLE: json.dumps({"folder": folder, "options": options}),
+        "PYTHONPATH": os.pathsep.join([hook, *(p for p in places if p not in ("", hook))]),
+    }
+
+
+def settings() -> dict:
+    """{"folder": ..., "options": ...} of this process's run; {} outside of one."""
+    return json.loads(os.environ.get(VARIABLE, "{}"))
+
+
+def mark(name: str) -> bool:
+    """Leaves a mark for the run. Returns whether it is the first of its name.
+
+    Outside of a run every mark is the first.
+    """
+    folder = settings().get("folder")
+    if folder is None:
+        return True
+    try:
+        Path(folder, name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the run has ended, and a process of it goes on
+        pass
+    return True
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no process of this run has printed this text yet."""
+    return mark(hashlib.sha256(text.encode()).hexdigest())

@@ -1,0 +1,28 @@
+"""Plugins for other trainers, one file a trainer, and the one thing that they share."""
+
+import sys
+
+from hfpatch.report import Report
+from hfpatch.trainer.marks import first_to_say
+
+
+def apply_tiled(model, options: dict) -> Report:
+    """`hfpatch.apply(model, **options)`, its report printed once a run.
+
+    Raises:
+        ValueError: from `apply`; and where no layer was swapped though checkpointing is not "off":
+            a plugin that changes nothing is no training with hfpatch.
+    """
+    import hfpatch
+
+    report = hfpatch.apply(model, **options)
+    if options.get("checkpointing") != "off" and not report.count("checkpointing"):
+        name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")
+        raise ValueError(
+            f"hfpatch: expected layers that run in tiles, {name} has none ({reason}); "
+            'drop the plugin, or set checkpointing to "off".'
+        )
+    words = str(report)  # empty on ranks but the first
+    if words and first_to_say(words):
+        print(words, file=sys.stderr)
+    return report

@@ -1,0 +1,182 @@
+"""Ranks that share each row (`--sp_size`): engine settings, parts of rows, and evaluation."""
+
+from contextlib import ExitStack, contextmanager
+
+import accelerate
+import torch.distributed as dist
+
+from hfpatch.budget.limits import environment_number
+from hfpatch.compat import skips_by_itself
+from hfpatch.context.ranks import sequence_of, summed_gradients
+from hfpatch.loss.shared_rows import (
+    evaluation_loss,
+    labelled_alike,
+    of_all_ranks,
+    part_of,
+    shares_rows,
+)
+from hfpatch.parallel.exchange import Sequence
+
+
+def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
+    """The parallelism_config: Ulysses under DeepSpeed, context parallelism under FSDP2.
+
+    Args:
+        engine: "deepspeed", "fsdp" or None.
+        values: the engine's config.
+        size: ranks that share a row.
+        attention: transformers' name of the attention.
+
+    Raises:
+        ValueError: the engine or the number of processes cannot share rows.
+    """
+    world = environment_number("WORLD_SIZE", 1, 1)
+    if engine is None:
+        raise ValueError(
+            "hfpatch: --sp_size needs an engine that spreads the model, none came; add --engine "
+            "zero3 or fsdp2."
+        )
+    if world % size:
+        raise ValueError(
+            f"hfpatch: --sp_size divides the number of processes, {size} and {world} came; change "
+            "one."
+        )
+    if engine == "fsdp":
+        if values.get("version", 1) != 2:
+            raise ValueError("hfpatch: --sp_size needs FSDP2, FSDP1 came; take --engine fsdp2.")
+        return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
+    summed_gradients(values, size)
+    if not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
+        raise ValueError(
+            "hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, "
+            f"{accelerate.__version__} came; pip install -U accelerate."
+        )
+    handler = accelerate.utils.DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation=attention
+    )
+    # accelerate counts DeepSpeed's batches by dp_shard_size if several groups have rows of their
+    # own.
+    return accelerate.ParallelismConfig(
+        sp_backend="deepspeed", sp_size=size, dp_shard_size=world // size, sp_handler=handler
+    )
+
+
+class SharedRows:
+    """A loader that yields this rank's part of each batch, of the batches of all ranks in turn.
+
+    accelerate's adapter does the same, but cannot resume inside an epoch, nor keep the order of a
+    shuffle that differs by rank.
+    """
+
+    def __init__(self, loader, sequence: Sequence, skip: int = 0):
+        self.loader, self.sequence, self.skip = loader, sequence, skip
+        skips_by_itself(SharedRows)
+
+    def __getattr__(self, name):
+        if name in ("loader", "sequence", "skip"):  # not set yet in a copy
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.sequence.size - self.skip
+
+    def __iter__(self):
+        left = self.skip
+        for batch in self.loader:
+            for one in of_all_ranks(self.sequence, batch)[left:]:
+                yield part_of(self.sequence, one)
+            left = 0
+
+    def skipping(self, batches: int) -> "SharedRows":
+        """The loader without its first batches."""
+        whole, rest = divmod(batches, self.sequence.size)
+        return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.sequence, rest)
+
+
+def sequence_under(accelerator) -> Sequence | None:
+    """The ranks that share rows under Ulysses; None elsewhere (context parallelism needs none)."""
+    config = accelerator.parallelism_config
+    if config is None or not config.sp_enabled:
+        return None
+    from deepspeed.runtime.sequence_parallel.parallel_state_sp import get_sequence_parallel_group
+
+    return sequence_of(get_sequence_parallel_group())
+
+
+@contextmanager
+def _heads_told(config):
+    """Fills in the head sizes of a config that DeepSpeed reads, and takes them back.
+
+    Mixtral's config has None as head_dim, GPT-NeoX's has neither name. Our attention does not read
+    them.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    wanted = (
+        {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads} if heads else {}
+    )
+    before = {n: getattr(config, n, config) for n in wanted if getattr(config, n, None) is None}
+    for name in before:
+        setattr(config, name, wanted[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(config, name) if value is config else setattr(config, name, value)
+
+
+def share_rows(accelerator) -> None:
+    """Replaces DeepSpeed's adapter of the loader by SharedRows."""
+    accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(
+        loader, sequence_under(accelerator)
+    )
+    config, prepare = accelerator.parallelism_config, accelerator.prepare
+    if config is None or not config.sp_enabled:
+        return
+
+    def prepare_told(*given, **known):
+        with ExitStack() as told:
+            for model in given:
+                if hasattr(model, "config") and hasattr(model.config, "get_text_config"):
+                    told.enter_context(_heads_told(model.config.get_text_config()))
+            return prepare(*given, **known)
+
+    accelerator.prepare = prepare_told
+
+
+def refuse_unshared_batches(trainer) -> None:
+    """Raises ValueError for TRL's trainers other than SFT.
+
+    They compare rows, and only some tensors of their batches are split over the ranks.
+    """
+    names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+    if names and "SFTTrainer" not in names:
+        raise ValueError(
+            "hfpatch: expected TRL's SFTTrainer where ranks share rows, a "
+            f"{type(trainer).__name__} came, whose batches neither engine deals out whole; train "
+            "it with sp_size=1 and cp_size=1."
+        )
+
+
+def evaluate_together(trainer) -> None:
+    """Computes the evaluation loss of a stock Trainer over all tokens of rows that ranks share.
+
+    Without it each rank would have whole rows of its own under Ulysses, and under context
+    parallelism the first rank's part alone would be logged.
+    """
+    stock = trainer.prediction_step
+
+    def prediction_step(model, inputs, prediction_loss_only, ignore_keys=None):
+        accelerator, sequence = trainer.accelerator, None
+        if prediction_loss_only and shares_rows(trainer.model):
+            sequence = sequence_under(accelerator)
+        labelled, device = "labels" in inputs, trainer.args.device
+        if sequence is not None and labelled_alike(labelled, labelled, device):
+            return evaluation_loss(model, inputs, sequence, device), None, None
+        loss, *others = stock(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and accelerator.parallelism_config.cp_enabled:
+            group = accelerator.torch_device_mesh["cp"].get_group()
+            dist.all_reduce(loss, group=group)
+            loss /= dist.get_world_size(group)
+        return loss, *others
+
+    trainer.prediction_step = prediction_step

@@ -1,0 +1,249 @@
+"""The Trainer of `hfpatch train`: exact evaluation, a stop at NaN, whole checkpoints."""
+
+import math
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from hfpatch.loss.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
+from hfpatch.store.device import mark_batch_ready
+from hfpatch.trainer import folders
+from hfpatch.trainer.arguments import refusals
+from hfpatch.trainer.positions import PositionTrainer
+from hfpatch.trainer.sequence import sequence_under, share_rows
+
+
+class Trainer(PositionTrainer):
+    """transformers' Trainer; args is a TrainArguments.
+
+    The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for
+    plain text, nats per byte. A checkpoint is whole or not there; so is the final model, and
+    save_model pushes nothing. A resumed run that has had its steps takes no other.
+
+    bytes_per_token: of plain text, 0.0 for other data. record: what a resume must match, written
+    into each checkpoint.
+    """
+
+    def __init__(self, *args, bytes_per_token: float = 0.0, record: dict | None = None, **kwargs):
+        self.bytes_per_token, self.record = bytes_per_token, record or {}
+        self._eval_sum = self._staging = None
+        self._unpushed = False
+        with refusals():
+            super().__init__(*args, **kwargs)
+        self.add_callback(_NoStepMore)
+
+    def create_scheduler(self, *args, **kwargs):
+        with refusals():
+            return super().create_scheduler(*args, **kwargs)
+
+    def create_optimizer(self, *args, **kwargs):
+        with refusals():
+            return super().create_optimizer(*args, **kwargs)
+
+    def _determine_best_metric(self, *args, **kwargs):
+        with refusals((KeyError,)):
+            return super()._determine_best_metric(*args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        """Marks a step's batches as ready before the first is queued.
+
+        Work on later batches then waits for those batches alone.
+        """
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        for batch in samples:
+            mark_batch_ready(batch)
+        if samples and self._sequence() is not None:
+            labelled = sum((batch["shift_labels"] != IGNORE).sum() for batch in samples)
+            count = self.accelerator.gather(labelled.to(self.args.device)).sum()
+        return samples, count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
+        """The mean over a step's tokens under Ulysses too, where stock averages the rows' means.
+
+        In evaluation the mean over this rank's tokens: stock divides by the mean count of all
+        ranks, whose rows differ in length.
+        """
+        if self._eval_sum is not None and self._parts() == 1:
+            num_items_in_batch = None
+        if num_items_in_batch is None or not self.model.training or self._sequence() is None:
+            return super().compute_loss(
+                model,
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
+        items = num_items_in_batch.clamp_min(1)
+        outputs = model(**inputs, labels=inputs["shift_labels"], num_items_in_batch=items)
+        # ZeRO takes the mean of the ranks' gradients, Trainer that of their losses, which it
+        # divides by the micro-batches.
+        times = self.args.world_size * self.current_gradient_accumulation_steps
+        loss = outputs.loss * times
+        return (loss, outputs) if return_outputs else loss
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        share_rows(self.accelerator)
+
+    def _sequence(self):
+        return sequence_under(self.accelerator)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._without_repeats(inputs)
+        labelled = "labels" in inputs and self._eval_sum is not None
+        count = (
+            (inputs["labels"][..., 1:] != -100).sum().to(self._eval_sum.device)
+            if labelled
+            else None
+        )
+        ranks = self._parts()
+        share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
+        sequence = self._sequence()
+        shared = sequence is not None and shares_rows(self.model)
+        if shared and labelled_alike(labelled, labelled, self.args.device):
+            result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
+        else:
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if labelled and result[0] is not None:
+            # Stock gives nan without labels.
+            loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)
+            total = loss * count if share is None else loss * share.to(loss) / self.args.world_size
+            self._eval_sum += torch.stack([total, count.to(self._eval_sum) / ranks])
+        return result
+
+    def _parts(self) -> int:
+        """The number of ranks that each compute a part of a row's loss in evaluation."""
+        config = self.accelerator.parallelism_config
+        return 1 if config is None else config.cp_size
+
+    def _without_repeats(self, inputs):
+        """The batch without labels in the rows that accelerate repeats to fill the last batch."""
+        state = self.accelerator.gradient_state
+        if "labels" not in inputs or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        labels = inputs["labels"].clone()
+        rank = getattr(state.active_dataloader.batch_sampler, "process_index", 0)
+        labels[max(0, state.remainder - rank * len(labels)) :] = IGNORE
+        return {**inputs, "labels": labels}
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        dtype = torch.float32 if self.args.device.type == "mps" else torch.float64
+        self._eval_sum = torch.zeros(2, dtype=dtype, device=self.args.device)
+        output = super().evaluation_loop(
+            dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+        )
+        total, count = self.accelerator.reduce(self._eval_sum, reduction="sum").tolist()
+        self._eval_sum = None
+        if count and f"{metric_key_prefix}_loss" in output.metrics:
+            loss = total / count
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+            output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
+            if self.bytes_per_token:
+                output.metrics[f"{metric_key_prefix}_nats_per_byte"] = loss / self.bytes_per_token
+        return output
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except _Finished:
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+                self._load_best_model()
+            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.is_in_train = False
+            return TrainOutput(self.state.global_step, 0.0, {"train_runtime": 0.0})
+
+    # Saving: stock writes into the folder that _get_output_dir gives, which is _saving/ while a
+    # checkpoint is made.
+
+    def _get_output_dir(self, trial):
+        return str(self._staging) if self._staging else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial, *args, **kwargs):
+        folder = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        with self._beside(folder) as staging:
+            self._staging = staging
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+            best = self.state.best_model_checkpoint
+            if best and Path(best).parent == staging:
+                self.state.best_model_checkpoint = str(folder / name)
+                if self.args.should_save:
+                    self.state.save_to_json(str(staging / name / folders.STATE_FILE))
+            self._on_each_disk(
+                lambda: folders.finish(staging / name, folder / name, self.record), staging / name
+            )
+        if self.args.should_save:
+            folders.rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self._unpushed:
+            self._unpushed = False
+            super()._push_from_checkpoint(str(folder / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self._unpushed = True  # the folder has its name only when this save is finished
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if _internal_call or output_dir is not None:
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(self.args.output_dir)
+        with self._beside(folder) as staging:
+            super().save_model(str(staging / "final"), _internal_call=True)
+            self._on_each_disk(
+                lambda: folders.publish(staging / "final", folder), staging / "final"
+            )
+
+    def save_state(self):
+        if self.is_world_process_zero():
+            beside = Path(self.args.output_dir) / f"_{folders.STATE_FILE}"
+            self.state.save_to_json(str(beside))
+            folders.sync(beside)
+            os.replace(beside, beside.with_name(folders.STATE_FILE))
+
+    @contextmanager
+    def _beside(self, folder: Path):
+        """An empty _saving/ in folder, without the remains of a killed save, removed afterwards."""
+        staging = folder / folders.SAVING
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._barrier()
+        try:
+            yield staging
+        finally:  # after an error too: a full disk gets its room back
+            self._staging = None
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _on_each_disk(self, move, saved: Path) -> None:
+        """Rank 0 moves what all ranks saved, then the first rank of each machine.
+
+        A machine with a disk of its own still holds its part then.
+        """
+        self._barrier()
+        for turn in (self.args.process_index == 0, self.args.local_process_index == 0):
+            if turn and saved.is_dir():
+                move()
+            self._barrier()
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            torch.distributed.barrier()
+
+
+class _Finished(Exception):
+    """The resumed run has had all of its steps."""
+
+
+class _NoStepMore(TrainerCallback):
+    """Stops before the first step if a checkpoint has all steps; stock would take one more."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # The state of a checkpoint holds the saving and logging steps of the flags before.
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise _Finished

@@ -1,0 +1,103 @@
+"""`hfpatch run` in a process that trains: each Trainer patches its model, or training stops.
+
+hook/sitecustomize.py calls `loaded` right after one of its modules ran, often in the middle of
+another import. So this file imports hfpatch's own modules only where a Trainer is made or a model
+is prepared.
+"""
+
+import functools
+import inspect
+
+from hfpatch.trainer import marks
+
+
+def loaded(module) -> None:
+    """Patches this module, `transformers.trainer` or `accelerate.accelerator`."""
+    if hasattr(module, "Trainer"):
+        _patch_trainer(module.Trainer)
+    else:
+        _patch_accelerator(module.Accelerator)
+
+
+def _patch_trainer(cls) -> None:
+    """Each later Trainer gets `hfpatch.Callback(apply=...)`, and refuses to train a plain model."""
+    init, train = cls.__init__, cls.train
+
+    @functools.wraps(init)
+    def patched_init(self, *args, **kwargs):
+        # TRL passes callbacks by keyword; a script may pass them by position (the ninth).
+        position = list(inspect.signature(init).parameters).index("callbacks") - 1
+        if len(args) > position:
+            callbacks = _with_ours(args[position], args[0])
+            args = (*args[:position], callbacks, *args[position + 1 :])
+        else:
+            model = args[0] if args else kwargs.get("model")
+            kwargs["callbacks"] = _with_ours(kwargs.get("callbacks"), model)
+        init(self, *args, **kwargs)
+
+    @functools.wraps(train)
+    def patched_train(self, *args, **kwargs):
+        if not _is_patched(self.model):
+            raise _plain(self.model, f"{type(self).__name__}.train()", "make the Trainer with it")
+        marks.mark(marks.TRAINED)
+        return train(self, *args, **kwargs)
+
+    cls.__init__, cls.train = patched_init, patched_train
+
+
+def _patch_accelerator(cls) -> None:
+    """`prepare` refuses a plain decoder beside an optimizer: a training loop written by hand."""
+    prepare = cls.prepare
+
+    @functools.wraps(prepare)
+    def patched_prepare(self, *args, **kwargs):
+        models = [model for model in args if hasattr(model, "named_parameters")]
+        if any(map(_is_optimizer, args)):
+            for model in models:
+                if _is_plain_decoder(model):
+                    raise _plain(model, "Accelerator.prepare()", "prepare it")
+            if any(map(_is_patched, models)):
+                marks.mark(marks.TRAINED)
+        return prepare(self, *args, **kwargs)
+
+    cls.prepare = patched_prepare
+
+
+def _with_ours(callbacks, model) -> list:
+    """The callbacks, and one that patches where neither they do nor the script did."""
+    from hfpatch.trainer.callback import Callback
+
+    callbacks = list(callbacks or [])
+    patches = any(isinstance(c, Callback) and c.apply for c in callbacks)
+    if not patches and not _is_patched(model):
+        callbacks.append(Callback(apply=_options()))
+    return callbacks
+
+
+def _options() -> dict:
+    return dict(marks.settings().get("options", {}))
+
+
+def _is_patched(model) -> bool:
+    from hfpatch.context.classes import is_mixed
+
+    return any(map(is_mixed, getattr(model, "modules", tuple)()))
+
+
+def _is_plain_decoder(model) -> bool:
+    from hfpatch.decoder.find import find_decoder
+
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    return trained and not _is_patched(model) and find_decoder(model) is not None
+
+
+def _is_optimizer(came) -> bool:
+    # accelerate's DummyOptim stands for the optimizer of a DeepSpeed config.
+    return hasattr(came, "param_groups") or type(came).__name__ == "DummyOptim"
+
+
+def _plain(model, where: str, then: str) -> ValueError:
+    return ValueError(
+        f"hfpatch: expected a patched model under `hfpatch run`, {where} got a plain "
+        f"{type(model).__name__}; call hfpatch.apply(model) before you {then}."
+    )
