@@ -20,6 +20,7 @@ NOT_THEIRS = {
     "_exit",
     "_getframe",
     "_actions",
+    "_option_string_actions",
     "_fields",
     "_name_or_path",
     "_fingerprint",
@@ -110,7 +111,7 @@ def test_autograd_names(monkeypatch):
         assert not compat.forward_mode()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert compat.holders(x) == (sys.maxsize, sys.maxsize)
-    from hfpatch.checkpoint.privacy import holders, is_private
+    from hfpatch.layer.privacy import holders, is_private
 
     held = holders(x)
     assert not is_private(x, held, held)  # copied, never overwritten
@@ -167,7 +168,7 @@ def test_flex_attention_without_its_names(monkeypatch):
     """A GPU then runs layers with soft caps whole, and says why."""
     import torch._dynamo  # an import that is broken off leaves half of it behind
 
-    from hfpatch.ops import attention
+    from hfpatch.attention import attention
 
     without_imports(monkeypatch, "torch.nn.attention.flex_attention", "torch.fx.experimental.proxy_tensor")
     monkeypatch.setattr(torch, "__version__", "0.0")
@@ -181,12 +182,12 @@ def test_flex_attention_without_its_names(monkeypatch):
 def test_attention_without_the_cpu_kernel_is_exact(monkeypatch):
     import tiny
 
-    from hfpatch.ops import attention
+    from hfpatch.attention import backends
 
     stock = tiny.llama()
     ours = tiny.patched(stock)
-    monkeypatch.setattr(attention, "has_kernel", lambda name: False)
-    monkeypatch.setattr(attention, "_cpu_forward", None)
+    monkeypatch.setattr(backends, "has_kernel", lambda name: False)
+    monkeypatch.setitem(backends.BACKENDS, "cpu", None)
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
@@ -211,6 +212,15 @@ def test_modules():
     del vars(module)["_modules"]
     module.named_children = lambda: [("child", None)]
     assert compat.modules_of(module) == {"child": None}
+
+
+def test_a_gpu_is_kept_busy_where_it_can_be(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append, raising=False)
+    compat.keep_busy(5)
+    monkeypatch.delattr(torch.cuda, "_sleep")
+    compat.keep_busy(6)
+    assert waits == [5]
 
 
 def test_history_of_allocations(monkeypatch, tmp_path):

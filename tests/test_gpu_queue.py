@@ -28,15 +28,15 @@ import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
-from hfpatch.checkpoint.device import CudaDevice  # noqa: E402
-from hfpatch.memory import hardware  # noqa: E402
-from hfpatch.memory.adapters import Adapters  # noqa: E402
-from hfpatch.memory.flops import step_flops  # noqa: E402
-from hfpatch.memory.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
-from hfpatch.memory.policy import Policy  # noqa: E402
-from hfpatch.memory.presets import preset_config  # noqa: E402
-from hfpatch.memory.seconds import first_step, step_time  # noqa: E402
-from hfpatch.memory.shape import ModelShape  # noqa: E402
+from hfpatch.budget import hardware  # noqa: E402
+from hfpatch.budget.adapters import Adapters  # noqa: E402
+from hfpatch.budget.flops import step_flops  # noqa: E402
+from hfpatch.budget.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
+from hfpatch.budget.policy import Policy  # noqa: E402
+from hfpatch.budget.presets import preset_config  # noqa: E402
+from hfpatch.budget.seconds import first_step, step_time  # noqa: E402
+from hfpatch.budget.shape import ModelShape  # noqa: E402
+from hfpatch.store.device import CudaDevice  # noqa: E402
 
 # torchao and deepspeed warn on import of versions that are not ours to change.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -60,6 +60,7 @@ ENTRIES = {
     "12_tiles": ([], ["what"]),
     "13_qlora": (["--rivals", "trl"], ["tokens", "fits", "step_s"]),
     "15_streamed": (["--bases", "bf16"], ["base", "weights", "step_s", "loss"]),
+    "17_changes": ([], ["check", "backend", "share", "again", "pinned_gib", "apart", "policy"]),
     "14_sequence": ([], ["step_s", "tokens_s", "plan_step_s", "loss"]),
 }
 SLOW = {"01a_tests", "11_learning", "16_engines"}  # they start programs that import everything again
@@ -108,8 +109,8 @@ def test_entry_at_small_size(name, tmp_path):
 
 def test_entries_need_no_test_package():
     """pytest runs in 01a alone, in a process of its own: a bare machine has none."""
-    tests = {path.stem for path in FOLDER.parents[1].glob("tests/*.py")} - {"twin"}
-    for path in (*FOLDER.glob("*.py"), FOLDER.parents[1] / "tests" / "twin.py"):
+    tests = {path.stem for path in FOLDER.parents[1].glob("tests/*.py")}
+    for path in (*FOLDER.glob("*.py"), *FOLDER.parents[1].glob("hfpatch/lab/*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
@@ -393,8 +394,7 @@ def test_plan_of_adapters_over_four_bits_is_what_the_plan_says():
 
 def test_another_family_takes_the_same_path(tmp_path):
     assert (
-        load("05_step_128k").main(["--small", "--preset", "Qwen/Qwen3-8B", "--layers", "8", "--out", str(tmp_path)])
-        == 0
+        load("05_step_128k").main(["--small", "--model", "Qwen/Qwen3-8B", "--layers", "8", "--out", str(tmp_path)]) == 0
     )
     (row,) = rows_of(tmp_path)
     assert row["preset"] == "Qwen/Qwen3-8B" and float(row["step_s"]) > 0 and not row.get("error")
@@ -768,7 +768,7 @@ def test_a_run_under_an_engine_is_over_with_its_last_step(ends, tmp_path, monkey
     ) + "import time; time.sleep(60)"  # fmt: skip
     (tmp_path / "scripts" / "train.py").write_text(body)
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    args = SimpleNamespace(preset="llama-3.2-3b", small=False, steps=2, cuda=True, host_gib=None, gpu="h100")
+    args = SimpleNamespace(model="llama-3.2-3b", small=False, steps=2, cuda=True, host_gib=None, gpu="h100")
     began = time.monotonic()
     found = engines.train(args, "gpu8bit", 32768, "", tmp_path, 30)
     assert time.monotonic() - began < 20
@@ -778,3 +778,42 @@ def test_a_run_under_an_engine_is_over_with_its_last_step(ends, tmp_path, monkey
     assert (found["step_s"], found["first_loss"], found["peak_gpu_gib"]) == (2.0, 6.0, 7.5) and "error" not in found
     plan = engines.planned(args, 32768, "gpu8bit")
     assert plan["plan_step_s"] > 0 and plan["plan_host_gib"] > 0 and engines.planned(args, 32768, None) == {}
+
+
+def changes(tmp_path):
+    module = load("17_changes")
+    return module, common.Sheet(common.parse(common.parser("17_changes", "x"), ["--small", "--out", str(tmp_path)]))
+
+
+# A backend that takes a wrong plan for one layout, as cuDNN's may.
+def test_a_wrong_gradient_of_one_layout_is_told(tmp_path, monkeypatch):
+    module, sheet = changes(tmp_path)
+    right = module.attention_backward
+
+    def wrong(dout, *args, **options):
+        dq, dk, dv = right(dout, *args, **options)
+        return dq, dk * (1.5 if dout.stride(1) < dout.stride(2) else 1.0), dv
+
+    monkeypatch.setattr(module, "attention_backward", wrong)
+    module.layouts(sheet, "cpu", 45, cases.TINY)
+    failed = {row["what"] for row in sheet.rows if not row["passed"]}
+    assert len(failed) == 6 and all("dout heads first" in what for what in failed)
+    assert {row["where"] for row in sheet.rows if not row["passed"]} == {"dk"}
+
+
+# The step that meets the lack of memory may fail, the one behind it may not.
+@pytest.mark.parametrize("failing, passed", [((2,), [True, True, True]), ((2, 3), [True, True, False])])
+def test_a_step_behind_an_out_of_memory_must_run(failing, passed, tmp_path, monkeypatch):
+    module, sheet = changes(tmp_path)
+    real, taken = module.one_step, []
+
+    def short(*args, **options):
+        taken.append(1)
+        if len(taken) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, "one_step", short)
+    module.memory(sheet, 48)
+    assert [row["passed"] for row in sheet.rows] == passed
+    assert [row.get("error") for row in sheet.rows] == ["out of memory" if i in failing else None for i in (1, 2, 3)]

@@ -14,22 +14,28 @@ PACKAGE = Path(__file__).parent.parent / "hfpatch"
 # A package or module may import those of its own row and of the rows above.
 ROWS = (
     ("compat", "report"),
+    ("budget",),
     ("kernels",),
     ("ops",),
-    ("memory",),
-    ("checkpoint",),
-    ("models",),
-    ("spec", "patch"),
-    ("simulate",),
-    ("planner", "profiling", "training"),
-    ("commands",),
-    ("__main__",),
+    ("store",),
+    ("attention",),
+    ("parallel",),
+    ("context",),
+    ("parts",),
+    ("layer",),
+    ("decoder",),
+    ("loss",),
+    ("patch",),
+    ("lab",),
+    ("planner",),
+    ("trainer",),
+    ("cli",),
+    ("run", "__main__"),
 )
-# Old places that hand on to the new ones for one release.
-SHIMS = ("planner.formula", "planner.simulate", "run")
-TRITON = ("kernels", "simulate.liger")  # the simulator stands in for Liger's kernels
-TRANSFORMERS = ("compat", "models", "spec", "patch", "simulate", "planner.models", "profiling", "training", "commands")
-STANDARD_LIBRARY_ONLY = ("memory", "report", "training.configs", "commands.main")
+CORE = tuple(name for row in ROWS[:13] for name in row)  # knows nothing of the neighbours in the rows below
+TRITON = ("kernels", "lab.simulate.liger")  # the simulator stands in for Liger's kernels
+TRANSFORMERS = ("compat", "context", "parts", "layer", "decoder", "loss", "patch", "lab", "trainer", "cli")
+STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "cli.main")
 
 
 def within(name: str, packages) -> bool:
@@ -37,7 +43,7 @@ def within(name: str, packages) -> bool:
 
 
 def row(name: str) -> int:
-    """The row with the longest matching entry: planner.formula before planner."""
+    """The row with the longest matching entry: planner.models before planner."""
     found = [(len(p), i) for i, packages in enumerate(ROWS) for p in packages if within(name, (p,))]
     assert found, f"hfpatch.{name} is in no row: say in ROWS where it stands"
     return max(found)[1]
@@ -61,8 +67,7 @@ def sources():
                 imports += [(_loaded(f"{node.module}.{alias.name}"), node not in inner) for alias in node.names]
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hfpatch":
                 imports.append((_loaded(f"hfpatch.{node.attr}"), node not in inner))
-        if name not in SHIMS:
-            yield name, imports
+        yield name, imports
 
 
 def _loaded(full: str) -> str:
@@ -79,7 +84,7 @@ def targets(name: str, above: bool = False) -> set[str]:
     found = set()
     for full, top in MODULES[name]:
         parts = full.split(".")
-        if above and not top or parts[0] != "hfpatch" or parts[1:] == ["__version__"] or parts[1:] == ["OLDEST"]:
+        if above and not top or parts[0] != "hfpatch" or parts[1:] in (["__version__"], ["OLDEST"], ["__file__"]):
             continue  # the package's own __init__ holds these two
         ends = [".".join(parts[1:n]) for n in range(len(parts), 1, -1)]
         found.add(next((end for end in ends if end in MODULES), ends[-1] if ends else ""))
@@ -117,7 +122,7 @@ def test_no_packages_in_a_circle():
 
 def test_circles_are_found_and_lazy_names_followed():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle({"a": {"b", "c"}, "b": {"c"}})
-    assert targets("simulate.rivals") >= {"patch", "simulate.liger"}
+    assert targets("lab.simulate.rivals") >= {"patch", "lab.simulate.liger"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -132,11 +137,11 @@ def test_heavy_packages_in_their_places(name):
         own = {full for full, _ in MODULES[name] if full.startswith("hfpatch.")}
         assert above <= set(sys.stdlib_module_names) | {"hfpatch"}
         assert (
-            all(within(full.removeprefix("hfpatch."), STANDARD_LIBRARY_ONLY) for full in own) or name == "commands.main"
+            all(within(full.removeprefix("hfpatch."), STANDARD_LIBRARY_ONLY) for full in own) or name == "cli.main"
         )
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if within(n, ("ops", "models", "checkpoint", "spec", "patch"))])
+@pytest.mark.parametrize("name", [n for n in MODULES if within(n, CORE) and not within(n, ("kernels",))])
 def test_what_apply_needs_imports_no_triton_at_module_level(name):
     """Triton is absent on macOS and Windows: kernels are imported where they are launched."""
     above = [full for full, top in MODULES[name] if top and full.startswith("hfpatch.kernels")]
@@ -150,19 +155,11 @@ def test_import_hfpatch_loads_nothing():
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if within(n, ("commands",))])
+@pytest.mark.parametrize("name", [n for n in MODULES if within(n, ("cli",))])
 def test_a_commands_flags_are_known_without_the_layers(name):
     """Their modules load transformers and what it finds: seconds, and other libraries' warnings before a line of help."""
     loaded, new = set(), {name}
     while new:
         loaded |= new
         new = {t for one in new if one in MODULES for t in targets(one, above=True)} - loaded
-    assert not [n for n in loaded if within(n, ("models", "checkpoint", "patch"))]
-
-
-def test_old_places_work_for_one_release():
-    from hfpatch.checkpoint.policy import Checkpointing
-    from hfpatch.planner.formula import ModelShape, heads_per_group, loss_chunk_rows, step_memory  # noqa: F401
-    from hfpatch.planner.simulate import simulate
-
-    assert Checkpointing is hfpatch.Checkpointing and simulate.__module__ == "hfpatch.simulate.simulator"
+    assert not [n for n in loaded if within(n, ("layer", "decoder", "loss", "context", "patch"))]

@@ -4,6 +4,7 @@ import ast
 import configparser
 import importlib.metadata
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import hfpatch
-from hfpatch.commands import env as doctor
-from hfpatch.commands.main import main
+from hfpatch.cli import env as doctor
+from hfpatch.cli.main import main
+from hfpatch.lab.device import tree_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +81,7 @@ def test_a_type_checker_reads_a_users_script(tmp_path):
 
 
 # What a reader of help() must find without the source: every parameter and field, and what is raised.
-@pytest.mark.parametrize("name", ["apply", "Report", "Checkpointing"])
+@pytest.mark.parametrize("name", ["apply", "verify", "Report", "Checkpointing"])
 def test_docstrings_name_every_argument(name):
     thing = getattr(hfpatch, name)
     text = inspect.getdoc(thing)
@@ -241,7 +243,7 @@ def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
 
 
 def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
-    code = "from hfpatch.training.configs import find, load; print(find('zero3')); print(load('fsdp2').engine)"
+    code = "from hfpatch.trainer.configs import find, load; print(find('zero3')); print(load('fsdp2').engine)"
     done = run_from(wheel, tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
     where, engine = done.stdout.split()
@@ -250,8 +252,18 @@ def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
 
 def test_train_runs_without_a_checkout(wheel, tmp_path):
     (tmp_path / "text.txt").write_text("one line of words to train a tokenizer on, again and again\n" * 40)
-    flags = "--preset llama-tiny --train_tokenizer 300 --data text.txt --packing --seq_length 32 --long_rows split"
+    flags = "--model llama-tiny --train_tokenizer 300 --data text.txt --packing --seq-len 32"
     flags += " --max_steps 2 --logging_steps 1 --save_strategy no --output_dir out --use_cpu --report_to none"
     done = run_from(wheel, tmp_path, "-m", "hfpatch", "train", *flags.split())
     assert done.returncode == 0, done.stderr
     assert "hfpatch: 2 steps" in done.stdout + done.stderr and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_prove_needs_no_checkout(wheel, tmp_path):
+    """Its imports and its files; without time it leaves every piece out, which is no success."""
+    done = run_from(wheel, tmp_path, "-m", "hfpatch", "prove", "--small", "--seconds", "0", "--out", "out")
+    assert done.returncode == 1, done.stderr
+    assert "0 of 0 comparisons" in done.stdout and "Traceback" not in done.stderr
+    assert "the time was over" in (tmp_path / "out" / "prove.md").read_text()
+    found = json.loads((tmp_path / "out" / "prove.json").read_text())
+    assert found["versions"]["code"] == tree_hash(ROOT / "hfpatch")[:12], "a wheel tells its commit"

@@ -11,8 +11,8 @@ from transformers import AutoModel, LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
-from hfpatch.models.classes import is_mixed
-from hfpatch.models.layer import TiledLayer
+from hfpatch.context.classes import is_mixed
+from hfpatch.layer.layer import TiledLayer
 
 
 def counts(report):
@@ -69,7 +69,9 @@ def test_as_good_as_stock_in_float32(way):
 @pytest.mark.parametrize("way", ["off", "tiled"])
 def test_gradcheck_of_the_whole_model(way, monkeypatch):
     """Finite differences along random directions of the embeddings and of every parameter."""
-    monkeypatch.setattr("hfpatch.models.loss.as_stock", lambda loss: loss)  # not rounded to float32 as transformers' is
+    monkeypatch.setattr(
+        "hfpatch.loss.causal_model.as_stock", lambda loss: loss
+    )  # not rounded to float32 as transformers' is
     small = {
         "vocab_size": 7,
         "hidden_size": 4,
@@ -192,14 +194,18 @@ def refused(model, *words, **options):
 
 @pytest.mark.parametrize("value", ["on", 3, {"tile": 8}])
 def test_unknown_checkpointing_refused(value):
-    refused(tiny.llama(), "checkpointing must be", repr(value), "Checkpointing(", checkpointing=value)
+    refused(tiny.llama(), "checkpointing must be", repr(value), checkpointing=value)
 
 
-def test_unknown_eval_logits_refused():
-    refused(tiny.llama(), "eval_logits must be", "'maybe'", eval_logits="maybe")
+def test_a_misspelt_option_names_the_nearest():
+    refused(tiny.llama(), "apply() takes rope, ", "chekpointing came; did you mean checkpointing", chekpointing="off")
 
 
-@pytest.mark.parametrize("option", ["rms_norm", "mlp", "loss", "verdict"])
+def test_unknown_logits_refused():
+    refused(tiny.llama(), "logits must be", "'maybe'", logits="maybe")
+
+
+@pytest.mark.parametrize("option", ["rope", "rope_float64", "rms_norm", "mlp", "loss"])
 def test_options_that_are_no_yes_or_no_refused(option):
     refused(tiny.llama(), f"{option} must be True or False", "'fused'", **{option: "fused"})
 
@@ -210,9 +216,31 @@ def test_options_that_are_no_yes_or_no_refused(option):
 def test_what_is_no_model_refused(model, word):
     with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
         hfpatch.apply(model)
-    for call in (hfpatch.undo, hfpatch.prepare_for_lora):
+    for call in (hfpatch.undo, hfpatch.freeze_base):
         with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
             call(model)
+
+
+class Fabric(nn.Module):
+    """As Lightning's Fabric wraps a model: what it lacks it takes from the model inside, its config too."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._forward_module = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_forward_module"), name)
+
+
+Fabric.__module__ = "lightning.fabric.wrappers"
+
+
+def test_another_librarys_module_is_refused_with_the_name_of_the_model_inside():
+    for outer, path in ((Fabric(tiny.llama()), "_forward_module"), (nn.Sequential(tiny.llama()), "0")):
+        refused(outer, f"{type(outer).__name__} came", f"its {path} (LlamaForCausalLM)", "before another library wraps")
 
 
 def test_plain_torch_module_refused():
@@ -262,17 +290,17 @@ def test_fully_sharded_refused(one_process, where):
     refused(model, "FSDPLlama", "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it")
 
 
-@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
-def test_modules_sharded_inside_a_layer(one_process, verdict, capsys):
+@pytest.mark.parametrize("around", [True, False], ids=["layers too", "inside alone"])
+def test_modules_sharded_inside_a_layer(one_process, around, capsys):
     """FSDP2 reduces the gradients of such a module at the first backward through it, which is a tile's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     stock, mesh = tiny.llama(dtype=torch.float64), init_device_mesh("cpu", (1,))
-    ours = tiny.patched(stock, verdict=verdict)
+    ours = tiny.patched(stock)
     for layer in ours.model.layers:
         fully_shard(layer.mlp, mesh=mesh)
-        if verdict:
+        if around:
             fully_shard(layer, mesh=mesh)
     fully_shard(ours, mesh=mesh)
     wanted = tiny.step(tiny.exact(stock), tiny.labelled())

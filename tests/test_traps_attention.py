@@ -7,7 +7,7 @@ from numerics import assert_close
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
-from hfpatch.models.masks import describe
+from hfpatch.context.masks import describe
 
 LENGTHS = (7, 1, 11, 5)  # documents that cross tile borders (8, 16), one of a single token
 WAYS = {**tiny.WAYS, "whole": hfpatch.Checkpointing(tile=64)}
@@ -84,7 +84,7 @@ def test_packed_documents_are_isolated(way, mask, no_square, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", [None, "ones"])
-@pytest.mark.parametrize("options", [{"checkpointing": "off"}, {"eval_logits": True}, {"eval_logits": False}], ids=str)
+@pytest.mark.parametrize("options", [{"checkpointing": "off"}, {"logits": True}, {"logits": False}], ids=str)
 def test_packed_documents_are_isolated_everywhere_else(options, mask):
     """Also where the tiled layer is off, and in evaluation."""
     stock = tiny.llama().eval()
@@ -113,7 +113,7 @@ def test_a_mask_function_of_ones_own_counts_inside_documents(own, monkeypatch):
     batch = packed() | {"use_cache": False}
     plain, true = tiny.step(stock, batch), tiny.step(tiny.exact(stock), batch)
     for way in ("off", "tiled"):
-        got = tiny.step(tiny.patched(stock, checkpointing=tiny.WAYS[way], verdict=False), batch)
+        got = tiny.step(tiny.patched(stock, checkpointing=tiny.WAYS[way]), batch)
         for name in true:
             assert_close(got[name], plain[name], true[name], name)
 

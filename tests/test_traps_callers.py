@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.models import layer as layer_module
-from hfpatch.models import loss as loss_module
+from hfpatch.layer import layer as layer_module
+from hfpatch.loss import causal_model as loss_module
 
 
 @pytest.fixture(autouse=True)
@@ -136,11 +136,11 @@ def assert_evaluated(got: float, plain: float, stock, tmp_path):
     tiny.numerics.assert_close(*losses, "loss", torch.float32)
 
 
-@pytest.mark.parametrize("eval_logits", ["auto", True])
-def test_predict_and_compute_metrics(tmp_path, eval_logits):
+@pytest.mark.parametrize("logits", ["auto", True])
+def test_predict_and_compute_metrics(tmp_path, logits):
     """Logits always None break both."""
     stock = tiny.llama()
-    ours = tiny.patched(stock, eval_logits=eval_logits)
+    ours = tiny.patched(stock, logits=logits)
     seen = []
 
     def metrics(p):
@@ -175,12 +175,13 @@ def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
     assert_evaluated(got["eval_loss"], plain, stock, tmp_path)
 
 
-def test_eval_logits_settings():
+def test_logits_settings():
     for setting, given in ((True, True), (False, False)):
-        ours = tiny.patched(tiny.llama(), eval_logits=setting).eval()
+        ours = tiny.patched(tiny.llama(), logits=setting).eval()
         assert (ours(**tiny.labelled()).logits is not None) == given
         assert ours(tiny.ids()).logits is not None, "without labels logits are the answer"
-    assert tiny.patched(tiny.llama(), eval_logits=True).train()(**tiny.labelled()).logits is None
+        assert (ours.train()(**tiny.labelled()).logits is not None) == given
+    assert tiny.patched(tiny.llama()).train()(**tiny.labelled()).logits is None
 
 
 def test_skip_logits():

@@ -345,13 +345,12 @@ def _fired(model, names) -> dict:
     return found
 
 
-@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
 @pytest.mark.parametrize("way", tiny.WAYS)
-def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, verdict, capsys):
+def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, capsys):
     """From the first step on: who records or counts gets whole rows, as often, and no tokens by which a layer is asked."""
     names = ["post_attention_layernorm", "self_attn.v_proj", "mlp", "mlp.act_fn", "mlp.down_proj"]
     stock, ours = tiny.llama(), tiny.llama()
-    hfpatch.apply(ours, checkpointing=tiny.WAYS[way], rms_norm=False, verdict=verdict)
+    hfpatch.apply(ours, checkpointing=tiny.WAYS[way], rms_norm=False)
     if way != "off":
         tiny.checkpoint(stock)
     true = tiny.exact(stock)
@@ -364,8 +363,7 @@ def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, verd
     assert said == (way != "off")
 
 
-@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
-def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(verdict, capsys):
+def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(capsys):
     """None for the small instance, the parts that are tried, or the tokens by which a layer is asked; and logits are logits."""
     stock, ours, seen = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64), {}
     tiny.checkpoint(stock)
@@ -377,7 +375,7 @@ def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(verdict,
     now = seen["ours"] = []
     handle = nn.modules.module.register_module_forward_hook(note)
     try:
-        hfpatch.apply(ours, verdict=verdict)
+        hfpatch.apply(ours)
         assert not now
         with pytest.warns(UserWarning, match="lm_head has a hook"):
             tiny.step(ours, tiny.labelled())
@@ -389,11 +387,10 @@ def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(verdict,
     assert "run whole, their inputs offloaded: hooks on every module" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verdict", [True, False], ids=["verdict", "asked"])
-def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
+def test_a_hook_that_mixes_tokens_sees_all_of_them():
     """Tile by tile it would mix those of a tile."""
     stock = tiny.llama(dtype=torch.float64)
-    ours = tiny.patched(stock, verdict=verdict)
+    ours = tiny.patched(stock)
     for model in (ours, stock):
         model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out - out.mean(1, keepdim=True))
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
@@ -403,7 +400,7 @@ def test_a_hook_that_mixes_tokens_sees_all_of_them(verdict):
 def test_a_product_without_a_derivative_gives_no_gradient(tile):
     """As torchao's of int8 activations: nothing comes back to attention, which is no error."""
     stock = tiny.llama()
-    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile), verdict=False)
+    ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile))
     for model in (ours, stock):
         for layer in model.model.layers:
             layer.self_attn.o_proj.register_forward_hook(tiny.OfAnEngine(lambda m, a, out: out.detach()))

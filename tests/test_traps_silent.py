@@ -161,7 +161,7 @@ def test_no_label_at_all_is_as_in_stock():
 
 def test_evaluation_with_labels_keeps_the_cache():
     stock = tiny.llama().eval()
-    ours = tiny.patched(stock, eval_logits=False)
+    ours = tiny.patched(stock, logits=False)
     with torch.no_grad():
         got, wanted = (m(**batch()).past_key_values for m in (ours, stock))
     assert got.get_seq_length() == wanted.get_seq_length() == tiny.TOKENS
@@ -170,7 +170,7 @@ def test_evaluation_with_labels_keeps_the_cache():
 def test_training_logits_when_asked_for():
     stock = tiny.llama()
     assert tiny.patched(stock)(**batch()).logits is None
-    ours = tiny.patched(stock, train_logits=True)
+    ours = tiny.patched(stock, logits=True)
     tiny.numerics.assert_close(*(m(**batch()).logits.detach() for m in (ours, stock, tiny.exact(stock))))
 
 

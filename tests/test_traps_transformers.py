@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
-from hfpatch.models import layer as layer_module
-from hfpatch.models.scaled import scaled_config
+from hfpatch.decoder.small_instance import scaled_config
+from hfpatch.layer import layer as layer_module
 
 
 def count_tiled(monkeypatch) -> list:
@@ -479,14 +479,6 @@ def test_cache_step_by_step_equals_one_pass():
 # --- torch.compile -----------------------------------------------------------------------------------------------------------
 
 
-def test_compile_fullgraph():
-    """checkpointing="off": one graph, forward and backward, from the ops' fakes."""
-    stock = tiny.llama()
-    ours = tiny.patched(stock, checkpointing="off")
-    ours.compile(fullgraph=True, backend="aot_eager")
-    tiny.assert_as_good(ours, stock, tiny.labelled())
-
-
 def test_compile_fullgraph_logits():
     stock = tiny.llama().eval()
     ours = tiny.patched(stock, checkpointing="off")
@@ -525,6 +517,23 @@ def test_compile_never_builds_a_mask(way, monkeypatch):
     ours.compile(backend=backend, dynamic=False)
     tiny.assert_as_good(ours, stock, tiny.labelled(1, tokens))
     assert not seen
+
+
+@breaks
+def test_compile_with_labels():
+    """checkpointing="off": the layers are one graph, from the ops' fakes; the loss runs outside of graphs."""
+    stock = tiny.llama()
+    ours = tiny.patched(stock, checkpointing="off")
+    attention = []
+
+    def backend(graph, inputs):
+        attention.append(sum("scaled_dot_product" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    ours.compile(backend=backend)
+    tiny.assert_as_good(ours, stock, tiny.labelled())
+    assert [n for n in attention if n] == [len(ours.model.layers)]
 
 
 @breaks

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hfpatch
-from hfpatch.models import log_probs as log_probs_module
-from hfpatch.models.classes import is_mixed
+from hfpatch.context.classes import is_mixed
+from hfpatch.loss import log_probs as log_probs_module
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -157,7 +157,7 @@ def heads(monkeypatch):
         ran["theirs"] += 1
         return theirs(*args)
 
-    monkeypatch.setattr("hfpatch.models.loss.log_probs", count)
+    monkeypatch.setattr("hfpatch.loss.causal_model.log_probs", count)
     monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", count_theirs)
     return ran
 
@@ -273,7 +273,7 @@ def test_what_a_family_does_to_its_logits(family):
     made = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2, **extra)
     torch.manual_seed(0)
     stock = getattr(transformers, f"{family}ForCausalLM")(made).train()
-    ours = tiny.patched(stock, verdict=False)
+    ours = tiny.patched(stock)
     for model in (ours, stock):
         add_fused_lm_head(model, temperature=0.9, outputs=OUTPUTS)
     outs = [model(**tiny.labelled(), fused_lm_head=True) for model in (ours, stock)]
@@ -328,7 +328,7 @@ from trl.trainer.utils import add_fused_lm_head
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 stock = tiny.llama()
 ours = copy.deepcopy(stock)
-hfpatch.apply(ours, checkpointing=tiny.TILED, verdict=False)
+hfpatch.apply(ours, checkpointing=tiny.TILED)
 true = tiny.exact(stock)
 for model in (stock, ours, true):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))

@@ -1,4 +1,4 @@
-"""The tiny Llama of all tests, and the comparisons: ours against stock, both against a float64 twin (twin.py)."""
+"""The tiny Llama of all tests, and the comparisons: ours against stock, both against a float64 twin (hfpatch/lab/twin.py)."""
 
 import copy
 
@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from twin import ExactNorm, exact, exact_loss, with_exact_norms  # noqa: F401
 
 import hfpatch
+from hfpatch.lab.twin import ExactNorm, exact, exact_loss, with_exact_norms  # noqa: F401
 
 VOCAB, TOKENS = 97, 24
 TILED = hfpatch.Checkpointing(tile=8)  # three tiles of TOKENS
@@ -28,7 +28,7 @@ def not_with_transformers_5_0(reason: str):
     return not_before_transformers((5, 1), reason)
 
 
-# hfpatch says so (training/configs.py), and names accelerate's own file.
+# hfpatch says so (trainer/configs.py), and names accelerate's own file.
 FSDP_FILES = not_before_transformers((5, 17), "has a Trainer that reads no FSDP file of ours")
 
 

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def exact_loss(monkeypatch):
-    monkeypatch.setattr("hfpatch.models.loss.as_stock", lambda loss: loss)
+    monkeypatch.setattr("hfpatch.loss.causal_model.as_stock", lambda loss: loss)

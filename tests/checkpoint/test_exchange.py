@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfpatch.checkpoint import exchange
-from hfpatch.memory import sequence
-from hfpatch.ops.attention import CAUSAL
-from hfpatch.simulate.sequence import LoneRank
+from hfpatch.attention.attention import CAUSAL
+from hfpatch.budget import sequence
+from hfpatch.lab.simulate.sequence import LoneRank
+from hfpatch.parallel import exchange
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -46,3 +46,16 @@ def test_rounds_beyond_two_to_the_31(monkeypatch):
     assert len(seen) == 3
     for x in seen:
         assert x.shape == (1, T, 4, 128) and x.is_contiguous() and x.numel() == 1 << 31
+
+
+def test_ranks_agree_anew_until_lengths_are_many(monkeypatch):
+    """Each of the first lengths, and once more when there are many: then a backend that plans for each length is left."""
+    ranks, asked = LoneRank(2), []
+    monkeypatch.setattr(ranks, "agreed", lambda key, choose: asked.append(key) or choose(), raising=False)
+    call = SimpleNamespace(scale=1.0, pattern=CAUSAL, sinks_H=None)
+    for t in (10, 11, 10, 12, 13, 14, 15, 10):
+        q = torch.zeros(1, t, 4, 8)
+        exchange.ExchangedAttention(ranks).forward([call], [], [q, q, q])
+    found = [key[-1] for key in asked]
+    assert found == [(1, 20), (1, 22), (1, 20), (1, 24), (1, 26), None, None, None]
+    assert len(ranks.lengths) == 5

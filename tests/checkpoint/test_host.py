@@ -15,7 +15,7 @@ MOST_OF_A_LAYER = 1330  # for a layer in one tile, looked through for adapters w
 def calls(layers: int, tiles: int) -> int:
     """In one step of that many layers in `tiles` tiles."""
     model = tiny.llama(num_hidden_layers=layers)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=32 // tiles, plain=0), verdict=False)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=32 // tiles, plain=0))
     ids, count = torch.zeros(1, 32, dtype=torch.long), 0
 
     def counted(frame, event, _):

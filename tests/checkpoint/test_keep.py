@@ -8,12 +8,12 @@ import torch
 from tiny import gradients, largest_difference
 
 import hfpatch
-from hfpatch.checkpoint.offload import Transfers
-from hfpatch.memory.formula import step_memory
-from hfpatch.memory.policy import KEEPABLE, Policy
-from hfpatch.memory.seconds import link_bytes
-from hfpatch.memory.shape import ModelShape
-from hfpatch.models.ask import Ask
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.policy import KEEPABLE, Policy
+from hfpatch.budget.seconds import link_bytes
+from hfpatch.budget.shape import ModelShape
+from hfpatch.layer.parts import LayerParts
+from hfpatch.store.transfers import Transfers
 from tests.checkpoint.deep import tiny_llama, tokens
 from tests.checkpoint.test_layer import BUDGET, check
 from tests.models.families import small_model
@@ -40,7 +40,7 @@ def test_gradients_equal_stock(keep, where, tile, save, tmp_path):
 @pytest.mark.parametrize("plain, every", [(0, 1), (1, 1), (2, 1), (9, 1), (1, 2)])
 def test_plain_layers(plain, every, monkeypatch):
     calls = []
-    monkeypatch.setattr("hfpatch.models.layer.tiled_layer", _counted("hfpatch.models.layer.tiled_layer", calls))
+    monkeypatch.setattr("hfpatch.layer.layer.tiled_layer", _counted("hfpatch.layer.layer.tiled_layer", calls))
     check(hfpatch.Checkpointing(offload="host", tile=14, plain=plain, every=every))
     assert len(calls) == max(0, 3 - plain)
 
@@ -62,7 +62,7 @@ def test_plain_layers_that_cannot_be_tiled_keep_everything_too(monkeypatch):
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *args: None)
     monkeypatch.setattr(
-        "hfpatch.models.layer.offloaded_checkpoint", _counted("hfpatch.models.layer.offloaded_checkpoint", calls)
+        "hfpatch.layer.layer.offloaded_checkpoint", _counted("hfpatch.layer.layer.offloaded_checkpoint", calls)
     )
     model(tokens(), labels=tokens()).loss.backward()
     assert len(calls) == 1
@@ -150,7 +150,7 @@ def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
     assert capsys.readouterr().err.count("hfpatch: LlamaDecoderLayers compute gate_up again: keeping that") == 1
 
 
-# The common block with and without experts, blocks of other kinds: what memory/shape.py promises of a family, its layers keep.
+# The common block with and without experts, blocks of other kinds: what budget/shape.py promises of a family, its layers keep.
 FAMILIES = ("phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
 MORE = (
     "mistral",
@@ -178,13 +178,13 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)
     promised = ModelShape.from_config(model.config).keepable
-    keepable = Ask.keepable
+    keepable = LayerParts.keepable
 
     def noted(self, names, device):
         kept.add(keepable(self, names, device))
         return keepable(self, names, device)
 
-    monkeypatch.setattr(Ask, "keepable", noted)
+    monkeypatch.setattr(LayerParts, "keepable", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
     for keep in ((), promised):
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0))
@@ -218,7 +218,7 @@ def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
 
     monkeypatch.setattr(Transfers, "save", saved)
     monkeypatch.setattr(Transfers, "fetch", fetched)
-    hfpatch.apply(model, verdict=False)
+    hfpatch.apply(model)
     monkeypatch.setattr(model.model._hfpatch_session, "_resolve", lambda *a: policy)
     model(tokens(), labels=tokens()).loss.backward()
     expected = link_bytes(step_memory(shape, policy, **sizes), policy, shape, **sizes)

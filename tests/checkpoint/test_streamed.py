@@ -17,13 +17,15 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.checkpoint import heads, session, streamed
-from hfpatch.checkpoint.room import Gauge
-from hfpatch.memory.hardware import GPUS
+from hfpatch.attention import heads
+from hfpatch.budget.hardware import GPUS
+from hfpatch.layer import runtime as session
+from hfpatch.layer import streamed_weights as streamed
+from hfpatch.layer.room import Gauge
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
 LAYERS = 4
-HOST = {"tile": 8, "weights": "host"}
+HOST = {"tile": 8, "frozen_weights": "host"}
 
 
 def adapted(model: nn.Module, **settings) -> nn.Module:
@@ -36,7 +38,7 @@ def streams(model: nn.Module) -> streamed.StreamedWeights:
 
 
 def patched(model: nn.Module, **settings) -> nn.Module:
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(**{**HOST, **settings}), verdict=False)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(**{**HOST, **settings}))
     return model
 
 
@@ -54,7 +56,7 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_same_steps(model: nn.Module, steps: int = 2, **settings) -> nn.Module:
     """Two steps of AdamW, with weights that stay and with weights that are streamed: equal to the bit."""
-    resident, ours = patched(copy.deepcopy(model), **settings, weights="gpu"), patched(model, **settings)
+    resident, ours = patched(copy.deepcopy(model), **settings, frozen_weights="gpu"), patched(model, **settings)
     taken = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (resident, ours)]
     for _ in range(steps):
         found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
@@ -93,6 +95,13 @@ def test_four_bits():
     assert_same_steps(model)
 
 
+@hfpatch.token_wise
+class Scaled(nn.Linear):
+    def forward(self, x):
+        state = self.weight.quant_state
+        return nn.functional.linear(x, self.weight * state.absmax * state.state2.code[3])
+
+
 def _scaled(model: nn.Module, code: torch.Tensor) -> nn.Module:
     """What bitsandbytes keeps beside a weight, in small: scales of its own in a state, and there a table for all layers."""
     State = type("QuantState", (), {"__module__": "bitsandbytes.functional"})
@@ -101,18 +110,16 @@ def _scaled(model: nn.Module, code: torch.Tensor) -> nn.Module:
         linear, outer, inner = layer.mlp.up_proj, State(), State()
         outer.absmax, outer.state2, inner.code = torch.rand(len(linear.weight), 1), inner, code
         linear.weight.quant_state = outer
-        linear.forward = lambda x, w=linear.weight: nn.functional.linear(
-            x, w * w.quant_state.absmax * w.quant_state.state2.code[3]
-        )
+        linear.__class__ = Scaled
     return model
 
 
 def test_scales_beside_a_weight_travel_too():
     code = torch.arange(16.0)
     torch.manual_seed(3)
-    resident = patched(_scaled(tiny.llama(), code), weights="gpu")
+    resident = patched(_scaled(tiny.llama(), code), frozen_weights="gpu")
     torch.manual_seed(3)
-    ours = patched(_scaled(tiny.llama(), code), weights="host")
+    ours = patched(_scaled(tiny.llama(), code), frozen_weights="host")
     found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0]) and at_rest(ours)
     state, packed = ours.model.layers[0].mlp.up_proj.weight.quant_state, streams(ours).packed[0]
@@ -159,7 +166,7 @@ def test_layers_below_the_first_trained_one_keep_no_graph():
 
 def test_what_runs_twice_or_out_of_order():
     model = adapted(tiny.llama(num_hidden_layers=LAYERS))
-    resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model)
+    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)
     found = []
     for m in (resident, ours):
         with torch.inference_mode():
@@ -202,7 +209,7 @@ def test_a_layers_weights_stay_on_the_device_while_another_thread_calls_the_mode
 
 def test_weights_written_to_at_rest_are_those_of_the_next_forward():
     model = adapted(tiny.llama())
-    resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model)
+    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)
     for m in (resident, ours):
         tiny.step(m, tiny.labelled())
         m.merge_adapter()
@@ -271,17 +278,17 @@ def test_moving_the_model_leaves_them():
 
 def by_group(monkeypatch):
     """Every layer's heads in groups that wait in the tier."""
-    resolve = session.Session._resolve
+    resolve = session.LayerRuntime._resolve
     monkeypatch.setattr(heads, "heads_per_group", lambda *sizes: 1)
     ways = {"by_group": True, "stream_attention": True}
-    monkeypatch.setattr(session.Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways))
+    monkeypatch.setattr(session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways))
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch):
     """What a base larger than the card takes at long context: the bits of neither."""
     model = adapted(tiny.llama(num_hidden_layers=LAYERS))
-    plain = patched(copy.deepcopy(model), offload="host", every=every, weights="gpu")
+    plain = patched(copy.deepcopy(model), offload="host", every=every, frozen_weights="gpu")
     found = tiny.step(plain, tiny.labelled())
     by_group(monkeypatch)
     ours = assert_same_steps(model, steps=1, offload="host", every=every)
@@ -289,7 +296,7 @@ def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch
     settled = next(
         iter(next(m for m in ours.modules() if hasattr(m, "_hfpatch_session"))._hfpatch_session.policies.values())
     )
-    assert settled.by_group and settled.weights == "host"
+    assert settled.by_group and settled.frozen_weights == "host"
 
 
 def test_a_weight_of_two_layers_waits_once():
@@ -305,7 +312,7 @@ def test_a_weight_of_two_layers_waits_once():
     with torch.no_grad():  # at rest, as load_state_dict does: both layers see it
         shared.mul_(2.0)
         hfpatch.undo(other := copy.deepcopy(ours))
-        assert torch.equal(ours(tiny.ids()).logits, patched(other, weights="gpu")(tiny.ids()).logits)
+        assert torch.equal(ours(tiny.ids()).logits, patched(other, frozen_weights="gpu")(tiny.ids()).logits)
 
 
 def test_a_weight_of_two_layers_that_becomes_two():
@@ -314,7 +321,7 @@ def test_a_weight_of_two_layers_that_becomes_two():
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     model = adapted(model)
     found = []
-    for m in (patched(copy.deepcopy(model), weights="gpu"), patched(model)):
+    for m in (patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)):
         tiny.step(m, tiny.labelled())
         _, second, last = m.base_model.model.model.layers
         layer = last.mlp.up_proj.base_layer
@@ -331,7 +338,7 @@ def test_other_values_of_a_weight_of_two_layers():
     model = tiny.llama(num_hidden_layers=3)
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     model = adapted(model)
-    resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model)
+    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)
 
     def halve(m, layers):
         shared = layers[0].mlp.up_proj.base_layer.weight
@@ -410,7 +417,7 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, resident = patched(adapted(tiny.llama())), patched(adapted(tiny.llama()), weights="gpu")
+        model, resident = patched(adapted(tiny.llama())), patched(adapted(tiny.llama()), frozen_weights="gpu")
         found = [nn.parallel.DistributedDataParallel(m) for m in (model, resident)]
         left = found[0].parameters_to_ignore
         assert {n for n, p in model.named_parameters() if ".layers." in n and not p.requires_grad} <= left
@@ -443,7 +450,7 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
     monkeypatch.setattr(session, "metered", lambda device: True)
     monkeypatch.setattr(session, "Gauge", Full)
     model = adapted(tiny.llama())
-    resident, ours = patched(copy.deepcopy(model), weights="gpu"), patched(model, weights="auto")
+    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model, frozen_weights="auto")
     tiny.step(ours, tiny.labelled(tokens=8))  # of a length at which layers keep everything, weights too
     assert not streams(ours).on
     monkeypatch.setattr(Full, "left", 1 << 20)
@@ -459,7 +466,7 @@ def test_auto_keeps_a_base_that_the_device_cannot_hold(monkeypatch):
     monkeypatch.setattr(session, "metered", lambda device: device.type == "meta")
     for free, on in ((1 << 30, False), (1 << 10, True)):
         monkeypatch.setattr(session.memory, "gpu_free", lambda device, free=free: free)
-        model = patched(adapted(tiny.llama()), weights="auto").to("meta")
+        model = patched(adapted(tiny.llama()), frozen_weights="auto").to("meta")
         assert streams(model).on == on
         assert {p.device.type for p in model.parameters()} == ({"cpu", "meta"} if on else {"meta"})
 
@@ -488,7 +495,7 @@ def test_what_cannot_be_is_said(change, says):
         tiny.step(model, tiny.labelled())
 
 
-@pytest.mark.parametrize("settings", [{"weights": "disk"}, {"weights": "host", "plain": 2}])
+@pytest.mark.parametrize("settings", [{"frozen_weights": "disk"}, {"frozen_weights": "host", "plain": 2}])
 def test_settings_out_of_range(settings):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*$"):
         hfpatch.Checkpointing(**settings)

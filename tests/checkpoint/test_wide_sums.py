@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.checkpoint import weights
+from hfpatch.layer import weight_gradients as weights
 from hfpatch.ops import _wide_sums
 
 
@@ -36,7 +36,7 @@ def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
     for able in (False, True):
         monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype, able=able: able and dtype == torch.bfloat16)
         model = tiny.llama().to(torch.bfloat16)
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0), verdict=False)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0))
         linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
         linears[0].register_full_backward_hook(tiny.OfAnEngine(lambda *_, able=able: hooked.append(able)))
         found = gradients(model, ids)
@@ -73,7 +73,7 @@ def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
     monkeypatch.setattr(weights, "into", in_float32)
     monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype: dtype == torch.bfloat16)
     model = tiny.llama().to(torch.bfloat16)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=4, plain=0), verdict=False)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=4, plain=0))
     ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
     loss = model(input_ids=ids, labels=ids).loss
     made = []

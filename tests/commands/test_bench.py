@@ -6,9 +6,9 @@ import pytest
 import torch
 from numerics import assert_close
 
-from hfpatch.commands import bench
-from hfpatch.commands.main import main
-from hfpatch.memory.presets import preset_config
+from hfpatch.budget.presets import preset_config
+from hfpatch.cli import bench
+from hfpatch.cli.main import main
 
 
 def test_every_op_both_ways_as_json(capsys):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch.commands import env as doctor
-from hfpatch.commands import support
-from hfpatch.commands.main import main
-from hfpatch.memory import families as memory_families
-from hfpatch.memory.locks import left_builds
+from hfpatch.budget import families as memory_families
+from hfpatch.budget.locks import left_builds
+from hfpatch.cli import env as doctor
+from hfpatch.cli import support
+from hfpatch.cli.main import main
 from hfpatch.planner.plan import plan
 
 GOOD = {
@@ -86,6 +86,13 @@ def test_false_and_absent_settings_are_fine():
 def test_several_gpus_need_shared_memory():
     changes = {"gpus": GOOD["gpus"] * 2, "limits": {"shared_memory_bytes": 64 << 20}}
     assert ["/dev/shm has 64 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [True]
+
+
+def test_the_memory_node_of_a_gpu_is_named(capsys):
+    facts = copy.deepcopy(GOOD)
+    facts["gpus"][0]["memory_node"] = 1
+    doctor.show(facts, [])
+    assert "80.0 GiB, compute capability 9.0, host memory pinned on node 1" in capsys.readouterr().out
 
 
 def test_this_machine_and_an_accelerate_config(tmp_path, capsys):

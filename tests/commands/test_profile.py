@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.commands.main import main
-from hfpatch.commands.profile import checkpointing_fields
-from hfpatch.memory.limits import parse_lengths
-from hfpatch.profiling import run as runner
-from hfpatch.profiling.options import Options, settings_of
+from hfpatch.budget.limits import parse_lengths
+from hfpatch.budget.policy import parse_checkpointing
+from hfpatch.cli.main import main
+from hfpatch.lab.profile import run as runner
+from hfpatch.lab.profile.options import Options, words_of
 
 
 def call(capfd, *arguments):
@@ -80,21 +80,19 @@ def test_nothing_to_run_is_an_error(capfd, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_checkpointing_fields():
-    assert checkpointing_fields([]) is None
-    found = checkpointing_fields(["offload=host", "tile=4096", "save_attention=false"])
-    assert found == {"offload": "host", "tile": 4096, "save_attention": False}
-    assert checkpointing_fields(["keep=qkv,mid", "plain=2"]) == {"keep": ("qkv", "mid"), "plain": 2}
-    assert settings_of({"keep": ["qkv"], "plain": 2}) == hfpatch.Checkpointing(keep=("qkv",), plain=2)
+def test_what_checkpointing_says_travels_as_words():
+    assert words_of("auto") == [] and words_of("off") == ["off"] and words_of("least") == ["aim=least"]
+    settings = hfpatch.Checkpointing(keep=["qkv"], plain=2, offload="/tmp")
+    assert parse_checkpointing(words_of(settings)) == settings
 
 
 @pytest.mark.parametrize("wrong, word", [
     ({"seq_len": 1}, "seq_len"), ({"seq_len": "8k"}, "seq_len"), ({"seq_len": []}, "seq_len"), ({"impl": []}, "impl"),
     ({"seq_len": None}, "seq_len"), ({"impl": "foo"}, "impl"), ({"batch": "x"}, "batch"), ({"batch": True}, "batch"),
     ({"steps": 0}, "steps"), ({"warmup": -1}, "warmup"), ({"dtype": "int8"}, "dtype"), ({"device": "tpu"}, "device"),
-    ({"optimizer": "lion"}, "optimizer"), ({"checkpointing": "host"}, "checkpointing"),
-    ({"checkpointing": {"tiles": 4}}, "checkpointing"), ({"checkpointing": {"tile": 0}}, "tile"), ({"model": 3}, "int came"),
-    ({"impl": "hf", "checkpointing": {"tile": 4}}, "checkpointing is for hfpatch"),
+    ({"optimizer": "lion"}, "optimizer"), ({"checkpointing": "hots"}, "checkpointing"),
+    ({"checkpointing": {"tile": 4}}, "checkpointing"), ({"checkpointing": "tile=0"}, "tile"), ({"model": 3}, "int came"),
+    ({"impl": "hf", "checkpointing": "tile=4"}, "checkpointing is for hfpatch"),
 ])  # fmt: skip
 def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_in_process", lambda *_: pytest.fail("a process started"))
@@ -114,3 +112,23 @@ def test_lengths():
     for text in ("8k,many", "0", "-1k", "", "k", "1.5k", "9" * 30):
         with pytest.raises(ValueError, match="^hfpatch: a length"):
             parse_lengths(text)
+
+
+def test_a_clocked_step_says_what_its_copies_expose(capfd, tmp_path):
+    trace = tmp_path / "trace.json"
+    code, out, _ = call(
+        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--checkpointing", "offload=host,plain=0",
+        "--gpu", "a100", "--json", "--out", tmp_path, "--trace", trace,
+    )  # fmt: skip
+    (row,) = json.loads(out)
+    assert code == 0 and set(row["seconds"]) == {"forward", "backward", "optimizer", "step"}
+    assert row["exposed_seconds"] == pytest.approx(sum(value for *_, value in row["exposed"]))
+    assert row["page"] == str(tmp_path / "clock-llama-tiny-a100-512.html") and (tmp_path / row["page"]).exists()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_what_goes_with_the_clock_is_refused_without_it(capfd):
+    code, _, err = call(capfd, "--model", "llama-tiny", "--trace", "t.json")
+    assert code != 0 and "--trace goes with --clock" in err
+    code, _, err = call(capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128")
+    assert code != 0 and "--trace takes one length" in err

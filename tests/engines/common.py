@@ -144,7 +144,7 @@ def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Mo
     def patch():
         if patched:
             # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer that keeps everything.
-            more = {"weights": "host"} if kind == "lora-host" else {"keep": ("qkv",), "plain": 1}
+            more = {"frozen_weights": "host"} if kind == "lora-host" else {"keep": ("qkv",), "plain": 1}
             hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, **more))
 
     if kind != "lora-first":

@@ -9,8 +9,8 @@ import tiny
 import torch
 import torch.distributed as dist
 
-from hfpatch.checkpoint import exchange
-from hfpatch.models.parallel import sequence_of, sharded
+from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.parallel import exchange
 
 T = 24
 ERRORS = {"error": RuntimeError("a kernel failed"), "memory": torch.OutOfMemoryError("no memory on this rank")}

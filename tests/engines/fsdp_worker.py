@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 import hfpatch
-from hfpatch.training import configs
+from hfpatch.trainer import configs
 
 
 def fsdp2(model, **settings):

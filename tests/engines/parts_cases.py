@@ -12,10 +12,10 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.models.asking import Call
-from hfpatch.models.attending import _Exchanged
-from hfpatch.models.parallel import sequence_of, sharded
-from hfpatch.ops.attention import CAUSAL
+from hfpatch.attention.attention import CAUSAL
+from hfpatch.context.attention import _Exchanged
+from hfpatch.context.current import Call
+from hfpatch.context.ranks import sequence_of, sharded
 
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # before any engine replaces it
 T = 24

@@ -32,11 +32,11 @@ import families
 import tiny
 
 import hfpatch
-from hfpatch.checkpoint.exchange import ExchangedAttention, Sequence
-from hfpatch.checkpoint.session import Session
-from hfpatch.memory import free as memory
-from hfpatch.memory import sequence
-from hfpatch.models.parallel import sequence_of, sharded
+from hfpatch.budget import free as memory
+from hfpatch.budget import sequence
+from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.parallel.exchange import ExchangedAttention, Sequence
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -148,7 +148,7 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    verdict=True, streamed=False, again=0, blocks=1, tiled=True, **settings,
+    streamed=False, again=0, blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64,
@@ -160,12 +160,12 @@ def case(
     )
     ours = wrap(tiny.with_exact_norms(base))
     checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
-    hfpatch.apply(ours, checkpointing=checkpointing, verdict=verdict)
+    hfpatch.apply(ours, checkpointing=checkpointing)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
-    resolve = Session._resolve
+    resolve = LayerRuntime._resolve
     chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed, again=again)  # noqa: E731
-    with mock.patch.object(Session, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
+    with mock.patch.object(LayerRuntime, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
@@ -262,7 +262,7 @@ def uneven(ranks: Ranks) -> list[str]:
 def hybrid(ranks: Ranks) -> str:
     """A model whose layers mix tokens by something else than attention, at its first forward."""
     model = families.small_model("lfm2")
-    hfpatch.apply(model, verdict=False)
+    hfpatch.apply(model)
     mine = {n: x[:, : T // ranks.size] % 60 for n, x in batch("plain", 1).items()}
     with sharded(sequence_of(ranks.group)):
         try:
@@ -279,7 +279,7 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
         tiny.llama(num_hidden_layers=2, head_dim=8), checkpointing=hfpatch.Checkpointing(offload="host", every=1)
     )
     mine = {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
-    opened = Session._open
+    opened = LayerRuntime._open
 
     def open_(self, *args):
         if fails and ranks.rank == ranks.size - 1:
@@ -287,7 +287,7 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
         return opened(self, *args)
 
     free = mock.patch.object(memory, "host_free", lambda: host[min(ranks.rank, 1)])
-    with free, mock.patch.object(Session, "_open", open_), sharded(sequence_of(ranks.group)):
+    with free, mock.patch.object(LayerRuntime, "_open", open_), sharded(sequence_of(ranks.group)):
         try:
             ours(**mine, use_cache=False).loss.backward()
         except (ValueError, RuntimeError) as error:
@@ -316,7 +316,7 @@ def main(chosen: str, folder: str) -> None:
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
-        "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512}, "asked at the first call": {"verdict": False},
+        "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
         "layers run whole": {"tiled": False, "kind": "packed"},
         "streamed, a round at a time": {"streamed": True, "heads": (8, 4), "again": 1},
         "uneven heads": {"heads": (3, 1), "contract": "zigzag", "kind": "packed"},

@@ -15,9 +15,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
-from hfpatch.checkpoint.exchange import ExchangedAttention
-from hfpatch.training import trainer as ours
-from hfpatch.training.arguments import TrainArguments
+from hfpatch.parallel.exchange import ExchangedAttention
+from hfpatch.trainer import trainer as ours
+from hfpatch.trainer.arguments import TrainArguments
 
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -63,7 +63,7 @@ def main(engine: str, folder: str) -> None:
 
     def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, make=common.make_model, **extra):
         model = make()
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), eval_logits=False)
+        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), logits=False)
         if engine != "neox":
             model.model.norm.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
         extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}

@@ -92,7 +92,7 @@ def assert_gradients(reports: list[dict], kinds: set[str]) -> None:
             assert not late, (kind, late)
 
 
-SHARDED = 'expected whole weights for Checkpointing(weights="host"), a '
+SHARDED = 'expected whole weights for Checkpointing(frozen_weights="host"), a '
 
 
 def half_of(single) -> int:
@@ -206,6 +206,19 @@ def test_tensor_parallel(single, tmp_path):
         assert report["gathered"] == tile
     assert_gradients(reports, {"tiles of 5", "kept whole", "kept in parts"})
     assert_weights(tmp_path / "final" / "model.safetensors", single)
+
+
+@tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
+def test_norms_between_split_projections(tmp_path):
+    """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a stock step, and after undo()."""
+    for report in torchrun("tp_families_worker.py", folder=tmp_path):
+        assert len(report["found"]) == 7
+        for case, found in report["found"].items():
+            for error, name in [*found["steps"], found["undone"]]:
+                assert error <= 1, f"{case}: {name} is {error:.2f} budgets away"
+            # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
+            tiles = 1 if case.endswith("one tile") else 6
+            assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.training import placement
+from hfpatch.trainer import placement
 
 # torchao's extension libraries and pytree registration complain at import on a CPU machine
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::UserWarning:torch.utils._pytree")
@@ -117,7 +117,7 @@ def test_fused_is_the_same_optimizer(tmp_path, tied, patched):
 
 
 def test_gradients_never_exist_together():
-    from hfpatch.training.step_in_backward import AdamW8bitInBackward
+    from hfpatch.trainer.step_in_backward import AdamW8bitInBackward
 
     model = make_model()
     alive = []

@@ -77,19 +77,19 @@ class Runs:
         self.folder = folder
         self.share = ["--engine", folder / "zero.json" if engine == "zero3" else engine, "--sp_size", 2]
         self.common = [
-            "--data", folder / "a.txt", "--text_unit", "paragraph", "--seq_length", 63, "--packing", "--use_cpu", True, "--seed", 3,
+            "--data", folder / "a.txt", "--text_unit", "paragraph", "--seq-len", 63, "--packing", "--use_cpu", True, "--seed", 3,
             "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4, "--save_steps", 3, "--logging_steps", 1,
             "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
             "--lr_scheduler_type", "constant", "--cache_dir", folder / "cache",
         ]  # fmt: skip
-        self("model", 1, "--preset", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
+        self("model", 1, "--model", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
         self.common += ["--model", folder / "model"]
 
     def __call__(self, name: str, ranks: int, *more) -> list[dict]:
         """The losses in training, then those in evaluation."""
         words = [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share * (ranks > 1)])]
         if ranks == 1:
-            from hfpatch.commands.train import main
+            from hfpatch.cli.train import main
 
             assert main(words) == 0
         else:

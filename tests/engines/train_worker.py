@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from hfpatch.commands.train import main
+from hfpatch.cli.train import main
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
 torch.set_num_threads(1)

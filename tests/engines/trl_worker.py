@@ -13,8 +13,8 @@ import test_trl
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from hfpatch.models.classes import is_mixed
-from hfpatch.training import configs
+from hfpatch.context.classes import is_mixed
+from hfpatch.trainer import configs
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
 ZERO3 = {

@@ -1,8 +1,8 @@
 """A happens-before checker for copies, on a CPU: a device that only pretends to have streams.
 
-`CheckedDevice` stands in for the CPU (checkpoint/device.py) and is a dispatch mode. Everything runs at once and in order, so
+`CheckedDevice` stands in for the CPU (store/device.py) and is a dispatch mode. Everything runs at once and in order, so
 results are right whatever is missing; but each stream, thread and event carries a vector clock, and each operation notes the
-bytes that it reads and writes. Reported are
+addresses that it reads and writes, whichever of several storages over the same memory it names. Reported are
 
 - two uses of the same bytes, one of them a write, of which neither is ordered before the other;
 - memory given back to its stream's allocator before that stream waited for the others' uses of it (the caching allocator's
@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfpatch.checkpoint.device import DEVICES, Device
+from hfpatch.store.device import DEVICES, Device
 
 COMPUTE, HOST = "compute", "host"
 THREADS = 8
@@ -58,10 +58,10 @@ def qualname(code) -> str:
 
 
 def pieces(x: torch.Tensor) -> tuple:
-    """The byte ranges of x in its storage, ascending."""
+    """The ranges of addresses of x, ascending."""
     if not x.numel():
         return ()
-    size, start = x.element_size(), x.storage_offset() * x.element_size()
+    size, start = x.element_size(), x.data_ptr()
     dims = sorted((stride * size, n) for n, stride in zip(x.shape, x.stride()) if n > 1 and stride)
     run = size
     while dims and dims[0][0] == run:
@@ -89,12 +89,13 @@ def overlap(a: tuple, b: tuple) -> bool:
 
 
 class Region:
-    """The uses of one storage: {(bytes, written): {actor: (time, what)}}.
+    """The uses of the memory from `start` to `stop`, addresses: {(ranges, written): {actor: (time, what)}}.
 
-    owner: the stream whose allocator it is from; None for what is no device memory.
+    owner: the stream whose allocator it is from; None for what is no device memory. storages: how many live ones lie in it.
     """
 
-    def __init__(self, owner: str | None):
+    def __init__(self, start: int, stop: int, owner: str | None):
+        self.start, self.stop, self.storages = start, stop, 0
         self.owner, self.pinned, self.uses = owner, False, {}
         self.recorded = False  # the allocator itself waits for the other streams
 
@@ -147,6 +148,7 @@ class CheckedDevice(TorchDispatchMode, Device):
         self.stack, self.host = [COMPUTE], HOST
         self.tasks = self.streams_made = self.host_waits = 0
         self.regions: dict[int, tuple] = {}  # id(storage) -> (weak reference, Region)
+        self.memory: list[Region] = []  # those regions: no two of them overlap
 
     # -- the device interface ------------------------------------------------------------------------------------------
     def stream(self):
@@ -233,12 +235,43 @@ class CheckedDevice(TorchDispatchMode, Device):
         key = id(storage)
         if key not in self.regions:
             scalar = not born and x.dim() == 0  # Python's numbers come as tensors too
-            region = Region(self.current() if born else None if scalar else COMPUTE)
+            start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            region = self._covering(start, stop) or Region(
+                start, stop, self.current() if born else None if scalar else COMPUTE
+            )
             if born:  # what its stream did to this memory before may be under way
                 time = self.clocks[region.owner][region.owner]
-                region.uses[((0, storage.nbytes()),), True] = {region.owner: (time, "an earlier owner")}
-            self.regions[key] = (weakref.ref(storage, lambda _: self._freed(self.regions.pop(key)[1])), region)
+                region.uses[((start, stop),), True] = {region.owner: (time, "an earlier owner")}
+            if not region.storages:
+                self.memory.append(region)
+            region.storages += 1
+            self.regions[key] = (weakref.ref(storage, lambda _: self._gone(key)), region)
         return self.regions[key][1]
+
+    def _covering(self, start: int, stop: int) -> Region | None:
+        """The region that this memory is part of, where another storage lies there too: grown to it, and one of several."""
+        found = [r for r in self.memory if r.start < stop and start < r.stop]
+        if not found:
+            return None
+        first, *others = found
+        first.start, first.stop = min(start, *(r.start for r in found)), max(stop, *(r.stop for r in found))
+        for other in others:
+            self.memory.remove(other)
+            first.storages += other.storages
+            first.pinned, first.recorded = first.pinned or other.pinned, first.recorded or other.recorded
+            for use, actors in other.uses.items():
+                first.uses.setdefault(use, {}).update(actors)
+            for key, (reference, region) in self.regions.items():
+                if region is other:
+                    self.regions[key] = reference, first
+        return first
+
+    def _gone(self, key: int) -> None:
+        region = self.regions.pop(key)[1]
+        region.storages -= 1
+        if not region.storages:
+            self.memory.remove(region)
+            self._freed(region)
 
     @staticmethod
     def _others(region: Region, actor: str):

@@ -22,9 +22,9 @@ texts, tokenizer, saved_tokenizer, run_train = (
 def flags(folder: Path, saved_tokenizer: Path, **more) -> list[str]:
     """The flags of a tiny run of 100,000 steps in folder/run."""
     values = {
-        "preset": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2", "tokenizer": saved_tokenizer,
-        "data": Path(sysconfig.get_path("stdlib")) / "json", "data_glob": "*.py", "packing": True, "long_rows": "split",
-        "seq_length": 32, "per_device_train_batch_size": 2, "max_steps": 100_000, "logging_steps": 1, "report_to": "none",
+        "model": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2", "tokenizer": saved_tokenizer,
+        "data": Path(sysconfig.get_path("stdlib")) / "json", "data_glob": "*.py", "packing": True,
+        "seq_len": 32, "per_device_train_batch_size": 2, "max_steps": 100_000, "logging_steps": 1, "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "cache_dir": folder / "cache", "output_dir": folder / "run",
         "save_strategy": "no",
     } | more  # fmt: skip

@@ -8,10 +8,11 @@ import tiny
 import torch
 
 import hfpatch
-from hfpatch.checkpoint import disk, heads
-from hfpatch.checkpoint.device import ToHost, arrived, beside
-from hfpatch.checkpoint.session import Session
-from hfpatch.memory.policy import KEEPABLE
+from hfpatch.attention import heads
+from hfpatch.budget.policy import KEEPABLE
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.store import disk
+from hfpatch.store.device import ToHost, beside, mark_batch_ready
 from tests.checkpoint.deep import tiny_llama, tokens
 from tests.faults.checker import standing_in
 
@@ -34,7 +35,7 @@ def packed(model, device):
     positions = torch.cat([torch.arange(n) for n in (9, 1, 10, 2)])[None].expand(2, -1).contiguous()
     for _ in range(2):
         batch = {"position_ids": positions, "attention_mask": torch.ones(2, 22, dtype=torch.long)}
-        arrived(batch)
+        mark_batch_ready(batch)
         loss(model, **batch).backward()
 
 
@@ -84,6 +85,22 @@ def partial(model, device):
     loss(model).backward()
 
 
+def cut_short(model, device):
+    """Forwards that end before the last layer, and a backward from there."""
+    given: list = []
+
+    def stop(module, args):
+        given.append(args[0])
+        raise Stop
+
+    handle = model.model.layers[-1].register_forward_pre_hook(tiny.OfAnEngine(stop))
+    for _ in range(2):
+        with contextlib.suppress(Stop):
+            loss(model)
+        given.pop().sum().backward()
+    handle.remove()
+
+
 def handed_over(model, device):
     """A fetch that another stream than its own waits for, values for the host that nobody asks for, others made beside."""
     loss(model).backward()
@@ -101,6 +118,20 @@ def handed_over(model, device):
     ToHost(x.mul(2))
     (made,) = beside(lambda t: [t.add(1)], x)
     made.mul(2)
+
+
+def written_at_rest(model, device):
+    """Frozen weights are written to right behind a backward, whole or ended early: merged, loaded, decayed.
+
+    Of one ended early those of the layers that ran: a copy ahead of that is thrown away.
+    """
+    for ran in (model.model.layers, model.model.layers[-1:], model.model.layers):
+        hidden = model.model(tokens(2, 22)).last_hidden_state
+        torch.autograd.grad(hidden.sum(), ran[0].mlp.up_proj.weight)
+        del hidden
+        for parameter in ran.parameters():
+            if not parameter.requires_grad:
+                parameter.data.mul_(0.5)
 
 
 def raising(place: str, turn: str):
@@ -143,12 +174,12 @@ def whole(action):
 ACTIONS = {
     "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards, "other order": other_order,
     "side stream": side_stream, "lengths": lengths, "partial": partial,
-    "handed over": handed_over,
+    "handed over": handed_over, "cut short": cut_short,
     "raise in mlp": raising("mlp", "forward"), "raise in q": raising("self_attn.q_proj", "forward"),
     "raise in gradient": raising("mlp.down_proj", "backward"),
     "whole step": whole(step), "whole partial": whole(partial), "whole retain": whole(retain),
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
-    "whole side stream": whole(side_stream),
+    "whole side stream": whole(side_stream), "written at rest": written_at_rest,
 }  # fmt: skip
 # name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again[, weights]]]])
 WAYS = {
@@ -180,19 +211,19 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
         save_attention=save,
         every=every,
         keep=keep,
-        plain=int(way == "plain"),
-        weights=weights,
+        plain=2 if way == "plain" else 0,
+        frozen_weights=weights,
     )
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3)
     for name, parameter in model.model.layers.named_parameters():
         parameter.requires_grad_(weights == "gpu" or "up_proj" in name or "down_proj" in name)
     hfpatch.apply(model, checkpointing=settings)
-    resolve = Session._resolve
+    resolve = LayerRuntime._resolve
     stack.enter_context(mock.patch.object(heads, "heads_per_group", lambda *sizes: 2))
     stack.enter_context(mock.patch.object(disk, "PIECE", 2048))
     stack.enter_context(
         mock.patch.object(
-            Session,
+            LayerRuntime,
             "_resolve",
             lambda *a: dataclasses.replace(
                 resolve(*a), stream_attention=stream and not a[4], park=park, by_group=by_group, again=again

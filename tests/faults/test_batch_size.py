@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.checkpoint import disk
-from hfpatch.training.stop import StopCleanly
+from hfpatch.store import disk
+from hfpatch.trainer.stop import StopCleanly
 from tests.faults.test_exceptions import assert_nothing_held, open_files
 
 LIMIT = 5  # rows that a layer has memory for

@@ -6,10 +6,11 @@ The rows of REMOVALS were found by leaving each out of every scenario: one that 
 import itertools
 
 import pytest
+import torch
 
-from hfpatch.checkpoint import disk
-from hfpatch.checkpoint.disk import File
-from hfpatch.checkpoint.offload import Ticket, Transfers
+from hfpatch.store import disk
+from hfpatch.store.disk import File
+from hfpatch.store.transfers import FetchQueue, Ticket, Transfers
 from tests.faults import scenarios
 from tests.faults.checker import CheckedDevice
 
@@ -26,9 +27,10 @@ SHORT = [
     ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"),
     ("host", "keep", "raise in gradient"), ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
-    ("host", "one again alone", "step"),
+    ("host", "one again alone", "step"), ("gpu", "weights", "written at rest"),
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"), ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
+    ("host", "keep", "cut short"), ("disk", "one", "cut short"),
 ]  # fmt: skip
 ALL = [
     row
@@ -69,6 +71,7 @@ REMOVALS = {
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
     "_Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
+    "StreamedWeights._on_device: device.synchronize(ticket.ready)": ("gpu", "weights", "written at rest"),
     "DiskDirectory._write: self.device.synchronize(event)": DISK,
     "DiskDirectory._read: self.device.synchronize(copied)": DISK,
     "_side_stream: device.wait(event, device.side)": PACKED,
@@ -117,13 +120,27 @@ def forget_sources(patch):
 def let_go_of_tiles_at_once(patch):
     settle = Transfers.settle
 
-    def without(self, under_way=0):
+    def without(self, under_way=0, room=0):
         if under_way:
             self.unsettled.clear()
         else:
             settle(self)
 
     patch.setattr(Transfers, "settle", without)
+
+
+def leave_sources_as_a_pass_begins(patch):
+    """What the pass before left under way goes on."""
+    begin, settle = FetchQueue.begin, Transfers.settle
+    beginning = []
+
+    def without(self):
+        beginning.append(self)
+        begin(self)
+        beginning.pop()
+
+    patch.setattr(FetchQueue, "begin", without)
+    patch.setattr(Transfers, "settle", lambda self, *a, **k: None if beginning else settle(self, *a, **k))
 
 
 def forget_the_end_of_tickets(patch):
@@ -157,6 +174,7 @@ def forget_who_uses_what_was_made_beside(patch):
 
 @pytest.mark.parametrize("removal, row", [
     (forget_the_last_use_of_slots, WEIGHTS), (forget_who_uses_what_was_made_beside, HANDED),
+    (leave_sources_as_a_pass_begins, ("host", "keep", "cut short")),
     (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP), (forget_the_end_of_tickets, PARTIAL),
     (forget_the_last_use_of_slots, STEP),
     (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),
@@ -169,3 +187,36 @@ def test_each_owner_is_needed(removal, row, tmp_path, monkeypatch):
     except OSError as error:  # a file that ends early
         problems = [error]
     assert problems
+
+
+def test_memory_is_one_whatever_storage_names_it():
+    """A weight at rest is a storage of its own over pinned memory, which a copy may read under way."""
+    device = CheckedDevice()
+    block = torch.zeros(64, dtype=torch.uint8)
+    device.pin(block)
+    rest = torch.from_numpy(block.numpy())
+    assert rest.untyped_storage()._cdata != block.untyped_storage()._cdata
+    with device:
+        side = device.stream()
+        with device.on(side):
+            torch.empty(32, dtype=torch.uint8).copy_(block[:32])
+        rest[32:].fill_(1)
+        assert not device.problems
+        rest[:32].fill_(1)
+    assert len(device.problems) == 1 and "fill_" in device.problems[0]
+
+
+def test_memory_that_is_seen_piece_by_piece_is_one():
+    device = CheckedDevice()
+    block = torch.zeros(64, dtype=torch.uint8)
+    low, high = (torch.from_numpy(block.numpy()[s]) for s in (slice(0, 32), slice(32, 64)))
+    with device:
+        side = device.stream()
+        low.fill_(1), high.fill_(1)
+        assert len(device.memory) == 2
+        device.wait(device.mark(), side)
+        with device.on(side):
+            block.add_(1)  # grows over both
+        assert len(device.memory) == 1 and not device.problems
+        high.add_(1)
+    assert len(device.problems) == 1

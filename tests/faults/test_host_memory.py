@@ -12,12 +12,12 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.checkpoint import device as device_module
-from hfpatch.checkpoint import disk
-from hfpatch.checkpoint.device import CudaDevice, Device, ToHost, arrived, host_empty
-from hfpatch.checkpoint.offload import HostPool, Transfers
-from hfpatch.models.asking import here
-from hfpatch.models.documents import find_rows
+from hfpatch.context.current import current
+from hfpatch.context.documents import find_rows
+from hfpatch.store import device as device_module
+from hfpatch.store import disk
+from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
+from hfpatch.store.transfers import HostPool, Transfers
 from tests.checkpoint.deep import tokens
 from tests.faults.checker import CheckedDevice, standing_in
 from tests.faults.test_exceptions import assert_same, patched, step
@@ -54,10 +54,10 @@ def test_blocks_are_pinned_once_and_unpinned_after_a_wait():
     pool = HostPool(device)
     lease = pool.take(12345)
     lease.thing.bytes.fill_(7)
-    where = (lease.thing.bytes.data_ptr(), 12345)
+    where = (lease.thing.bytes.data_ptr(), 12352)  # whole lines of 64 bytes
     del lease
     pool.take(12000)
-    pool.keep_only(())
+    pool.give_back()
     assert device.calls == [("pin", *where), "wait", ("unpin", *where)] and device.held == 0
 
 
@@ -70,7 +70,7 @@ def test_where_pinning_fails_copies_run_from_pageable_memory():
             UserWarning, match="expected to pin.*CUDA answered 2; copies run from pageable memory"
         ) as told:
             assert_same(step(model), expected)
-        assert len(told) == 1 and 0 < device.held <= 20_000
+        assert len(told) == 1 and device.held <= 20_000
         assert_same(step(model), expected)
         hfpatch.undo(model)
         assert device.held == 0
@@ -84,7 +84,7 @@ def test_a_reservation_that_fails_half_way_leaves_nothing(monkeypatch):
 
     def scarce(nbytes, mapped):
         made.append(nbytes)
-        if len(made) == 3:
+        if len(made) == 1:
             raise MemoryError("planted")
         return host_empty(nbytes, mapped)
 
@@ -117,7 +117,7 @@ def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
     pool.take(4096)
     pid = os.fork()
     if pid == 0:
-        pool.keep_only(())
+        pool.give_back()
         os._exit(len(device.calls) - 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -142,7 +142,7 @@ def test_documents_wait_for_the_inputs_alone():
     """Not for what the stream was given since they came: with accumulation that is the whole step before."""
     with CheckedDevice() as device, standing_in(CPU, device):
         mask = torch.ones(2, 11)
-        arrived({"attention_mask": mask})
+        mark_batch_ready({"attention_mask": mask})
         came = device.clocks["compute"]["compute"]
         torch.ones(3).mul_(2)  # the step before
         ToHost(lambda m: m.sum(1), mask).get()
@@ -158,11 +158,11 @@ def test_what_the_loss_does_not_read_is_found_beside_the_step_before():
     model = patched("gpu", "one", None)
     with CheckedDevice() as device, standing_in(CPU, device):
         labels, mask = tokens(2, 11), torch.ones(2, 11)
-        arrived({"labels": labels, "attention_mask": mask})
+        mark_batch_ready({"labels": labels, "attention_mask": mask})
         came = device.clocks["compute"]["compute"]
         torch.ones(3).mul_(2)  # the step before
         with model._read_where_labelled(labels, 1, -100, {"attention_mask": mask}):
-            assert find_rows(2, 11, CPU, mask, idle_BT=here.idle_BT).documents is None
+            assert find_rows(2, 11, CPU, mask, idle_BT=current.idle_BT).documents is None
         assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
     assert not device.problems
 
@@ -199,12 +199,26 @@ def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime if len(entered) > len(current) else None)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="without an address"))
     device = CudaDevice(second)
     block = torch.zeros(8, dtype=torch.uint8)
     assert device.pin(block) == 0
     device.unpin(block)
     assert entered == [second] * 2
     assert device.threads(1, "waits").submit(lambda: list(current)).result() == [second]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone")
+def test_memory_is_pinned_by_a_thread_on_the_gpus_node(monkeypatch):
+    before, ran_on = os.sched_getaffinity(0), []
+    one = {max(before)}
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: ran_on.append(os.sched_getaffinity(0)) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(device_module, "gpu_node", lambda properties: (1, one))
+    assert CudaDevice(torch.device("cuda", 1)).pin(torch.zeros(8, dtype=torch.uint8)) == 0
+    assert ran_on == [one] and os.sched_getaffinity(0) == before
 
 
 def test_the_disk_is_read_ahead(tmp_path, monkeypatch):

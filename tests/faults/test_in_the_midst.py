@@ -10,13 +10,9 @@ import warnings
 import pytest
 import tiny
 import torch
-import transformers.models.qwen3_next.modeling_qwen3_next as scans
 
 import hfpatch
-from hfpatch.compat import plain_scans
-from hfpatch.models import asking
-from hfpatch.models.classes import forwards_for_now
-from hfpatch.models.loss import _InPlaceOf
+from hfpatch.context import current as asking
 
 WAYS = {
     "host": hfpatch.Checkpointing(offload="host", tile=8, plain=0),
@@ -63,39 +59,12 @@ class At:
         sys.settrace(self.before)
 
 
-@pytest.mark.parametrize("kind", ["attention", "forwards", "head", "scans"])
-def test_what_stands_somewhere_for_a_moment_is_gone_wherever_ctrl_c_comes(kind):
-    model = tiny.llama()
-    config, layers, holder = model.config, list(model.model.layers), {}
-    make = {
-        "attention": lambda: asking.our_attention((config, layers[0].self_attn.config), object()),
-        "forwards": lambda: forwards_for_now([(layer, lambda x: x) for layer in layers]),
-        "head": lambda: _InPlaceOf(holder, "lm_head", model.lm_head),
-        "scans": plain_scans,
-    }[kind]
-
-    def stands() -> tuple:
-        forwards = tuple("forward" in vars(layer) for layer in layers)
-        found = tuple(vars(scans).get(n) for n in ("chunk_gated_delta_rule", "causal_conv1d_fn"))
-        return config._attn_implementation, asking.here.batch, len(asking._entered), forwards, dict(holder), *found
-
-    before, kind = stands(), type(make())
-    with At(0, kind.enter, kind.leave) as lines, make():
-        pass
-    step = max(1, lines.count // 40)
-    assert stands() == before and lines.count > 4
-    for nth in range(1, lines.count + 1, step):
-        with contextlib.suppress(KeyboardInterrupt), At(nth, kind.enter, kind.leave) as at, make():
-            pass
-        assert at.count >= nth and stands() == before, nth
-
-
 def test_ctrl_c_while_a_thread_is_told_of_its_labels():
     kind = asking.having.__wrapped__
     for nth in range(1, 8):
         with contextlib.suppress(KeyboardInterrupt), At(nth, kind), asking.having(labels=1, target=2, idle_BT=3):
             pass
-        assert (asking.here.labels, asking.here.target, asking.here.idle_BT) == (None, None, None), nth
+        assert (asking.current.labels, asking.current.target, asking.current.idle_BT) == (None, None, None), nth
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -116,7 +85,7 @@ def test_ctrl_c_while_configs_are_named(way, monkeypatch):
         count[:] = [0, nth]
         with contextlib.suppress(KeyboardInterrupt):
             gradients_of(ours)
-        assert asking.here.batch is None and not asking._entered and ours.config._attn_implementation == "sdpa", nth
+        assert asking.current.batch is None and not asking._entered and ours.config._attn_implementation == "sdpa", nth
     count[:] = [0, 0]
     assert_same(gradients_of(ours), wanted)
 
@@ -158,34 +127,11 @@ def test_a_hook_evaluates_its_own_model(way, place):
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_handler_that_runs_a_model_while_a_config_is_named_waits_for_nobody(monkeypatch):
-    """As a signal's would, in the midst of what a lock guards: its own thread has it."""
-    stock = tiny.llama()
-    ours, wanted, found, name = tiny.patched(stock), evaluated(stock), [], asking.name_attention
-    plain = gradients_of(ours)
-
-    def interrupted(*args):
-        monkeypatch.setattr(asking, "name_attention", name)
-        found.append(evaluated(ours))
-        return name(*args)
-
-    monkeypatch.setattr(asking, "name_attention", interrupted)
-    got = []
-    thread = threading.Thread(target=lambda: got.append(gradients_of(ours)), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "waits for ever"
-    for a, b in zip(found[0], wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert_same(got[0], plain)
-    assert not asking._entered and ours.config._attn_implementation == "sdpa"
-
-
 def test_a_model_in_the_midst_of_a_tile_is_refused():
     ours = tiny.patched(tiny.llama())
     with asking.asking(object()), pytest.raises(RuntimeError, match="set a flag"):
         ours(tiny.ids())
-    assert asking.here.role is None
+    assert asking.current.role is None
 
 
 # --- forks ----------------------------------------------------------------------------------------------------------------
@@ -219,7 +165,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tier, tmp_path):
     held, done = threading.Event(), threading.Event()
 
     def holds():
-        with ours.model._hfpatch_session.turn, asking.LOCK:
+        with ours.model._hfpatch_session.turn:
             held.set()
             done.wait()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch.training import folders
+from hfpatch.trainer import folders
 
 HERE = Path(__file__).parent
 
@@ -33,8 +33,8 @@ def launch(folder: Path, *flags) -> tuple[int, str]:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
                "--use_deepspeed", "--deepspeed_config_file", folder / "zero3.json", "--mixed_precision", "no",
                "--dynamo_backend", "no",
-               "--main_process_port", free_port(), "--zero3_init_flag", "false", HERE / "zero3_train.py", "--preset", "llama-tiny",
-               "--train_tokenizer", "300", "--data", folder / "text.txt", "--seq_length", "64", "--output_dir", folder / "run",
+               "--main_process_port", free_port(), "--zero3_init_flag", "false", HERE / "zero3_train.py", "--model", "llama-tiny",
+               "--train_tokenizer", "300", "--data", folder / "text.txt", "--seq-len", "64", "--output_dir", folder / "run",
                "--use_cpu", "--save_steps", "1", "--save_total_limit", "2", "--report_to", "none", "--disable_tqdm", "True",
                *flags]  # fmt: skip
     process = subprocess.Popen(

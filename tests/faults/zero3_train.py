@@ -4,7 +4,7 @@ import sys
 
 import deepspeed
 
-from hfpatch.commands.train import main
+from hfpatch.cli.train import main
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hfpatch.memory.adapters import BASES, Adapters, attention_linears, layer_linears
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import step_memory
-from hfpatch.memory.hardware import GPUS, PIN_BYTES_PER_SECOND
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.adapters import BASES, Adapters, attention_linears, layer_linears
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
@@ -31,7 +31,7 @@ def shape_of(config: dict, adapters: Adapters) -> ModelShape:
 @pytest.mark.parametrize("kind", ["llama", "phi3", "glm4", "starcoder2", "deepseek_v3"])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_are_those_of_peft(kind, base):
-    from hfpatch.simulate.adapters import adapted
+    from hfpatch.lab.simulate.adapters import adapted
 
     config, model = built(kind, json.dumps(TINY | MORE.get(kind, {}) | {"hidden_size": 128}))
     shape = ModelShape.from_config(config)
@@ -57,8 +57,8 @@ def test_bytes_of_a_parameter():
 
 
 def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0.05, itemsize=None):
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     config, adapters, sizes = (
         preset_config(preset) | {"num_hidden_layers": LAYERS},
@@ -84,7 +84,8 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     ("bf16", 16384, Policy("host", tile=1024, keep=("qkv",))),
     ("4bit", 16384, Policy("host", tile=1024, dense=True)),
     ("4bit", 32768, Policy("host", tile=1024, save_attention=False, by_group=True, dense=True)),
-    ("bf16", 16384, Policy("host", tile=4096, weights="host")), ("4bit", 16384, Policy("gpu", every=2, weights="host")),
+    ("bf16", 16384, Policy("host", tile=4096, frozen_weights="host")),
+    ("4bit", 16384, Policy("gpu", every=2, frozen_weights="host")),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(base, tokens, policy):
     compare(base, tokens, policy, "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b")
@@ -116,7 +117,7 @@ def test_agrees_with_the_simulator_everywhere(base, tokens, card, every):
 
 
 def test_the_command_takes_adapters(capsys):
-    from hfpatch.commands.main import main
+    from hfpatch.cli.main import main
 
     run = ["plan", "--model", "llama-3.1-8b", "--seq-len", "128k", "--gpu", "rtx4090", "--host-ram", "128GiB"]
     assert main(run) == 3  # all weights do not fit
@@ -133,8 +134,8 @@ def test_the_command_takes_adapters(capsys):
 
 def test_a_patched_model_is_sized_by_what_it_trains():
     """The policy of a session, and the report, know adapters and quantised layers."""
-    from hfpatch.checkpoint.quantised import as_trained
-    from hfpatch.simulate.adapters import adapted
+    from hfpatch.lab.simulate.adapters import adapted
+    from hfpatch.parts.quantised import as_trained
 
     values = TINY | {"head_dim": 16}
     config, model = built("llama", json.dumps(values))
@@ -176,23 +177,24 @@ def test_what_an_adapter_adds_to_is_not_kept():
 def test_a_base_that_does_not_fit_waits_on_the_host():
     run = {"seq_len": 131072, "gpu": "rtx4090", "host_ram": "384GiB", "adapters": Adapters(16)}
     large = plan("llama-3.1-70b", **run)
-    assert large.fits and large.policy["weights"] == "host" and large.policy["plain"] == 0
+    assert large.fits and large.policy["frozen_weights"] == "host" and large.policy["plain"] == 0
     assert large.gpu_peak_bytes <= 23 << 30 and large.host_peak_bytes > 128 << 30
     pinned = large.host_peak_bytes - PROCESS_BYTES  # checkpoints and weights
     assert large.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
-    assert large.seconds["copy_wait"] == 0  # hidden, each layer's 1.6 GiB behind its work on 131,072 tokens
+    # Hidden, each layer's 1.6 GiB behind its work on 131,072 tokens, but for what no layer stands behind.
+    assert large.seconds["copy_wait"] < 1e-4 * large.step_seconds
     short = plan("llama-3.1-70b", **run | {"seq_len": 2048})
     assert short.seconds["copy_wait"] > 0.3 * short.step_seconds and short.step_seconds > 2 * 128 / 32
     # One that fits stays, and goes where it is asked to.
     small = plan("llama-3.1-8b", **run | {"seq_len": 8192})
-    assert small.policy["weights"] == "gpu"
-    asked = plan("llama-3.1-8b", **run | {"seq_len": 8192, "checkpointing": Checkpointing(weights="host")})
+    assert small.policy["frozen_weights"] == "gpu"
+    asked = plan("llama-3.1-8b", **run | {"seq_len": 8192, "checkpointing": Checkpointing(frozen_weights="host")})
     assert asked.gpu_bytes["parameters"] < 0.25 * small.gpu_bytes["parameters"]
     assert asked.host_peak_bytes > 16 << 30 and asked.link_bytes > 24 << 30
     with pytest.raises(ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"):
-        plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(weights="host"))
+        plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(frozen_weights="host"))
     # The session leaves them on GPUs that share rows.
     shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8}
-    assert plan("llama-3.1-70b", **shared).policy["weights"] == "gpu"
+    assert plan("llama-3.1-70b", **shared).policy["frozen_weights"] == "gpu"
     with pytest.raises(ValueError, match="^hfpatch: weights on the host [^\n]*--sp-size 8[^\n]*$"):
-        plan("llama-3.1-70b", **shared, checkpointing=Checkpointing(weights="host"))
+        plan("llama-3.1-70b", **shared, checkpointing=Checkpointing(frozen_weights="host"))

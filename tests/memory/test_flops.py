@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch.memory.choice import decide
-from hfpatch.memory.flops import attended, step_flops
-from hfpatch.memory.formula import step_memory
-from hfpatch.memory.hardware import GPUS, GiB
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import (
+from hfpatch.budget.choice import decide
+from hfpatch.budget.cuts import head_groups
+from hfpatch.budget.flops import attended, step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.hardware import GPUS, GiB
+from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import (
     FORWARD_SHARE,
     HOST_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_TILE,
@@ -23,7 +24,7 @@ from hfpatch.memory.seconds import (
     step_time,
     tails,
 )
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.placements import resident
 
 
@@ -131,7 +132,7 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
     sizes = {"batch": 1, "tokens": tokens}
     free = {"gpu_free": 79 * GiB - 4 * shape.parameters, "host_free": 120 * GiB, "gpu": GPUS[gpu]}
     least = step_flops(shape, "off", **sizes)
-    for settings, most in ((Checkpointing(), goal), (Checkpointing.of("least"), 1.26)):
+    for settings, most in ((Checkpointing(), goal), (parse_checkpointing("least"), 1.26)):
         option = decide(settings, shape, **sizes, **free)
         flops = step_flops(shape, option.policy, **sizes)
         assert flops.matmul <= most * least.matmul
@@ -140,8 +141,8 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
 
 def counted_traffic(policy, tokens: int) -> dict:
     """Bytes that one layer of Llama moves beside matmuls and attention, by phase: two layers less one."""
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     one, two = (
         simulate(
@@ -159,7 +160,8 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     policy, tokens = Policy("gpu", tile=tile, keep=keep), 8192
     shape = shape_of("llama-3.1-8b", num_hidden_layers=1)
     counted = counted_traffic(policy, tokens)
-    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, tile < tokens))
+    groups = head_groups(1, tokens, shape)
+    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, tile < tokens, groups))
     several = tokens // tile
     sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
     assert forward == pytest.approx(counted["forward"], rel=0.05)

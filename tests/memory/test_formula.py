@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import tiny
 
-from hfpatch.memory.choice import choose
-from hfpatch.memory.cuts import loss_chunk_rows
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.hardware import GPUS, gpu_named, gpu_row
-from hfpatch.memory.limits import parse_bytes
-from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
-from hfpatch.memory.presets import PRESETS, preset_config
+from hfpatch.budget.choice import choose
+from hfpatch.budget.cuts import loss_chunk_rows
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
+from hfpatch.budget.limits import parse_bytes
+from hfpatch.budget.policy import KEEPABLE, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.presets import PRESETS, preset_config
 
 EXPERTS = tiny.not_before_transformers(
     (5, 10), "gathers experts' rows twice, weighs them in float32 or adds biases beside them: a tile of them keeps more"
@@ -46,8 +46,8 @@ POLICIES = (
 
 
 def compare(preset, tokens, batch, policy, layers=LAYERS):
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config(preset) | {"num_hidden_layers": layers}
     shape = ModelShape.from_config(config)
@@ -109,7 +109,7 @@ FAMILIES = (
 def least(config, tokens):
     """(shape, policy, the step's memory, the most beyond parameters and gradients) with the least memory of the device."""
     shape = ModelShape.from_config(config)
-    policy = choose(Checkpointing.of("least"), shape, batch=1, tokens=tokens)
+    policy = choose(parse_checkpointing("least"), shape, batch=1, tokens=tokens)
     planned = step_memory(shape, policy, batch=1, tokens=tokens)
     # A tied weight's gradient, until it is whole at the embedding, is the simulator's activation and our gradient.
     tied = 2 * shape.embedding_parameters if shape.tied else 0
@@ -118,8 +118,8 @@ def least(config, tokens):
 
 
 def simulated_least(config, policy, tokens):
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     return simulate(prepare(build(config), "hfpatch"), 1, tokens, policy=policy)
 
@@ -275,5 +275,5 @@ def test_sizes_refused(text):
 
 
 def test_needs_no_torch():
-    code = "import sys, hfpatch.planner.plan, hfpatch.commands.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, hfpatch.planner.plan, hfpatch.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,23 +1,24 @@
 """What is kept and where: the settings' errors, the choice from free memory, the readers of that memory."""
 
+import copy
 import dataclasses
 import os
+import pickle
 import re
+from functools import partial
 from itertools import combinations, pairwise, product
 from random import Random
 
 import pytest
 import torch
 
-from hfpatch.memory import free as memory
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.choice import (
-    DENSE_TILE,
+from hfpatch.budget import free as memory
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.choice import (
     HOST_SHARE,
     LOSSES,
     PINNED_MOST,
     SAME,
-    TILES,
     Budget,
     Search,
     best_interval,
@@ -25,12 +26,13 @@ from hfpatch.memory.choice import (
     frontier,
     reserve,
 )
-from hfpatch.memory.cuts import loss_chunk_rows, tile_bounds
-from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import KEEPABLE, Checkpointing, Policy, auto_tile
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import link_bytes
+from hfpatch.budget.cuts import loss_chunk_rows, tile_bounds
+from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.ladder import DENSE_TILE, TILES
+from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import link_bytes
 
 GiB = 2**30
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))
@@ -135,12 +137,11 @@ def test_a_short_device_streams_attention_and_shrinks_tiles():
         return step_memory(LLAMA_8B, policy, batch=1, tokens=131072).beyond
 
     plain = chosen()
-    parked = chosen(
-        gpu_free=beyond(plain) - 1, host_free=200 * GiB
-    )  # dx waits on the host before attention's outputs do
+    shorter = chosen(gpu_free=beyond(plain) - 1, host_free=200 * GiB)
     streamed = chosen(gpu_free=4 * GiB, host_free=200 * GiB)
-    assert parked.park and streamed.stream_attention and streamed.tile < plain.tile
-    assert beyond(streamed) < beyond(parked) < beyond(plain)
+    assert shorter.park or shorter.stream_attention
+    assert streamed.stream_attention and streamed.tile < plain.tile
+    assert beyond(streamed) < beyond(shorter) < beyond(plain)
     policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
     assert beyond(policy) <= beyond(chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB))
 
@@ -154,14 +155,21 @@ def test_where_nothing_fits_the_lack_is_the_smaller_one():
     )
 
 
-def every_policy(shape, batch, tokens):
-    """All that a session runs, whether they make sense or not."""
+# What the ladder's choice may take longer than the fastest policy: of few layers, where one more or less that keeps everything
+# counts for much, and of models of real depth.
+SLOWER, SLOWER_DEEP = 1.06, 1.03
+
+
+def every_policy(shape, batch, tokens, coarse=False):
+    """All that a session runs, whether they make sense or not. coarse: of many layers, some counts of them."""
     n, packed = shape.num_layers, shape.adapters is not None
     keeps = [k for count in range(len(shape.keepable) + 1) for k in combinations(shape.keepable, count)]
     tiles = [t for t in TILES if t < batch * tokens] + ([TILES[-1]] if batch * tokens <= TILES[-1] else [])
+    everys, plains = (1, 2, 4, 8, n) if coarse else range(1, n + 1), range(0, n + 1, max(1, n // 16) if coarse else 1)
     for place, every, save, (stream, wide), tile, plain, keep, (park, group), dense, loss in product(
-        ("gpu", "host"), range(1, n + 1), (True, False), ((True, False), (False, False), (False, True)), tiles, range(n + 1), keeps,
-        ((False, False), (True, False), (False, True)), (False, True) if packed else (False,), LOSSES,
+        ("gpu", "host"), everys, (True, False), ((True, False), (False, False), (False, True)), tiles[-2:] if coarse else tiles,
+        plains, keeps, ((False, False), (True, False), (False, True)), (False, True) if packed else (False,),
+        LOSSES[::2] if coarse else LOSSES,
     ):  # fmt: skip
         several = max(1, tile // batch) < tokens
         segments = every > 1 and (keep or save or stream)
@@ -171,26 +179,28 @@ def every_policy(shape, batch, tokens):
         if stream and place == "gpu" or dense and (tile > DENSE_TILE or not several):
             continue
         fields = {"park": park, "by_group": group, "wide": wide, "dense": dense, "loss_bytes": loss}
-        for again in range(max(1, n - plain)) if save and every == 1 and place == "host" else (0,):
+        agains = range(0, max(1, n - plain), max(1, n // 3) if coarse else 1)
+        for again in agains if save and every == 1 and place == "host" else (0,):
             yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
 
 
-def assert_no_policy_is_faster(shape, batch, tokens, link, seed=0, budgets=30):
-    """Of all that fits a budget, from what hardly holds one layer to what holds all of them, none is faster than what is chosen."""
+def assert_no_policy_is_faster(shape, batch, tokens, link, seed=0, budgets=30, slower=SLOWER, policies=every_policy):
+    """Of all policies that fit a budget, from hardly one layer's bytes to all layers', none is more than a little faster than
+    the chosen one."""
     gpu, random = dataclasses.replace(GPUS["a100-80gb"], link=link), Random(seed)
     search = Search(Checkpointing(), shape, batch=batch, tokens=tokens, gpu=gpu)
-    options = [search.price(policy) for policy in every_policy(shape, batch, tokens)]
+    options = [search.price(policy) for policy in policies(shape, batch, tokens)]
     rooms, hosts = sorted({o.device for o in options}), sorted({o.host for o in options})
     for _ in range(budgets):
         room = random.choice(rooms[: random.randint(1, len(rooms))]) + random.choice((256, 300, 700)) * 2**20
         host = random.choice((0, hosts[-1], random.randint(0, hosts[-1]), random.choice(hosts)))
         budget = Budget(room, host, random.choice((PINNED_MOST, random.choice(hosts))))
         found, fitting = search.best(budget), [o for o in options if budget.admits(o)]
-        assert (found is None) == (not fitting), budget
-        if found:
+        assert found or not fitting, budget
+        if fitting:
             fastest = min(fitting, key=lambda o: o.seconds)
             assert budget.admits(found) and found.device + reserve(found.device) <= room
-            assert fastest.seconds <= found.seconds <= SAME * fastest.seconds, (budget, found, fastest)
+            assert found.seconds <= slower * fastest.seconds, (budget, found, fastest)
 
 
 def small(model, layers, **changes):
@@ -222,7 +232,7 @@ def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
     kept = Policy("host", tile=16384, keep=("mid",), wide=True, loss_bytes=1 << 30)
     none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
     assert budget.admits(one) and not budget.admits_host(none)
-    assert search.best(budget).seconds <= SAME * one.seconds
+    assert search.best(budget).seconds <= SLOWER * one.seconds
 
 
 @pytest.mark.long
@@ -237,6 +247,17 @@ def test_no_policy_that_fits_is_faster_than_what_is_chosen_of_any_model(seed):
     shape = dataclasses.replace(shape, intermediate_size=shape.intermediate_size * random.choice((1, 1, 4)))
     tokens = random.choice((1025, 8192, 16385, int(2 ** random.uniform(10, 16.5))))
     assert_no_policy_is_faster(shape, random.randint(1, 3), tokens, 10 ** random.uniform(8.8, 11.3), seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "seed, model", enumerate(("llama-3.1-8b", "Qwen/Qwen3-30B-A3B", "google/gemma-3-12b", "microsoft/phi-4"))
+)
+def test_no_policy_that_fits_is_faster_of_real_depth(seed, model):
+    shape = ModelShape.from_config(preset_config(model))
+    policies = partial(every_policy, coarse=True)
+    link = Random(seed).choice((16e9, 32e9, 64e9))
+    assert_no_policy_is_faster(shape, 1, (8192, 131072)[seed % 2], link, seed, slower=SLOWER_DEEP, policies=policies)
 
 
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
@@ -258,7 +279,7 @@ def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
 def test_attention_takes_all_heads_at_once_where_memory_is_free():
     """Its launches wait for their last blocks: one for all heads waits once; short of memory it goes by groups."""
     assert chosen(32768, gpu_free=40 * GiB, host_free=200 * GiB).wide
-    assert not chosen(131072, settings=Checkpointing.of("least"), gpu_free=40 * GiB, host_free=200 * GiB).wide
+    assert not chosen(131072, settings=parse_checkpointing("least"), gpu_free=40 * GiB, host_free=200 * GiB).wide
     assert not chosen(32768).wide  # nobody knows what is free
     narrow, sizes = Policy("host", tile=4096), {"batch": 1, "tokens": 32768}
     one, more = (step_memory(LLAMA_8B, dataclasses.replace(narrow, wide=w), **sizes) for w in (True, False))
@@ -277,7 +298,7 @@ def test_the_loss_takes_larger_chunks_where_memory_is_free():
         assert (rows, chunks) == (8192, tokens // 8192)
         pieces = -(-rows // 128) * -(-shape.hidden_size // 256)
         assert all(pieces / processors / -(-pieces // processors) > 0.9 for processors in (108, 132))
-    for aim in (Checkpointing.of("least"), Checkpointing(aim="fastest")):  # nobody knows what is free
+    for aim in (parse_checkpointing("least"), Checkpointing(aim="fastest")):  # nobody knows what is free
         policy = chosen(16384, settings=aim, host_free=200 * GiB)
         more = dataclasses.replace(policy, loss_bytes=2 * policy.loss_bytes)
         one, two = (max(m.beyond for m in step_memory(shape, p, batch=1, tokens=16384).moments) for p in (policy, more))
@@ -301,7 +322,7 @@ def test_free_memory_buys_speed():
 
 def test_least_is_the_least_with_attention_once():
     for tokens, most in ((8192, 1.7), (32768, 2.25), (131072, 5.46)):
-        settings = Checkpointing.of("least")
+        settings = parse_checkpointing("least")
         policy = chosen(tokens, settings=settings, gpu_free=70 * GiB, host_free=200 * GiB)
         memory = step_memory(LLAMA_8B, policy, batch=1, tokens=tokens)
         assert policy.save_attention and policy.offload == "host" and policy.every == 1
@@ -446,9 +467,45 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     + [("plain", w) for w in (-1, 1.5, "1", True, None)]
     + [("keep", w) for w in ("qkv", ("q",), [3], 3, None, True)]
     + [("save_attention", w) for w in (1, "no", None)]
-    + [("weights", w) for w in (1, "disk", None)]
+    + [("frozen_weights", w) for w in (1, "disk", None)]
     + [("aim", w) for w in ("slowest", 1, None)],
 )  # fmt: skip
 def test_a_field_out_of_range_is_refused_by_name(field, wrong):
     with pytest.raises(ValueError, match=f"^hfpatch: {field} must be [^\n]*{re.escape(repr(wrong))} came; [^\n]*[.]$"):
         Checkpointing(**{field: wrong})
+
+
+@pytest.mark.parametrize(
+    "value, wanted",
+    [
+        ("auto", Checkpointing()), ([], Checkpointing()), ("least", Checkpointing(aim="least")),
+        ("gpu", Checkpointing(offload="gpu")), ("/tmp", Checkpointing(offload="/tmp")),
+        (Checkpointing(tile=8), Checkpointing(tile=8)), ("off", "off"), (["off"], "off"),
+        ("least,tile=4k,keep=qkv,mid,frozen-weights=host,plain=0",
+         Checkpointing(aim="least", tile=4096, keep=("qkv", "mid"), frozen_weights="host", plain=0)),
+        ("least,host", Checkpointing(aim="least", offload="host")),
+        ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),
+        (["host", "every=2", "save_attention=false"], Checkpointing(offload="host", every=2, save_attention=False)),
+    ],
+)  # fmt: skip
+def test_checkpointing_means_the_same_everywhere(value, wanted):
+    assert parse_checkpointing(value) == wanted
+    if wanted != "off":
+        assert parse_checkpointing(wanted.words()) == wanted
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, None, 3, {"tile": 8}, [3], "hots", "tile=x", "off,tile=8", "gpu,host", "keep="]
+)
+def test_what_checkpointing_does_not_mean_is_one_sentence(value):
+    with pytest.raises(ValueError, match="^hfpatch: [^\n]*[.]$"):
+        parse_checkpointing(value)
+
+
+def test_a_misspelt_field_names_the_nearest():
+    for ask in (lambda: Checkpointing(offlod="host"), lambda: parse_checkpointing("offlod=host")):
+        with pytest.raises(
+            ValueError, match=r"^hfpatch: .* takes offload, every, .*, offlod came; did you mean offload\?$"
+        ):
+            ask()
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)

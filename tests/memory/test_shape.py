@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import tiny
 
-from hfpatch.memory.families import FAMILIES
-from hfpatch.memory.limits import check_sizes
-from hfpatch.memory.presets import MODELS, find_preset, preset_config
-from hfpatch.memory.shape import ModelShape, UnknownFamily
+from hfpatch.budget.families import FAMILIES
+from hfpatch.budget.limits import check_sizes
+from hfpatch.budget.presets import MODELS, find_preset, preset_config
+from hfpatch.budget.shape import ModelShape, UnknownFamily
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 64, "pad_token_id": None}  # fmt: skip

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import GiB, ModelShape, step_memory
-from hfpatch.memory.policy import Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.sequence import rounds_of
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import GiB, ModelShape, step_memory
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.sequence import rounds_of
 
 RANKS = 8
 STREAMED = Policy("host", stream_attention=True)
@@ -49,8 +49,8 @@ def test_heads_that_go_unevenly_are_filled_up(n_heads, n_kv_heads, ranks):
 
 
 def simulated(policy, tokens, layers=2):
+    from hfpatch.lab.simulate.simulator import simulate
     from hfpatch.planner.simulated import build, prepare
-    from hfpatch.simulate.simulator import simulate
 
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers}
     return simulate(prepare(build(config), "hfpatch"), 1, tokens // RANKS, policy=policy, ranks=RANKS)

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hfpatch.models.finding import find_decoder
-from hfpatch.models.scaled import kind_of, scaled_config
+from hfpatch.decoder.find import find_decoder
+from hfpatch.decoder.small_instance import kind_of, scaled_config
 
 # What a default config lacks to show what the family does.
 CHANGES = {

@@ -5,15 +5,17 @@ import copy
 import pytest
 import tiny
 import torch
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
+from hfpatch.decoder import verdict
 
 
 class Gained(LlamaDecoderLayer):
     """Its MLP's output, which no gradient reads in Llama, is multiplied by an argument."""
 
-    def forward(self, hidden_states, position_embeddings=None, gain=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, gain=1.0, **kwargs):
         normed = self.input_layernorm(hidden_states)
         h = hidden_states + self.self_attn(normed, position_embeddings=position_embeddings, **kwargs)[0]
         return h + self.mlp(self.post_attention_layernorm(h)) * gain
@@ -30,16 +32,16 @@ def gradients(model, trained) -> list:
 
 
 @pytest.mark.parametrize("tile", [16, 4096])
-def test_an_argument_reads_values_that_nobody_else_does(tile):
+def test_an_argument_reads_values_that_nobody_else_does(tile, monkeypatch):
+    monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", Gained)
+    verdict._verdict.cache_clear()
     stock = tiny.llama(dtype=torch.float64)
-    for layer in stock.model.layers:
-        layer.__class__ = Gained
     ours = copy.deepcopy(stock)
     settings = hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0)
-    hfpatch.apply(ours, checkpointing=settings, verdict=False, rms_norm=False, rope=False, mlp=False, loss=False)
+    hfpatch.apply(ours, checkpointing=settings, rms_norm=False, rope=False, mlp=False, loss=False)
     trained = lambda m: [m.model.layers[0].mlp.up_proj.weight, m.model.layers[1].self_attn.q_proj.weight]  # noqa: E731
     gradients(ours, trained)
-    assert ours.model.layers[0]._hfpatch_answers.dead_post, "no value is left out: the test tests nothing"
+    assert ours.model.layers[0]._hfpatch_traits.dead_post, "no value is left out: the test tests nothing"
     for got, want in zip(gradients(ours, trained), gradients(stock, trained)):
         assert (got - want).norm() < 1e-5 * want.norm()
 

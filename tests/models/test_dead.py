@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfpatch
-from hfpatch.models import ask, parts
-from hfpatch.models.layer import TiledLayer
+from hfpatch.layer import parts as ask
+from hfpatch.layer.layer import TiledLayer
+from hfpatch.parts import parts
 
 
 class Products(TorchDispatchMode):
@@ -50,7 +51,7 @@ def models(lora: bool):
         found.append(parts_of)
     for module in found[1].modules():
         if isinstance(module, TiledLayer):
-            module._hfpatch_answers = replace(module._hfpatch_answers, dead_post=(), dead_pre=())
+            module._hfpatch_traits = replace(module._hfpatch_traits, dead_post=(), dead_pre=())
     return found
 
 

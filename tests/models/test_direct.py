@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
-from hfpatch.models import ask, direct
-from hfpatch.models.direct import Direct
+from hfpatch.layer import direct
+from hfpatch.layer import parts as ask
+from hfpatch.layer.direct import Direct
 
 
 def qwen3():

@@ -10,7 +10,7 @@ import transformers
 from transformers.models.olmo2 import modeling_olmo2
 
 import hfpatch
-from hfpatch.models.parts import rotation
+from hfpatch.parts.parts import rotation
 
 SHORT = (
     "mistral",
@@ -95,7 +95,7 @@ def test_wide_heads(head_dim):
     _, loss, wanted = step(stock, given)
     for checkpointing in (TILE, "off"):
         ours = copy.deepcopy(stock)
-        hfpatch.apply(ours, checkpointing=checkpointing, verdict=False)
+        hfpatch.apply(ours, checkpointing=checkpointing)
         _, got_loss, got = step(ours, given)
         assert abs(got_loss - loss) <= 1e-5 * abs(loss)
         assert_close(got, wanted)
@@ -132,7 +132,7 @@ def test_an_embedding_of_a_familys_own_goes_back_in_slices_too(monkeypatch):
     """Gemma scales what it looks up: 2 GiB of float32 sums at 131,072 tokens, of which the plan knew nothing."""
     stock = families.small_model("gemma3_text").float()
     ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE, verdict=False)
+    hfpatch.apply(ours, checkpointing=TILE)
     monkeypatch.setattr("hfpatch.ops.embedding.SLICE_BYTES", 4 * 80 * 24)  # of 64 columns, three slices
     ids, wide = batch()["input_ids"], []
     backward = torch.ops.aten.embedding_dense_backward
@@ -160,15 +160,6 @@ def test_a_family_that_our_attention_cannot_serve_keeps_its_own():
     assert_close(step(ours, batch())[2], wanted)
 
 
-def test_without_a_verdict_a_layer_is_asked_at_its_first_call():
-    stock = families.small_model("olmo2")
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE, verdict=False)
-    _, _, grads = step(ours, batch())
-    assert [layer._hfpatch_answers.attention for layer in ours.model.layers] == [("self_attn",)] * 2
-    assert_close(grads, step(stock, batch())[2])
-
-
 def test_a_rotation_gives_q_and_k_each_its_own_dtype():
     q, k, cos, sin = (torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)))
     rotate = rotation(modeling_olmo2.apply_rotary_pos_emb)
@@ -193,18 +184,6 @@ def test_in_16_bits_as_exact_as_transformers(name, dtype):
         return sum((grads[n].double() - exact[n]).square().sum() for n in exact).sqrt()
 
     assert error(got) <= 1.25 * error(stock)
-
-
-@pytest.mark.parametrize("name", ["bloom", pytest.param("inkling_text", marks=pytest.mark.long)])
-def test_a_family_that_reads_masks_itself_is_looked_at_without_a_verdict_too(name):
-    """Bloom adds its mask to its scores (a TypeError came), Inkling has its own say in it (other gradients came)."""
-    stock = families.small_model(name).double()
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE, verdict=False)
-    for _ in range(2):
-        given = batch() | {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
-        given["attention_mask"][1, -5:] = 0
-        assert_close(step(ours, given)[2], step(stock, given)[2])
 
 
 def test_attention_weights_are_the_familys_own():

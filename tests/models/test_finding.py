@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
-from hfpatch.models.finding import find_decoder
+from hfpatch.decoder.find import find_decoder
 
 # More layers than the text has: the longest list is the tower's.
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2, "image_size": 16,

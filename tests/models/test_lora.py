@@ -13,10 +13,11 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
 import hfpatch
-from hfpatch.checkpoint import heads, session
-from hfpatch.checkpoint import quantised as quantised_module
-from hfpatch.checkpoint.quantised import base_of
-from hfpatch.models import dead
+from hfpatch.attention import heads
+from hfpatch.layer import runtime as session
+from hfpatch.parts import quantised as quantised_module
+from hfpatch.parts import unread as dead
+from hfpatch.parts.quantised import base_of
 from tests import tiny
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
@@ -80,8 +81,8 @@ def test_so_does_a_quantised_one(quantised, monkeypatch):
 
 def with_dense(dense: bool, monkeypatch):
     """Policies that write weights of 4 bits out once a phase, or once a tile."""
-    resolve = session.Session._resolve
-    monkeypatch.setattr(session.Session, "_resolve", lambda *a: dataclasses.replace(resolve(*a), dense=dense))
+    resolve = session.LayerRuntime._resolve
+    monkeypatch.setattr(session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), dense=dense))
 
 
 def test_weights_are_written_out_once_for_all_tiles(monkeypatch):
@@ -149,9 +150,9 @@ def test_dropout_is_no_mixing_of_tokens():
     found = []
     for p in (0.0, 0.3):
         model = adapted(tiny.llama(), lora_dropout=p)
-        hfpatch.apply(model, checkpointing=tiny.TILED, verdict=False)
+        hfpatch.apply(model, checkpointing=tiny.TILED)
         gradients(model)
-        found.append(model.base_model.model.model.layers[0]._hfpatch_answers)
+        found.append(model.base_model.model.model.layers[0]._hfpatch_traits)
     assert found[0] == found[1] and found[0].reason is None and found[0].block
 
 
@@ -160,14 +161,14 @@ def test_preparation_freezes_and_no_more(quantised):
     model = copy.deepcopy(quantised)
     before = {n: p.dtype for n, p in model.named_parameters()}
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert hfpatch.prepare_for_lora(model) is model
+    assert hfpatch.freeze_base(model) is model
     assert before == {n: p.dtype for n, p in model.named_parameters()}
     assert not any(p.requires_grad for p in model.parameters())
     assert "float32 over" not in "".join(hfpatch.apply(model).notes)
     model = adapted(prepare_model_for_kbit_training(copy.deepcopy(quantised)))
     notes = "".join(hfpatch.apply(model).notes)
-    assert "float32 over a quantised base" in notes and "hfpatch.prepare_for_lora(model)" in notes
-    hfpatch.prepare_for_lora(model)
+    assert "float32 over a quantised base" in notes and "hfpatch.freeze_base(model)" in notes
+    hfpatch.freeze_base(model)
     assert "float32 over" not in "".join(hfpatch.apply(model).notes)
     base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in model.named_parameters()}
     assert all(torch.equal(base[n], value) and base[n].dtype == before[n] for n, value in values.items())

@@ -12,11 +12,11 @@ import torch
 from test_families import assert_close, batch, step
 
 import hfpatch
-from hfpatch.models.answers import OTHER_MIXER, Answers
-from hfpatch.models.finding import find_decoder
-from hfpatch.models.masks import Batch, Mask
-from hfpatch.models.mixers import Mixer
-from hfpatch.models.verdict import _verdict as verdict_of
+from hfpatch.context.masks import Batch, Mask
+from hfpatch.decoder.find import find_decoder
+from hfpatch.decoder.verdict import _verdict as verdict_of
+from hfpatch.layer.mixers import Mixer
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
@@ -75,7 +75,7 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
     assert not any("checkpointed whole" in note for note in report.notes), report
     mixer, behind = HYBRIDS[name]
     first = layers_of(ours)[0]
-    assert first._hfpatch_answers.mixers == (mixer,)
+    assert first._hfpatch_traits.mixers == (mixer,)
     assert f"{type(first.get_submodule(mixer)).__name__}) take all tokens at once" in str(report)
     plain = batch()
     holes = {**plain, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
@@ -127,7 +127,7 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     if way == "whole":
         for layer in layers_of(ours):
-            layer._hfpatch_answers = replace(layer._hfpatch_answers, reason="asked for")
+            layer._hfpatch_traits = replace(layer._hfpatch_traits, reason="asked for")
     given, pieces = packed_and_apart(2)
     _, wanted_loss, wanted = step(stock, None, pieces)
     for mask in (None, torch.ones(2, 40, dtype=torch.long)):
@@ -157,7 +157,7 @@ def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
     hfpatch.apply(ours, checkpointing=TILE)
     given, _ = packed_and_apart(2)
     for layer in ours.model.layers:
-        layer._hfpatch_answers = Answers(reason=OTHER_MIXER)
+        layer._hfpatch_traits = LayerTraits(reason=OTHER_MIXER)
     with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
         ours(**given)
     ours.model._hfpatch_ours = False  # its attention stays transformers'
@@ -172,15 +172,14 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
     given, _ = packed_and_apart(2)
     counted = given | {"position_ids": torch.arange(40).expand(2, -1)}
     wanted = step(stock, counted)[2]
-    for settings, verdict in ((TILE, True), ("off", True), (TILE, False), ("off", False)):
+    for settings in (TILE, "off"):
         ours = copy.deepcopy(stock)
-        report = hfpatch.apply(ours, checkpointing=settings, **UNFUSED | {"loss": True}, verdict=verdict)
-        assert ("refused" in str(report)) == verdict  # without one it is asked at the first packed rows
+        report = hfpatch.apply(ours, checkpointing=settings, **UNFUSED | {"loss": True})
+        assert "refused" in str(report)
         for mask in (None, torch.ones(2, 40, dtype=torch.long)):
             with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
                 ours(**given, attention_mask=mask)
-        if verdict:  # which says that it cannot read our masks
-            assert_close(step(ours, counted)[2], wanted)
+        assert_close(step(ours, counted)[2], wanted)
 
 
 @tiny.not_with_transformers_5_0("makes such masks in float32 alone")
@@ -207,20 +206,19 @@ def test_what_a_mixer_kept_of_a_step_is_no_weight_of_the_next():
         assert_close(step(ours, batch())[2], step(stock, batch())[2])
 
 
-@pytest.mark.parametrize("verdict", [True, False])
-def test_packed_rows_are_refused_where_no_small_instance_tells(verdict, monkeypatch):
+def test_packed_rows_are_refused_where_no_small_instance_tells(monkeypatch):
     """LFM2's convolutions, which transformers marks by nothing, would see across: what was not seen to be apart is not trusted."""
 
     def none(*_):
         raise ValueError("it has none")
 
-    monkeypatch.setattr("hfpatch.models.verdict.small_stack", none)
-    monkeypatch.setattr("hfpatch.models.verdict._verdict", verdict_of.__wrapped__)
+    monkeypatch.setattr("hfpatch.decoder.verdict.small_stack", none)
+    monkeypatch.setattr("hfpatch.decoder.verdict._verdict", verdict_of.__wrapped__)
     stock = families.small_model("lfm2")
     given, _ = packed_and_apart(2)
     for settings in (TILE, "off"):
         ours = copy.deepcopy(stock)
-        hfpatch.apply(ours, checkpointing=settings, verdict=verdict)
+        hfpatch.apply(ours, checkpointing=settings)
         with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
             ours(**given)
         ours(**given | {"position_ids": torch.arange(40).expand(2, -1)})
@@ -247,10 +245,10 @@ def test_documents_are_apart_also_where_the_model_drops_positions():
     ours = copy.deepcopy(stock)
     given, pieces = packed_and_apart(2)
     wanted = step(copy.deepcopy(stock), None, pieces)[2]
-    for others in ({}, {"loss": False}, {"loss": False, "verdict": False}):
+    for others in ({}, {"loss": False}):
         hfpatch.apply(ours, checkpointing=TILE, **others)
         assert_close(step(ours, given)[2], wanted)
-    for others in ({}, {"loss": False}, {"verdict": False}):
+    for others in ({}, {"loss": False}):
         hfpatch.apply(ours, checkpointing="off", **others)
         with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
             ours(**given)
@@ -296,31 +294,6 @@ def test_a_cache_that_the_config_asks_for_keeps_no_layer_whole(loss):
     assert ours(**batch(), use_cache=True).past_key_values is not None, "where it was asked for"
 
 
-def test_attention_that_is_written_out_is_asked_at_its_first_call_too():
-    """By a few tokens, of which its mask is to tell: without a verdict."""
-    stock = families.small_model("gptj")
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE, verdict=False, **UNFUSED)
-    given = batch() | {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
-    given["attention_mask"][1, -5:] = 0
-    assert_close(step(ours, given)[2], step(stock, given)[2])
-    assert layers_of(ours)[0]._hfpatch_answers.mixers == ("attn",)
-
-
-@OWN_MASK
-def test_a_batch_too_short_to_ask_by_is_not_what_a_layer_is_known_by(falcon):
-    """Without a verdict: a few tokens do not show what mixes; the next batch does."""
-    ours = copy.deepcopy(falcon)
-    hfpatch.apply(ours, checkpointing=TILE, verdict=False, **UNFUSED)
-    short = {key: value[:, :4] for key, value in batch().items() if key != "labels"}
-    assert_close(
-        step(ours, short | {"labels": short["input_ids"]})[2], step(falcon, short | {"labels": short["input_ids"]})[2]
-    )
-    assert ours.model.layers[0]._hfpatch_answers is None
-    assert_close(step(ours, batch())[2], step(falcon, batch())[2])
-    assert ours.model.layers[0]._hfpatch_answers.mixers == ("mamba",)
-
-
 def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     """MiniMax M3 hides blocks of keys where attention is "eager" or "sdpa" by name, and nothing under another: gradients of full
     attention came, which no small instance showed whose blocks were longer than its rows."""
@@ -328,7 +301,7 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     assert "whole" not in str(report)
-    assert [layer._hfpatch_answers.mixers for layer in layers_of(ours)] == [(), ("self_attn",)]
+    assert [layer._hfpatch_traits.mixers for layer in layers_of(ours)] == [(), ("self_attn",)]
     given = batch(tokens=60)
     wanted = step(stock, given)[2]
     assert_close(step(ours, given)[2], wanted)

@@ -92,7 +92,7 @@ def test_gradients_are_those_over_stock_layers(name):
 @pytest.mark.parametrize("name, keeps", [("prefix tuning", True), ("prompt tuning", False)])
 def test_keys_that_come_with_the_batch_are_said_to_undo_the_tiles(name, keeps, capfd):
     model = adapted(name)
-    hfpatch.apply(model, checkpointing=tiny.TILED, verdict=False)
+    hfpatch.apply(model, checkpointing=tiny.TILED)
     model(**tiny.labelled()).loss.backward()
     said = capfd.readouterr().err
     assert ("LlamaDecoderLayers run whole and keep everything: keys and values come with the batch" in said) == keeps
@@ -103,7 +103,7 @@ def test_offsets_under_gradient_checkpointing():
     """PEFT's hooks of aLoRA stay until a layer's backward begins, which the first layer's, whose input is frozen, does too soon."""
     model = adapted("aLoRA")
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    tiny.assert_as_good(tiny.patched(model, verdict=False), model, tiny.labelled())
+    tiny.assert_as_good(tiny.patched(model), model, tiny.labelled())
 
 
 def test_adapters_switched_between_passes():
@@ -113,7 +113,7 @@ def test_adapters_switched_between_passes():
     for name, p in stock.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
-    for model in (tiny.patched(stock, verdict=False), copy.deepcopy(stock), tiny.exact(stock)):
+    for model in (tiny.patched(stock), copy.deepcopy(stock), tiny.exact(stock)):
         model.train()
         losses = []
         for adapter in ("first", "second"):

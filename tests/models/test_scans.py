@@ -3,7 +3,6 @@
 import copy
 import importlib
 import inspect
-import threading
 
 import families
 import pytest
@@ -12,9 +11,8 @@ import torch
 from test_families import batch, step
 
 import hfpatch
-from hfpatch.compat import plain_scans
-from hfpatch.models.verdict import _verdict
-from hfpatch.simulate.simulator import simulate
+from hfpatch.decoder.verdict import _verdict
+from hfpatch.lab.simulate.simulator import simulate
 
 pytestmark = tiny.not_before_transformers((5, 16), "chooses kernels for mixers by other ways")
 FUNCTIONS = {  # what may be a package's
@@ -84,26 +82,3 @@ def test_a_plan_meets_no_kernel(kernels):
     ran = kernels("lfm2")
     model = families.small_model("lfm2", torch.float32)
     assert simulate(model, 1, 64).peak_bytes > 0 and not ran
-
-
-def test_other_threads_keep_their_kernels(kernels):
-    ran, file = kernels("lfm2"), file_of("lfm2")
-    stood, seen = file.causal_conv1d_fn, []
-    x, weight = torch.ones(1, 2, 5), torch.ones(2, 3)
-
-    def elsewhere():
-        file.causal_conv1d_fn(x, weight)
-        seen.append(list(ran))
-
-    with pytest.raises(KeyError), plain_scans():
-        with plain_scans():
-            file.causal_conv1d_fn(x.double(), weight.double())
-        file.causal_conv1d_fn(x, weight)
-        assert not ran
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        raise KeyError
-    assert seen == [["causal_conv1d_fn"]] and file.causal_conv1d_fn is stood
-    with pytest.raises(ValueError, match="cannot be accessed"):
-        file.causal_conv1d_fn(x.double(), weight.double())

@@ -13,10 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
 from hfpatch import compat
-from hfpatch.models import balance, loss, parallel, shared_rows, stack
-from hfpatch.models.asking import here
-from hfpatch.models.parallel import sharded
-from hfpatch.simulate.sequence import LoneRank
+from hfpatch.context import ranks as parallel
+from hfpatch.context import router_balance as balance
+from hfpatch.context.current import current
+from hfpatch.context.ranks import sharded
+from hfpatch.decoder import stack
+from hfpatch.lab.simulate.sequence import LoneRank
+from hfpatch.loss import causal_model as loss
+from hfpatch.loss import shared_rows
 
 
 def given(**more) -> dict:
@@ -79,7 +83,7 @@ def test_windows_are_those_of_whole_rows():
     from transformers import AutoModelForCausalLM, MistralConfig
 
     import hfpatch
-    from hfpatch.checkpoint import exchange
+    from hfpatch.parallel import exchange
 
     config = MistralConfig(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -158,21 +162,19 @@ def test_experts_are_balanced_over_whole_rows(monkeypatch):
 def test_experts_are_balanced_in_every_forward_with_labels():
     """In one that evaluates by hand, or trains a model without its dropout, too."""
     model, seen = tiny.patched(tiny.llama(num_hidden_layers=1)), []
-    model.eval().model.norm.register_forward_hook(lambda *_: seen.append(here.balance.times))
+    model.eval().model.norm.register_forward_hook(lambda *_: seen.append(current.balance.times))
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             model(**given())
             model(**given(), num_items_in_batch=torch.tensor(5))
-    assert seen == [1, 0, 1, 0] and here.balance is None
+    assert seen == [1, 0, 1, 0] and current.balance is None
 
 
 def test_undo_takes_the_balance_of_whole_rows_back():
     from transformers.models.mixtral import modeling_mixtral
 
     stock, config = modeling_mixtral.load_balancing_loss_func, tiny.config().to_dict()
-    model = tiny.patched(
-        modeling_mixtral.MixtralForCausalLM(MixtralConfig(**config | {"num_hidden_layers": 1})), verdict=False
-    )
+    model = tiny.patched(modeling_mixtral.MixtralForCausalLM(MixtralConfig(**config | {"num_hidden_layers": 1})))
     with balance.counted(1):
         balance.shares_balance(type(model.model), LoneRank(2))
     assert modeling_mixtral.load_balancing_loss_func is not stock
@@ -225,9 +227,9 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
 def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, least=None, **more) -> list[tuple]:
     """[B, t] of each forward of a sharded model's layers, where two ranks evaluate the same rows of 12 tokens. others: what the
     ranks of other groups say, when all are asked."""
-    model, seen, said = tiny.patched(tiny.llama(num_hidden_layers=1), eval_logits=False).eval(), [], iter(others)
+    model, seen, said = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), [], iter(others)
     change(model)
-    alone = lambda *_: None if parallel.here.sequence else LoneRank(2)  # noqa: E731
+    alone = lambda *_: None if parallel.current.sequence else LoneRank(2)  # noqa: E731
     monkeypatch.setattr(shared_rows, "left_alone_in_evaluation", alone)
     monkeypatch.setattr(shared_rows, "is_sharded", lambda _: True)
     monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
@@ -251,7 +253,7 @@ def test_labels_on_some_ranks_alone_are_refused_on_all(labels, monkeypatch):
     """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for no loss."""
     names = {"__name__": "transformers.trainer"}
     exec("def prediction_step(run): return run()", names)
-    monkeypatch.setattr("hfpatch.checkpoint.shards.dist", SimpleNamespace(
+    monkeypatch.setattr("hfpatch.parallel.shards.dist", SimpleNamespace(
         ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_, **__: x.copy_(x.new_zeros(3))))  # fmt: skip
     least = shared_rows.least_of
     with pytest.raises(ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"):
@@ -279,7 +281,7 @@ def test_evaluation_of_whole_rows_asks_for_no_caller(monkeypatch):
 
 
 def test_a_tuple_of_a_parts_evaluation(monkeypatch):
-    parts = lambda: None if parallel.here.sequence else LoneRank(2)  # noqa: E731
+    parts = lambda: None if parallel.current.sequence else LoneRank(2)  # noqa: E731
     monkeypatch.setattr(shared_rows, "parts_of_trainers_evaluation", parts)
     monkeypatch.setattr(shared_rows, "_mean", lambda _, x: torch.full_like(x, 3))
     with torch.no_grad():

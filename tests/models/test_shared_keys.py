@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
-from hfpatch.checkpoint.session import Session
-from hfpatch.memory.policy import Policy
-from hfpatch.models.shared_keys import SharedKeys
+from hfpatch.budget.policy import Policy
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.layer.shared_keys import SharedKeys
 
 pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -163,15 +163,8 @@ def test_whole_layers_run_again_with_the_keys_they_had(name):
     stock = small(name)
     ours, _ = patched(stock)
     for layer in ours.model.layers:
-        layer._hfpatch_answers = replace(layer._hfpatch_answers, reason="asked for")
+        layer._hfpatch_traits = replace(layer._hfpatch_traits, reason="asked for")
     check(ours, stock, batch())
-
-
-def test_without_a_verdict_they_stay_as_they_are():
-    stock = small()
-    ours, report = patched(stock, verdict=False)
-    assert "share keys with later ones" in report
-    check(ours, stock, batch(), 1e-12)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:4])
@@ -222,8 +215,8 @@ def test_the_gradient_of_hidden_states_in_streams(policy):
 def test_layers_over_streams_know_which_came_before(monkeypatch):
     """Whose backward comes next, and whose input is kept where only every second's is."""
     ours, _ = patched(small("gemma3n_text"), Policy("host", tile=16, every=2))
-    calls, link = [], Session.link
-    monkeypatch.setattr(Session, "link", lambda self, call, x: (link(self, call, x), calls.append(call)))
+    calls, link = [], LayerRuntime.link
+    monkeypatch.setattr(LayerRuntime, "link", lambda self, call, x: (link(self, call, x), calls.append(call)))
     loss = ours(**batch(), use_cache=False).loss
     assert [call.position for call in calls] == [0, 1, 0, 1, 0, 1, 0]
     assert all(call.previous() is before for before, call in zip(calls, calls[1:]))

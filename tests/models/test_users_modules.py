@@ -2,11 +2,9 @@
 
 import itertools
 import random
-import sys
 import types
 from collections import deque
 
-import numpy as np
 import peft
 import pytest
 import tiny
@@ -18,6 +16,8 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hfpatch
+from hfpatch.layer import strangers
+from hfpatch.layer.condition import look
 
 CALLS = []
 
@@ -49,37 +49,14 @@ class InDeque(Keeper):
         return [*self.given]
 
 
-class InDictOfLists(InDeque):
+class InFile(InDeque):
+    given = CALLS
+
     def begin(self):
-        self.table = {"given": []}
-
-    given = property(lambda self: self.table["given"])
-
-
-class Tally:
-    __slots__ = ("calls",)
-
-    def __init__(self):
-        self.calls = 0
-
-
-class InObject(Keeper):
-    def begin(self):
-        self.tally = Tally()
+        CALLS.clear()
 
     def note(self, x):
-        self.tally.calls += 1
-
-    def kept(self):
-        return self.tally.calls
-
-
-class FromFirstForward(Keeper):
-    def note(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-
-    def kept(self):
-        return self.calls
+        CALLS.append(x.shape[1])
 
 
 class MeanFromNone(Keeper):
@@ -92,27 +69,6 @@ class MeanFromNone(Keeper):
 
     def kept(self):
         return self.mean
-
-
-class InTensorOfList(Keeper):
-    def begin(self):
-        self.sums = [torch.zeros((), dtype=torch.float64)]
-
-    def note(self, x):
-        self.sums[0] += x.detach().sum()
-
-    def kept(self):
-        return self.sums[0]
-
-
-class InFile(InDeque):
-    given = CALLS
-
-    def begin(self):
-        CALLS.clear()
-
-    def note(self, x):
-        CALLS.append(x.shape[1])
 
 
 class InClosure(Keeper):
@@ -147,135 +103,104 @@ class InIterator(Keeper):
 class InDraws(Keeper):
     def begin(self):
         self.draws, self.numbers = random.Random(0), torch.Generator().manual_seed(0)
-        self.array = np.random.default_rng(0)
 
     def note(self, x):
-        self.draws.random(), torch.rand(1, generator=self.numbers), self.array.random()
+        self.draws.random(), torch.rand(1, generator=self.numbers)
 
     def kept(self):
-        return self.draws.random(), torch.rand(1, generator=self.numbers).item(), self.array.random()
+        return self.draws.random(), torch.rand(1, generator=self.numbers).item()
 
 
-class InArrayDraws(Keeper):
-    def begin(self):
-        self.array = np.random.default_rng(0)
-
-    def note(self, x):
-        self.array.random()
-
-    def kept(self):
-        return self.array.random()
+KEEPERS = [InDeque, InFile, MeanFromNone, InClosure, InIterator, InDraws]
 
 
-class InDrawsOfAll(Keeper):
-    def begin(self):
-        random.seed(0), np.random.seed(0)
-
-    def note(self, x):
-        random.random(), np.random.rand()
-
-    def kept(self):
-        return random.random(), np.random.rand()
-
-
-class InMethodOfList(InDeque):
-    """And among more modules than objects are looked at."""
-
-    def begin(self):
-        super().begin()
-        self.add = self.given.append
-        self.others = nn.ModuleList([nn.Identity() for _ in range(2_000)])
-
-    def note(self, x):
-        self.add(x.shape[1])
-
-
-class BehindAMethod(Keeper):
-    def begin(self):
-        given = []
-        self.add, self.kept = given.append, given.copy
-
-    def note(self, x):
-        self.add(x.shape[1])
-
-
-KEEPERS = [
-    InDeque,
-    InDictOfLists,
-    InObject,
-    FromFirstForward,
-    MeanFromNone,
-    InTensorOfList,
-    InFile,
-    InClosure,
-    InIterator,
-    InDraws,
-    InArrayDraws,
-    InDrawsOfAll,
-    InMethodOfList,
-    BehindAMethod,
-]
-
-
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", KEEPERS)
-def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind):
-    """Asking would leave its few tokens there, or NaN, and tiles would count."""
+def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, when):
+    """Asking would leave its few tokens there, or NaN, and tiles would count: its layer is not asked and runs whole."""
     found = []
     for way in ("ours", "stock", "exact"):
         model = tiny.llama(dtype=torch.float64)
         model = tiny.exact(model) if way == "exact" else model
         attention = model.model.layers[0].self_attn
+        if way == "ours" and when == "after":
+            report = hfpatch.apply(model, checkpointing=tiny.TILED)
         attention.v_proj = kind(attention.v_proj)
-        if way == "ours":
-            hfpatch.apply(model, checkpointing=tiny.TILED)
-        else:
+        if way == "ours" and when == "before":
+            report = hfpatch.apply(model, checkpointing=tiny.TILED)
+        if way != "ours":
             tiny.checkpoint(model)
         tiny.step(model, tiny.labelled())
         found.append(attention.v_proj.kept())
+        if way == "ours":
+            reason = look(model.model.layers[0]).reason
+            assert reason.startswith(f"self_attn.v_proj is a {__name__}.{kind.__name__}")
+            assert (f"checkpointed whole, their inputs offloaded: {reason}" in str(report)) == (when == "before")
     if isinstance(found[0], torch.Tensor):
         tiny.numerics.assert_close(*found, dtype=torch.float32)  # to which norms round
     else:
         assert found[0] == found[1]
 
 
-data = iter([])  # names that are attributes in a module's code are no use of what the file has by them
-TABLE = np.lib.stride_tricks.as_strided(np.zeros(1), (2**40,), (0,))
-LOG = sys.stderr
+class Plain(Keeper):
+    """Each token by itself."""
 
-
-class Reads(Keeper):
     def note(self, x):
-        return x.data, TABLE, LOG
+        self.shape = x.shape
 
 
-def test_a_layer_whose_module_holds_a_file_and_large_data_is_tiled():
-    """To copy the data would take 8 TiB."""
-    stock = tiny.llama(dtype=torch.float64)
-    ours = tiny.llama(dtype=torch.float64)
-    for model in (stock, ours):
-        model.model.layers[0].self_attn.v_proj = Reads(model.model.layers[0].self_attn.v_proj)
-    hfpatch.apply(ours, checkpointing=tiny.TILED)
-    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-    assert not ours.model.layers[0]._hfpatch_answers.reason
-
-
-class Warming(Keeper):
-    """Gives more at every call."""
-
-    calls = 0
+class PlainNorm(nn.Module):
+    def __init__(self, like):
+        super().__init__()
+        self.weight = like.weight
 
     def forward(self, x):
-        self.calls += 1
-        return F.linear(x, self.weight) * self.calls
+        self.shape = x.shape
+        return self.weight * x / x.norm(dim=-1, keepdim=True)
 
 
-def test_asking_does_not_change_what_a_counting_module_gives():
+class Claims(tiny.Shift):
+    """It does not."""
+
+
+@pytest.fixture
+def declared():
+    yield [hfpatch.token_wise(kind) for kind in (Plain, PlainNorm, Claims)]
+    strangers._DECLARED.difference_update({Plain, PlainNorm, Claims})
+    strangers._why_strange_kind.cache_clear()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at, kind", [("self_attn.v_proj", Plain), ("input_layernorm", PlainNorm)])
+def test_a_class_that_is_declared_token_wise_is_tiled(at, kind, when, declared):
     stock = tiny.llama(dtype=torch.float64)
-    models = ours, _, _ = tiny.llama(dtype=torch.float64), stock, tiny.exact(stock)
-    for model in models:
-        model.model.layers[0].self_attn.v_proj = Warming(model.model.layers[0].self_attn.v_proj)
-    hfpatch.apply(ours, checkpointing=tiny.TILED, rms_norm=False)
-    tiny.numerics.assert_close(*(tiny.step(model, tiny.labelled())["loss"] for model in models))
+    ours = tiny.llama(dtype=torch.float64)
+    if when == "after":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    for model in (stock, ours):
+        layer = model.model.layers[0]
+        holder, _, name = at.rpartition(".")
+        setattr(layer.get_submodule(holder), name, kind(layer.get_submodule(at)))
+    if when == "before":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    layer = ours.model.layers[0]
+    assert not look(layer).reason and layer.get_submodule(at).shape[1] < tiny.TOKENS
+
+
+def test_a_declared_class_that_mixes_tokens_is_found_out(declared):
+    stock = tiny.llama(dtype=torch.float64)
+    stock.model.layers[0].mlp.down_proj = Claims(stock.model.layers[0].mlp.down_proj, 0.5)
+    ours = tiny.patched(stock)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert look(ours.model.layers[0]).reason
+
+
+def test_a_declaration_wants_a_class():
+    with pytest.raises(
+        ValueError, match="hfpatch: expected a class of torch.nn.Module to be token-wise, Linear.* pass the"
+    ):
+        hfpatch.token_wise(nn.Linear(2, 2))
 
 
 def less_their_mean(forward):
@@ -316,55 +241,26 @@ def test_a_layer_is_tiled_again_once_a_forward_that_mixes_is_gone():
     stock = tiny.llama(dtype=torch.float64)
     ours = tiny.patched(stock)
     layer = ours.model.layers[0]
-    at_apply = layer._hfpatch_answers
     layer.mlp.forward = types.MethodType(less_their_mean(type(layer.mlp).forward), layer.mlp)
     tiny.step(ours, tiny.labelled())
-    assert layer._hfpatch_answers.reason
+    assert look(layer).reason
     del layer.mlp.forward
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-    assert layer._hfpatch_answers == at_apply and not at_apply.reason
-
-
-class Squashed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return torch.tanh(self.inner(x))
-
-
-class LessMean(Squashed):
-    def forward(self, x):
-        y = self.inner(x)
-        return y - y.mean(1, keepdim=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Squashed, LessMean])
-def test_what_torch_jit_compiled(kind):
-    """It keeps its parameters in C++, has no forward in its class, and takes no hooks."""
-    stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
-    hfpatch.apply(ours, checkpointing=tiny.TILED)
-    for model, make in ((stock, lambda x: x), (ours, torch.jit.script)):
-        mlp = model.model.layers[0].mlp
-        mlp.down_proj = make(kind(mlp.down_proj))
-    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-    assert bool(ours.model.layers[0]._hfpatch_answers.reason) == (kind is LessMean)
-    hfpatch.undo(ours)
+    assert not look(layer).reason
 
 
 @pytest.mark.parametrize("way", [tiny.TILED, hfpatch.Checkpointing(tile=8, every=2)], ids=["tiled", "segments"])
 def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
-    """The layer runs again as it ran."""
-    stock = tiny.llama(dtype=torch.float64)
-    ours, wanted = tiny.patched(stock, checkpointing=way), tiny.step(tiny.exact(stock), tiny.labelled())
+    """The layer would run again by another forward."""
+    ours = tiny.patched(tiny.llama(dtype=torch.float64), checkpointing=way, rms_norm=False)
     loss, forward = ours(**tiny.labelled()).loss, LlamaMLP.forward
     other = less_their_mean(forward)
     monkeypatch.setattr(LlamaMLP, "forward", other)
-    loss.backward()
+    with pytest.raises(
+        RuntimeError, match="hfpatch: expected the hooks and forwards that forward used.*after backward"
+    ):
+        loss.backward()
     assert LlamaMLP.forward is other
-    tiny.assert_same_in_double({"loss": loss.detach(), **tiny.gradients(ours)}, wanted)
 
 
 def test_a_function_for_an_activation_that_is_exchanged():

@@ -25,14 +25,16 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import hfpatch
-from hfpatch.models import scaled, verdict
-from hfpatch.models.finding import find_decoder
-from hfpatch.models.scaled import kind_of, scaled_config, small_stack
+from hfpatch.decoder import small_instance as scaled
+from hfpatch.decoder import verdict
+from hfpatch.decoder.find import find_decoder
+from hfpatch.decoder.small_instance import kind_of, scaled_config, small_stack
+from hfpatch.layer.condition import look
 
 
 def asked(model):
     verdict._verdict.cache_clear()
-    return verdict.ask_model(find_decoder(model), True)
+    return verdict.ask_model(find_decoder(model))
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +126,9 @@ class ShiftingLinear(nn.Linear):
     inner = nn.Linear.forward
 
 
-@pytest.mark.parametrize(
-    "at, wanted", [("mlp.down_proj", True), ("mlp.down_proj.linear", True), ("input_layernorm", False)]
-)
-def test_a_layer_with_a_module_of_the_users_own_is_asked_itself(at, wanted, capsys):
-    """No small instance of the config holds it, and the next layer has no such module. What mixes tokens before attention shows in
-    what attention is given alone."""
+@pytest.mark.parametrize("at", ["mlp.down_proj", "mlp.down_proj.linear", "input_layernorm"])
+def test_a_layer_with_a_module_of_the_users_own_runs_whole(at):
+    """No small instance of the config holds it; the next layer has no such module and is tiled."""
 
     def model(share):
         made = tiny.llama(dtype=torch.float64)
@@ -141,28 +140,26 @@ def test_a_layer_with_a_module_of_the_users_own_is_asked_itself(at, wanted, caps
         setattr(holder, name, kind(getattr(holder, name), share))
         return made
 
-    for share in (0.0, 0.5):
-        stock = model(share)
-        ours = tiny.patched(stock, verdict=wanted)
-        tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-        first, second = (layer._hfpatch_answers for layer in ours.model.layers[:2])
-        assert first.reason is None and bool(second.reason) == bool(share)
-        assert ("1 of 2 layers hold modules" in str(ours._hfpatch_report)) == wanted
-        assert ("run whole, their inputs offloaded: " in capsys.readouterr().err) == bool(share)
+    stock = model(0.5)
+    ours = tiny.patched(stock)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    first, second = (look(layer).reason for layer in ours.model.layers[:2])
+    assert first is None and second
+    report = str(ours._hfpatch_report)
+    assert f"1 of 2 layers are checkpointed whole, their inputs offloaded: {second}" in report
 
 
-@pytest.mark.parametrize("verdict", [True, False])
-def test_a_module_put_into_a_layer_after_apply_is_asked(verdict, capsys):
+def test_a_layer_given_a_module_after_apply_runs_whole(capsys):
     stock = tiny.llama(dtype=torch.float64)
-    ours = tiny.patched(stock, verdict=verdict)
+    ours = tiny.patched(stock)
     for step, layer in enumerate((1, 0)):  # before the first step, and after it
         for model in (stock, ours):
             mlp = model.model.layers[layer].mlp
             mlp.down_proj = ShiftingLinear(mlp.down_proj, 0.5)
         tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-        whole = [bool(m._hfpatch_answers.reason) for m in ours.model.layers[:2]]
+        whole = [bool(look(m).reason) for m in ours.model.layers[:2]]
         assert whole == [step == 1, True]
-    assert "run whole, their inputs offloaded: " in capsys.readouterr().err
+    assert "run whole, their inputs offloaded: mlp.down_proj is a " in capsys.readouterr().err
 
 
 def _less_their_mean(forward):
@@ -174,8 +171,8 @@ def _last_doubled(forward):
 
 
 @pytest.mark.parametrize("other", [_less_their_mean, _last_doubled], ids=["mixes", "by place"])
-@pytest.mark.parametrize("verdict, when", [(True, "before"), (True, "after"), (False, "after"), (True, "class")])
-def test_forwards_of_the_users_own_see_whole_rows(verdict, when, other, monkeypatch):
+@pytest.mark.parametrize("when", ["before", "after", "class"])
+def test_forwards_of_the_users_own_see_whole_rows(when, other, monkeypatch):
     """No verdict tells of them: what they make of a tile's tokens is not what they make of a row's."""
     stock = tiny.llama(dtype=torch.float64)
 
@@ -188,13 +185,13 @@ def test_forwards_of_the_users_own_see_whole_rows(verdict, when, other, monkeypa
 
     if when == "before":
         replace(stock)
-    ours = tiny.patched(stock, verdict=verdict)
+    ours = tiny.patched(stock)
     if when != "before":
         tiny.step(ours, tiny.labelled())
         for model in (stock, ours)[: 1 + (when != "class")]:
             replace(model)
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-    assert ours.model.layers[0]._hfpatch_answers.reason
+    assert look(ours.model.layers[0]).reason
 
 
 def test_a_forward_on_an_adapter_sees_whole_rows():
@@ -308,12 +305,11 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
     positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
     with torch.no_grad():
         wanted = torch.cat([stock(input_ids=part, use_cache=False).logits for part in ids.split((17, 23), 1)], 1)
-    for trusted in (False, True):
-        ours = copy.deepcopy(stock)
-        report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16), verdict=trusted)
-        assert "whole" not in str(report)
-        got = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
-        assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16))
+    assert "whole" not in str(report)
+    got = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_layers_in_a_module_that_takes_no_token_ids_are_none_to_try():
@@ -350,7 +346,7 @@ def test_a_stack_that_keeps_states_or_shares_weights_has_a_small_instance(name):
     options = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16), **options)
     assert "no small instance" not in str(report)
-    assert sum(layer._hfpatch_answers.reason is None for layer in ours.model.layers) == tiled
+    assert sum(layer._hfpatch_traits.reason is None for layer in ours.model.layers) == tiled
     batch = torch.randint(1, 64, (2, 40))
     for model in (stock, ours):
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
@@ -376,14 +372,13 @@ class _Watched(nn.Linear):
 
 
 @pytest.mark.parametrize("first", ["train", "eval"])
-@pytest.mark.parametrize("trusted", [True, False], ids=["verdict", "asked"])
-def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(trusted, first):
+def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(first):
     """Tiles would count their calls, and asking leaves its few tokens, or NaN, in a running mean."""
     stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
     tiny.checkpoint(stock)
     for model in (stock, ours):
         model.model.layers[0].self_attn.v_proj = _Watched(model.model.layers[0].self_attn.v_proj)
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5), verdict=trusted)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5))
     for model in (stock, ours):
         if first == "eval":
             with torch.no_grad():
@@ -406,8 +401,7 @@ class _Counting(nn.Module):
         return weight
 
 
-@pytest.mark.parametrize("trusted", [True, False], ids=["verdict", "asked"])
-def test_what_makes_a_weight_is_called_as_in_transformers(trusted):
+def test_what_makes_a_weight_is_called_as_in_transformers():
     """As spectral norm's power iteration: a Linear with a parametrization, whose forward is torch's own."""
     stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
     tiny.checkpoint(stock)
@@ -415,7 +409,7 @@ def test_what_makes_a_weight_is_called_as_in_transformers(trusted):
         torch.nn.utils.parametrize.register_parametrization(
             model.model.layers[0].self_attn.v_proj, "weight", _Counting()
         )
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5), verdict=trusted)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=5))
     for model in (stock, ours):
         model.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls.zero_()
         tiny.step(model, tiny.labelled())

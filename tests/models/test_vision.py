@@ -10,8 +10,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
-from hfpatch.models.finding import find_decoder
-from hfpatch.models.scaled import scaled_config
+from hfpatch.decoder.find import find_decoder
+from hfpatch.decoder.small_instance import scaled_config
 
 IMAGE = 60
 TOWER = {

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Tr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfpatch
-from hfpatch.models.loss import FusedCausalLM
+from hfpatch.loss.causal_model import FusedCausalLM
 
 TOKENS, VOCAB = 320, 1009
 
@@ -76,7 +76,7 @@ def test_a_heads_padding_is_no_part_of_the_loss(words, stock, monkeypatch):
     theirs, ours = Padded(stock.config).double(), Padded(stock.config).double()
     theirs.load_state_dict(stock.state_dict())
     ours.load_state_dict(stock.state_dict())
-    hfpatch.apply(ours, checkpointing="off", verdict=False)
+    hfpatch.apply(ours, checkpointing="off")
     ids = torch.randint(VOCAB - 9, (1, 64), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids, "labels": ids}
     with LargestLogits() as seen:

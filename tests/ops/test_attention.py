@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hfpatch import compat
-from hfpatch.memory.cuts import heads_per_group
-from hfpatch.ops import _attention_efficient as efficient
-from hfpatch.ops import _attention_flex as flex
-from hfpatch.ops import attention as A
+from hfpatch.attention import attention as A
+from hfpatch.attention import backends as R
+from hfpatch.attention import efficient, flex
+from hfpatch.budget.cuts import heads_per_group
 from tests.numerics import assert_close
 
 
@@ -98,7 +98,7 @@ def _blind():
                                    "blind_BT", "documents window hidden_BT softcap blind_BT"])  # fmt: skip
 @pytest.mark.parametrize("sinks", [False, True])
 def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
-    monkeypatch.setattr("hfpatch.ops._attention_blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
+    monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
     q, k, v, dout = inputs(2, 45, 4, 2, 16, dtype)
     v, dout = (torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout))
     bounds = (0, 3, 4, 45, 60, 90)
@@ -207,14 +207,14 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
 
     def forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
         called.append((q.shape, dropout_p, is_causal, scale))
-        out, lse, state = A._cpu_forward(q, k, v, scale)
+        out, lse, state = R._cpu_forward(q, k, v, scale)
         return out, lse, None, None, 0, 0, None, None, None
 
     def backward(
         dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
     ):
         called.append((cum_q, cum_k, max_q, max_k, dropout_p, is_causal, scale))
-        return A._cpu_backward(dout, q, k, v, out, lse, (), scale)
+        return R._cpu_backward(dout, q, k, v, out, lse, (), scale)
 
     from torch.nn.attention import _fa3
 
@@ -298,34 +298,102 @@ def test_groups_keep_a_gpu_full_and_memory_small():
     assert heads_per_group(1, 128, 6, 3) == 3
 
 
+def on_cuda(tokens, dtype=torch.bfloat16, batch=1):
+    return SimpleNamespace(device=torch.device("cuda", 1), dtype=dtype, shape=(batch, tokens, 4, 16))
+
+
 def test_what_is_picked_without_a_trial(monkeypatch):
     """And what a trial that finds no room means: nothing that is remembered."""
+    asked, cudnn = [], R.Trial({"cudnn": 1.0}, {"cudnn": 0.0}, {})
+    answers = iter([torch.OutOfMemoryError(), cudnn, cudnn])
 
-    def on_cuda(tokens, dtype=torch.bfloat16):
-        return SimpleNamespace(device=torch.device("cuda", 1), dtype=dtype, shape=(1, tokens, 4, 16))
-
-    tried, answers = [], iter([torch.OutOfMemoryError(), "cudnn", "cudnn"])
-
-    def measured(device, dtype, *shape):
-        tried.append((device.index, *shape))
+    def tried(device, dtype, *shape):
+        asked.append((device.index, *shape))
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(A, "_measured", measured)
-    monkeypatch.setattr(A, "trial_peaks", {})
-    monkeypatch.setattr(A, "trials_without_room", A.Counter())
+    monkeypatch.setattr(R, "tried", tried)
+    monkeypatch.setattr(R, "trial_peaks", {})
+    monkeypatch.setattr(R, "trials_without_room", R.Counter())
+    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
     picked = [A.pick(on_cuda(n), on_cuda(n)) for n in (200, 200, 200_000, 1)]
     assert picked == ["flash", "cudnn", "cudnn", "flash"]
-    assert tried == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
-    assert [*A.trial_peaks.values(), *A.trials_without_room.values()] == [77, 1]
+    assert asked == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
+    assert [*R.trial_peaks.values(), *R.trials_without_room.values()] == [77, 1]
     assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
     assert A.pick(on_cuda(200, torch.float64), None) == "blocks"  # plain torch: no kernel takes it
     assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
+
+
+# What plans cost, what else there is, and what is picked for the first lengths and for all after them.
+@pytest.mark.parametrize("seconds, plans, few, many", [
+    ({"flash": 3e-3, "cudnn": 2e-3}, {"cudnn": 0.7}, "cudnn", "flash"),
+    ({"flash": 3e-3, "cudnn": 2e-3}, {}, "cudnn", "cudnn"),
+    ({"flash": 3e-3, "cudnn": 2e-3, "fa3": 1e-3}, {"cudnn": 0.7}, "fa3", "fa3"),
+    ({"cudnn": 2e-3}, {"cudnn": 0.7}, "cudnn", "cudnn"),
+])  # fmt: skip
+def test_a_process_of_many_lengths_takes_what_plans_nothing(seconds, plans, few, many, monkeypatch):
+    monkeypatch.setattr(R, "tried", lambda *_: R.Trial(seconds, plans, {}))
+    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
+    lengths = [1000, 1001, 5000, 1002]
+    for n in [*lengths, *lengths]:  # layer after layer, step after step
+        assert A.pick(on_cuda(n), on_cuda(n)) == few
+    for n in (777, *lengths, *range(2000, 3000)):
+        assert A.pick(on_cuda(n), on_cuda(n)) == many
+    assert len(R.lengths_met[torch.device("cuda", 1)]) == R.FEW_LENGTHS + 1
+
+
+class Played:
+    """Backends whose seconds are counted, not taken; the CPU's kernel computes.
+
+    seconds: by name those of forward and backward, None where it cannot run; wrong: names that give other numbers; plans: by name
+    those of a length's first forward.
+    """
+
+    def __init__(self, monkeypatch, seconds: dict, wrong=(), plans=None, groups: int = 1):
+        self.now, self.waits, self.heads, self.met, self.plans = 0.0, [], [], set(), plans or {}
+        self.seconds, self.wrong, self.groups = seconds, wrong, groups
+        monkeypatch.setattr(R, "BACKENDS", {name: self.backend(name) for name in seconds})
+        monkeypatch.setattr(R, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.waits.append)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
+        monkeypatch.setattr(R, "trial_peaks", {})
+
+    def spend(self, name, direction):
+        if self.seconds[name] is None:
+            raise RuntimeError(f"no {name} here\nand a second line")
+        self.now += self.seconds[name][direction] * (1000 if len(self.heads) < 2 else 1)
+
+    def backend(self, name):
+        def forward(q, k, v, scale):
+            self.spend(name, 0)
+            if (name, q.shape[2]) not in self.met:
+                self.met.add((name, q.shape[2]))
+                self.now += self.plans.get(name, 0)
+            self.heads.append((q.shape[1], k.shape[1]))
+            out, lse, state = R._cpu_forward(q, k, v, scale)
+            return (out * 1.1 if name in self.wrong else out), lse, state
+
+        def backward(dout, q, k, v, out, lse, state, scale):
+            self.spend(name, 1 if q.shape[1] * self.groups == 4 else 0)
+            assert lse.is_contiguous()
+            return R._cpu_backward(dout, q, k, v, out, lse, state, scale)
+
+        return forward, backward
+
+    def try_all(self) -> R.Trial:
+        asked = torch.device("cpu"), torch.bfloat16, 4, 2, 16, 128, self.groups
+        R.tried.cache_clear()
+        try:
+            assert R.tried(*asked) is R.tried(*asked)  # once a shape
+            return R.tried(*asked)
+        finally:
+            R.tried.cache_clear()
 
 
 # Of H100s with FlashAttention-3 and without, and an A100: seconds of (forward, backward) of each backend, None where it cannot run;
@@ -343,40 +411,65 @@ def test_what_is_picked_without_a_trial(monkeypatch):
 )
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_fastest_that_is_right_is_picked(seconds, wrong, fastest, groups, monkeypatch):
-    now, waits, heads, missing = 0.0, [], [], {name for name, found in seconds.items() if found is None}
+    played = Played(monkeypatch, seconds, wrong, groups=groups)
+    found, missing = played.try_all(), {name for name, found in seconds.items() if found is None}
+    assert found.fastest() == found.fastest(many_lengths=True) == fastest
+    assert set(found.left_out) == missing | set(wrong)
+    assert set(played.heads) <= {(4, 2)} and len(played.heads) == 4 * (3 - len(missing))  # all heads forward
+    assert len(played.waits) == 8 * (3 - len(missing)) + len(missing)  # before and after each
+    assert R.trial_peaks == {torch.device("cpu"): 77}
 
-    def spend(name, direction):
-        nonlocal now
-        if seconds[name] is None:
-            raise RuntimeError(name)
-        now += seconds[name][direction] * (1000 if len(heads) < 2 else 1)
 
-    def backend(name):
-        def forward(q, k, v, scale):
-            spend(name, 0)
-            heads.append((q.shape[1], k.shape[1]))
-            out, lse, state = A._cpu_forward(q, k, v, scale)
-            return (out * 1.1 if name in wrong else out), lse, state
+def test_a_trial_says_what_it_found(monkeypatch, capfd):
+    seconds = {"flash": (0.003, 0.007), "cudnn": (0.002, 0.005), "fa3": None}
+    found = Played(monkeypatch, seconds, plans={"cudnn": 0.7, "flash": 0.05}).try_all()
+    assert found.new_length == {"flash": 0.0, "cudnn": pytest.approx(0.7)}
+    assert capfd.readouterr().err == (
+        "hfpatch: attention of 4 heads over 2 of 16 at 128 tokens: cudnn 7.00 ms, flash 10.00 ms; cudnn is taken, and flash "
+        "beyond 4 lengths, each of which costs cudnn 0.7 s; fa3 raised RuntimeError: no fa3 here.\n"
+    )
+    Played(monkeypatch, seconds | {"fa3": (0.0, 0.0)}, wrong=("fa3",)).try_all()
+    assert capfd.readouterr().err.endswith("10.00 ms; cudnn is taken; fa3 gave other numbers.\n")
 
-        def backward(dout, q, k, v, out, lse, state, scale):
-            spend(name, 1 if q.shape[1] * groups == 4 else 0)
-            assert lse.is_contiguous()
-            return A._cpu_backward(dout, q, k, v, out, lse, state, scale)
 
-        return forward, backward
+# (B, T, H, K, E) -> parts: 128k of Llama in one; on the bound and above it; one KV head for all queries, heads of 256; a batch.
+@pytest.mark.parametrize("shape, parts", [
+    ((1, 131_072, 32, 8, 128), 1), ((1, 524_287, 32, 8, 128), 1), ((1, 524_288, 32, 8, 128), 2), ((1, 524_288, 32, 8, 64), 2),
+    ((1, 262_144, 32, 8, 256), 2), ((4, 131_072, 32, 8, 128), 2), ((1, 1 << 22, 32, 8, 128), 16),
+    ((1, 524_288, 32, 1, 128), 2), ((1, 1 << 20, 12, 3, 256), 3), ((1, 1 << 26, 8, 8, 128), 8),
+])  # fmt: skip
+def test_a_backward_of_2_to_the_31_goes_by_parts(shape, parts, monkeypatch):
+    """Whatever the policy: of all heads at once, or of one group. On meta tensors, through the call that every path makes."""
+    B, T, H, K, E = shape
+    assert A.parts_of_heads(*shape) == parts
+    seen = []
 
-    monkeypatch.setattr(A, "BACKENDS", {name: backend(name) for name in seconds})
-    monkeypatch.setattr(A, "perf_counter", lambda: now)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(device))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
-    monkeypatch.setattr(A, "trial_peaks", {})
-    A._measured.cache_clear()
-    asked = torch.device("cpu"), torch.bfloat16, 4, 2, 16, 128, groups
-    assert A._measured(*asked) == fastest == A._measured(*asked)
-    assert set(heads) <= {(4, 2)} and len(heads) == 3 * (3 - len(missing))  # all heads forward; once a shape
-    assert len(waits) == 6 * (3 - len(missing)) + len(missing)  # before and after each
-    assert A.trial_peaks == {torch.device("cpu"): 77}
-    A._measured.cache_clear()
+    def backward(dout, q, k, v, out, lse, state, scale):
+        seen.append((q, k, lse))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setitem(R.BACKENDS, "flash", (None, backward))
+    q, k, v, dout = (torch.empty(B, T, h, E, dtype=torch.bfloat16, device="meta") for h in (H, K, K, H))
+    lse = torch.empty(B, H, T, device="meta")
+    grads = A.attention_backward(dout, q, k, v, q, lse, (), scale=1.0, backend="flash")
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and len(seen) == parts
+    for q, k, lse in seen:
+        assert q.numel() < 2**31 and B * T * q.shape[1] < 524_288 * 32 or q.shape[1] == 1
+        assert q.shape[1] == H // parts and k.shape[1] == max(1, K // parts) and lse.shape[1] == q.shape[1]
+        assert lse.is_contiguous()
+
+
+@pytest.mark.parametrize("H, K, parts", [(4, 2, 2), (4, 2, 4), (4, 1, 2), (4, 4, 2), (6, 3, 6)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_parts_of_heads_add_up(H, K, parts, sinks, monkeypatch):
+    q, k, v, dout = inputs(2, 37, H, K, 16, torch.float64)
+    asked = {"scale": 0.25, "sinks_H": torch.randn(H, dtype=torch.float64) if sinks else None, "backend": "cpu"}
+    out, lse, state = A.attention_forward(q, k, v, **asked)
+    whole = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
+    monkeypatch.setattr(A, "MOST_ROWS", 2 * 37 * (H // parts) + 1)
+    assert A.parts_of_heads(2, 37, H, K, 16) == parts
+    for ours, exact in zip(A.attention_backward(dout, q, k, v, out, lse, state, **asked), whole, strict=True):
+        assert (ours - exact).abs().max() <= 37 * H * 2.0**-52 * exact.abs().max()
 
 
 def test_widened_heads_go_to_fa2():
@@ -451,7 +544,8 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     assert played.columns == 2 * [264] + 2 * [272] + 2 * 4 * [264]
 
     wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512))
-    monkeypatch.setattr(A, "has_flash", lambda device: True)
+    for module in (A, R):
+        monkeypatch.setattr(module, "has_flash", lambda device: True)
     assert A.pick(wide, wide) == "efficient"
     assert A.copies_inputs(q, v, A.CAUSAL)
     monkeypatch.setattr(A, "why_not_efficient", lambda *_: None)
@@ -478,7 +572,8 @@ def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
     in the kernel that is left."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(A, "_measured", lambda *_: "flash")
+    monkeypatch.setattr(R, "tried", lambda *_: R.Trial({"flash": 1.0}, {}, {}))
+    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
     A.has_flash.cache_clear()
     try:
         device, documents = torch.device("cuda", 1), A.Pattern(A.Documents((0, 1), None))

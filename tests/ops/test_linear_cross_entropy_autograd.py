@@ -21,17 +21,6 @@ def test_gradcheck(name, workspace):
     )
 
 
-def test_gradcheck_of_per_token_outputs():
-    *inputs, labels = make((2, 5, 4), 7, torch.float64)
-
-    def outputs(h, w, b):
-        return linear_cross_entropy(
-            h, w, labels, bias=b, softcap=2.0, z_loss=0.1, return_token_loss=True, return_lse=True
-        )[:3]
-
-    assert torch.autograd.gradcheck(outputs, inputs)
-
-
 # Frozen hidden with a training head (Liger gives no dW there), frozen head, frozen everything: each of the eight.
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("which", list(itertools.product([False, True], repeat=3)), ids=str)
@@ -59,14 +48,13 @@ def test_any_subset_requires_grad(which, reduction):
                 assert_close(g, tensor.grad, truth.grad)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_second_backward_under_retain_graph(options, overwrite):
     """The gradients kept from the forward are not scaled twice, whatever the upstream, whichever the last backward."""
     *leaves, labels = make((2, 20, 8), 11, torch.float32)
     inputs = [leaves[0] * 1.0, *leaves[1:]]
-    out = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], inplace_hidden=overwrite, **options)
-    loss = (out if isinstance(out, torch.Tensor) else out.loss + out.lse.sum()).sum()
+    loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], inplace_hidden=overwrite, **options).sum()
     first = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     second = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     kept = [g.clone() for g in first]
@@ -115,7 +103,7 @@ class TestInplaceHidden:
         before = hidden.detach().clone()
         linear_cross_entropy(hidden, weight, labels, inplace_hidden=True).backward()
         private = hidden * 1.0
-        linear_cross_entropy(private, weight, labels, inplace_hidden=True, return_lse=True)
+        linear_cross_entropy(private, weight, labels, inplace_hidden=True, reduction="none")
         view = (hidden * 1.0).expand(3, 8, 4)
         linear_cross_entropy(view, weight, labels.expand(3, 8), inplace_hidden=True)
         assert torch.equal(hidden, before) and torch.equal(private, before) and torch.equal(view[2], before[0])
@@ -142,24 +130,6 @@ def test_int32_labels_and_expanded_upstream():
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    "dtype,reduction,needs",
-    [
-        (torch.float32, "mean", (True, True, True)),
-        (torch.float32, "none", (True, True, True)),
-        (torch.float16, "sum", (True, False, True)),
-        (torch.float32, "mean", (False, False, False)),
-    ],
-    ids=str,
-)
-def test_opcheck(dtype, reduction, needs):
-    *inputs, labels = make((6, 4), 7, dtype)
-    for tensor, wanted in zip(inputs, needs):
-        tensor.requires_grad_(wanted)
-    args = (labels, None, None, *needs, True, -100, reduction, None, 0.0, 1.0, 0.0, 1.0, 0.0, 1 << 20, dtype)
-    opcheck("linear_cross_entropy", *inputs, *args)
-
-
 def test_opcheck_of_the_small_ops():
     def float32(*shape):
         return torch.rand(shape, device=DEVICE)
@@ -172,43 +142,29 @@ def test_opcheck_of_the_small_ops():
     again = (float32(2, 5), labels, float32(7, 2), None, -100, 0.0, 1.0)
     opcheck("cross_entropy_chunk_bwd_", *again)
     opcheck("scale_", float32(3), float32())
-    opcheck("scaled", float32(3), float32())
 
 
-def _stages(graphs):
-    """A compiler backend that keeps the forward and the backward graph it is given."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    def keep(graph, example_inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return make_boxed_func(graph)
-
-    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
-
-
-@pytest.mark.parametrize("case", ["mean", "all", "tokens", "autocast", "fp16"])
-def test_compiles_without_a_break(case):
-    dtype = torch.float16 if case == "fp16" else torch.float32
-    *inputs, labels = make((2, 20, 8), 11, dtype)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("case", ["mean", "all, none", "autocast"])
+def test_runs_outside_a_compiled_graph(case):
+    """What stands before and behind the loss is compiled; the loss gives what it gives in eager code."""
+    *inputs, labels = make((2, 20, 8), 11, torch.float32)
 
     def step(hidden, weight, bias, labels):
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=case == "autocast"):
-            options = options_for("all", 11) if case == "all" else {}
-            if case != "tokens":
-                return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
-            out = linear_cross_entropy(hidden, weight, labels, bias=bias, return_token_loss=True, return_accuracy=True)
-            return out.loss + (out.token_loss * out.accuracy).sum()
+            options = options_for(case, 11) if case in OPTIONS else {}
+            loss = linear_cross_entropy(hidden * 2.0, weight, labels, bias=bias, **options)
+        return (loss * 3.0).sum()
 
     graphs = []
-    compiled = torch.compile(step, fullgraph=True, backend=_stages(graphs))(*inputs, labels)
+    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph)(*inputs, labels)
     eager = step(*inputs, labels)
+    traced = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert traced and not [target for target in traced if target.startswith("hfpatch.")]
     assert compiled.dtype == eager.dtype
     torch.testing.assert_close(compiled, eager)
-    got, expected = (torch.autograd.grad(loss * 2.0, inputs) for loss in (compiled, eager))
+    got, expected = (torch.autograd.grad(loss, inputs) for loss in (compiled, eager))
     torch.testing.assert_close(got, expected)
-    computed_again = any("linear_cross_entropy_bwd" in target for graph in graphs for target in graph)
-    assert computed_again == (case in ("tokens", "fp16"))
     torch._dynamo.reset()
 
 
@@ -227,7 +183,6 @@ def test_compiles_without_a_break(case):
         ({"num_valid": -1}, "num_valid"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
-        ({"scale": 0.0}, "a finite scale > 0"),
         ({"class_weight": torch.ones(3)}, "class_weight of shape"),
         ({"class_weight": torch.ones(11, requires_grad=True)}, "without a gradient"),
         ({"z_loss": -1.0}, "z_loss"),

@@ -13,16 +13,16 @@ import tiny
 import torch
 
 import hfpatch
-from hfpatch.commands import main as cli
-from hfpatch.memory import choice
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.flops import Flops
-from hfpatch.memory.formula import Moment, StepMemory, step_memory
-from hfpatch.memory.hardware import DISK_READS, DISK_WRITES, GPUS, PIN_BYTES_PER_SECOND
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget import choice
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.flops import Flops
+from hfpatch.budget.formula import Moment, StepMemory, step_memory
+from hfpatch.budget.hardware import DISK_READS, DISK_WRITES, GPUS, PIN_BYTES_PER_SECOND
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
+from hfpatch.budget.shape import ModelShape
+from hfpatch.cli import main as cli
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.show import _points, policy_text
@@ -164,7 +164,7 @@ def test_settings_reach_the_policy(tmp_path):
         "park": False,
         "by_group": False,
         "again": 0,
-        "weights": "gpu",
+        "frozen_weights": "gpu",
         "dense": False,
         "wide": True,
         "loss_bytes": 2 << 30,
@@ -203,9 +203,7 @@ def test_models_in_every_form(tmp_path):
 
 def test_hub_ids_answer_without_a_network(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    code = (
-        "from hfpatch.commands.main import main; raise SystemExit(main(['plan', '--seq-len', '8k', '--model', '{}']))"
-    )
+    code = "from hfpatch.cli.main import main; raise SystemExit(main(['plan', '--seq-len', '8k', '--model', '{}']))"
 
     def ask(name):
         return subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
@@ -261,7 +259,7 @@ def test_command_simulates_too(capsys, tmp_path):
     assert answer["simulated_beyond_bytes"] == pytest.approx(answer["gpu_bytes"]["activations"], rel=0.03)
     # Checkpoints in files: none is written, and none counts as host memory.
     arguments = ["plan", "--model", "llama-tiny", "--seq-len", "1024", "--simulate", "--checkpointing", str(tmp_path)]
-    assert cli.main([*arguments, "--tile", "256", "--json"]) == 0
+    assert cli.main([*arguments, "--checkpointing", "tile=256", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["policy"]["offload"] == "disk" and not answer["contradicted"] and not any(tmp_path.iterdir())
 
@@ -309,7 +307,7 @@ def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatc
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
-    from hfpatch.simulate.rivals import build
+    from hfpatch.lab.simulate.rivals import build
 
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
@@ -408,8 +406,8 @@ def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
 # beyond gradients.
 @pytest.mark.parametrize("policy", [Policy("host", tile=256), "stock"])
 def test_a_few_layers_tell_all(policy, monkeypatch):
+    from hfpatch.lab.simulate.rivals import build
     from hfpatch.planner import simulated
-    from hfpatch.simulate.rivals import build
 
     values = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 9, "num_attention_heads": 4, "head_dim": 16,
               "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "pad_token_id": None}  # fmt: skip
@@ -488,7 +486,7 @@ def test_what_a_plan_prices_is_priced_once(monkeypatch):
         "step_memory",
         lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes),
     )
-    asked = Checkpointing("host", keep=("qkv", "mid", "gate_up"), plain=0)
+    asked = Checkpointing(offload="host", keep=("qkv", "mid", "gate_up"), plain=0)
     found = plan("llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked)
     assert len(priced) == len(set(priced)) > 10
     assert any(point["policy"]["keep"] == asked.keep for point in found.frontier[-1:]) and found.fits
@@ -511,7 +509,7 @@ def test_a_policy_is_said_in_words():
     )
     assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
-    found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing("host", every=4))
+    found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(offload="host", every=4))
     assert "keep one input in 4 on the host" in policy_text(found.policy) and "in 4, as asked" in found.why
     assert (
         "are not kept, as asked" in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
@@ -546,8 +544,16 @@ def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     monkeypatch.setattr(measure, "gpu_limit", lambda device: 79 * GiB)
-    monkeypatch.setattr(measure, "_rates", lambda device: rates | {"attention_backward": 9.0})
+    dtypes = []
+
+    def timed(device, dtype):
+        dtypes.append(dtype)
+        return rates | {"attention_backward": 9.0}
+
+    monkeypatch.setattr(measure, "_rates", timed)
+    measure.measure_this(torch.float16)  # of a card without bfloat16
     found = measure.measure_this()
+    assert dtypes == [torch.float16, torch.bfloat16]
     assert (found.name, found.processors, found.memory_bytes) == ("NVIDIA H100 SXM", 132, 79 * GiB)
     assert (found.matmul_flops, found.link_rate, found.peer_rate) == (1.0, 3.0, 5.0)  # measured: no share of them
     assert found.data_sheet_flops == GPUS["h100"].peak_flops, "MFU is the share that the callback gives"
@@ -555,7 +561,7 @@ def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
 
 def test_starts_at_once():
     started = time.process_time()
-    code = "import resource; from hfpatch.commands.main import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \
+    code = "import resource; from hfpatch.cli.main import main; main(['plan', '--model', 'llama-3.1-8b', '--json']);" \
            "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout.splitlines()[-1]) < 1.5

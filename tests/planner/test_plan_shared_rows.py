@@ -5,11 +5,11 @@ import json
 import pytest
 
 import hfpatch
-from hfpatch.commands import plan as command
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.hardware import LINK_SHARE, gpu_row
-from hfpatch.memory.sequence import sent_bytes
-from hfpatch.planner.models import resolve
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.hardware import LINK_SHARE, gpu_row
+from hfpatch.budget.sequence import sent_bytes
+from hfpatch.cli import plan as command
+from hfpatch.lab.models import resolve
 
 M = 1 << 20
 EIGHT = {"gpus": 8, "gpu": "h100", "host_ram": "2048GiB"}
@@ -23,7 +23,7 @@ def test_a_million_tokens_fit_on_eight():
     plan, rows = shared(), hfpatch.plan("llama-3.1-8b", seq_len=M, **EIGHT)
     assert plan.fits and plan.seq_len == M and not rows.fits
     assert "--sp-size 2" in [s["change"] for s in rows.suggestions] and ", 8 GPUs a sequence): fits" in str(plan)
-    assert 'rope="float64"' in str(plan) and "float64" not in str(hfpatch.plan("llama-3.1-8b", seq_len=131072))
+    assert "rope_float64=True" in str(plan) and "float64" not in str(hfpatch.plan("llama-3.1-8b", seq_len=131072))
     assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
     # Eight rows side by side take as long in attention as one after the other on eight: an eighth of a row each.
     assert 8 * plan.seconds["attention"] == pytest.approx(rows.seconds["attention"], rel=0.3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfpatch.profiling import record
+from hfpatch.lab.profile import record
 
 CPU = torch.profiler.ProfilerActivity.CPU
 

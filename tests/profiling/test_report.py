@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hfpatch.profiling import page
-from hfpatch.profiling import run as writer
-from hfpatch.profiling.report import family_table, markdown, module_table
-from hfpatch.profiling.timeline import Run
+from hfpatch.lab.profile import page
+from hfpatch.lab.profile import run as writer
+from hfpatch.lab.profile.report import family_table, markdown, module_table
+from hfpatch.lab.profile.timeline import Run
 from tests.profiling.test_timeline import MIB, a_run
 
 

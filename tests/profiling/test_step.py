@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.memory.presets import preset_config
-from hfpatch.profiling import step
-from hfpatch.profiling.options import Options
-from hfpatch.profiling.planned import planned
-from hfpatch.profiling.report import markdown
-from hfpatch.profiling.simulated import simulated_run
-from hfpatch.profiling.timeline import CATEGORIES
-from hfpatch.simulate.simulator import simulate
+from hfpatch.budget.presets import preset_config
+from hfpatch.lab.profile import step
+from hfpatch.lab.profile.options import Options
+from hfpatch.lab.profile.planned import planned
+from hfpatch.lab.profile.report import markdown
+from hfpatch.lab.profile.simulated import simulated_run
+from hfpatch.lab.profile.timeline import CATEGORIES
+from hfpatch.lab.simulate.simulator import simulate
 
 
 def options(tmp_path, **changes):

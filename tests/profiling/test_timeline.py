@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hfpatch.profiling.advice import best_change, focus, holder, sentences
-from hfpatch.profiling.families import by_family, copy_wait, family
-from hfpatch.profiling.timeline import CATEGORIES, POINTS, Allocation, Run, generic, measure, size, thin
+from hfpatch.lab.profile.advice import best_change, focus, holder, sentences
+from hfpatch.lab.profile.families import by_family, copy_wait, family
+from hfpatch.lab.profile.timeline import CATEGORIES, POINTS, Allocation, Run, generic, measure, size, thin
 
 MIB = 1 << 20
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.memory.policy import Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.simulate import follow, kernels_cost
-from hfpatch.simulate.follow import Follower
-from hfpatch.simulate.rivals import build, prepare
-from hfpatch.simulate.shadow import Shadows
-from hfpatch.simulate.simulator import simulate, summarize
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.lab.simulate import follow, kernels_cost
+from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.shadow import Shadows
+from hfpatch.lab.simulate.simulator import simulate, summarize
 from tests import tiny
 from tests.simulate.real_memory import real_events, real_peak, train_step
 
@@ -52,7 +52,7 @@ def test_agrees_with_the_allocator(implementation, change, batch, tokens):
 
     ids = torch.randint(0, SMALL["vocab_size"], (batch, tokens))
     on_cpu(model)
-    with mock.patch("hfpatch.checkpoint.session.Session._resolve", lambda *args: policy):
+    with mock.patch("hfpatch.layer.runtime.LayerRuntime._resolve", lambda *args: policy):
         measured = real_peak(lambda: train_step(model, ids))
     assert abs(simulated - measured) <= 0.03 * measured, (simulated, measured)
 
@@ -76,7 +76,8 @@ def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")
     depths = (2, 4) if host else (32,)
     code = (
-        "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
+        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals import *;"
+        "from hfpatch.budget.presets import *; import json;"
         "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | dict(num_hidden_layers=n)),"
         f"{implementation!r}), 1, 131072); all = [run(n) for n in {depths}]; s = all[-1];"
         "print(json.dumps([s.beyond_bytes, s.host_peak_bytes, [[*s.ledger.traffic.values()][1:] for s in all]]))"
@@ -104,7 +105,8 @@ def test_todays_rivals(implementation, forwards):
     if implementation.endswith("selective") and not hasattr(trl.models, "enable_selective_activation_checkpointing"):
         pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
     code = (
-        "from hfpatch.simulate.simulator import simulate; from hfpatch.commands.simulate import *; import json;"
+        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals import *;"
+        "from hfpatch.budget.presets import *; import json;"
         "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
         f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
         "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], sum(s.flops['matmul'].values())]))"
@@ -324,9 +326,9 @@ def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation,
     config = {"model_type": family, "pad_token_id": None, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, **changes}  # fmt: skip
     if family == "qwen3_next":
-        monkeypatch.setattr("hfpatch.simulate.scan.BLOCKS", 4)
+        monkeypatch.setattr("hfpatch.lab.simulate.scan.BLOCKS", 4)
     ours = simulate(prepare(build(config), implementation), 1, tokens)
-    monkeypatch.setattr("hfpatch.simulate.simulator.scans_by_blocks", contextlib.nullcontext)
+    monkeypatch.setattr("hfpatch.lab.simulate.simulator.scans_by_blocks", contextlib.nullcontext)
     theirs = simulate(prepare(build(config), implementation), 1, tokens)
     assert ours.flops["total"] == pytest.approx(theirs.flops["total"], rel=1e-3)
     assert len(ours.ledger.events) < len(theirs.ledger.events) / 2
@@ -365,9 +367,9 @@ def test_chunks_that_count_from_padding_are_known():
 
 def test_few_blocks_of_attention_stand_for_all(monkeypatch):
     """Heads that no kernel takes run in blocks of queries, of which a long row has thousands: a plan of those did not end."""
-    monkeypatch.setattr("hfpatch.ops._attention_blocks.BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 1 << 16)
     few = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
-    monkeypatch.setattr("hfpatch.simulate.simulator.few_blocks", contextlib.nullcontext)
+    monkeypatch.setattr("hfpatch.lab.simulate.simulator.few_blocks", contextlib.nullcontext)
     every = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
     assert len(few.ledger.events) < len(every.ledger.events) / 4
     assert few.flops == every.flops and few.ledger.traffic == pytest.approx(every.ledger.traffic, rel=0.02)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from workbench import JSON_SOURCES, TEMPLATE
 
-from hfpatch.commands import train
-from hfpatch.training import tokenizer as byte_level
+from hfpatch.cli import train
+from hfpatch.trainer import tokenizer as byte_level
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,9 @@ def run_train(tmp_path, saved_tokenizer, capsys):
 
     def run(name: str = "run", *extra, **flags):
         settings = {
-            "preset": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2",
+            "model": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2",
             "tokenizer": saved_tokenizer, "data": JSON_SOURCES, "data_glob": "*.py", "packing": True,
-            "long_rows": "split", "seq_length": 32, "per_device_train_batch_size": 2, "max_steps": 6,
+            "seq_len": 32, "per_device_train_batch_size": 2, "max_steps": 6,
             "logging_steps": 1, "learning_rate": 1e-2,
             "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
             "cache_dir": tmp_path / "cache", "output_dir": tmp_path / name,

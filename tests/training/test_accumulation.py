@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import hfpatch
-from hfpatch.training import dataset
-from hfpatch.training.arguments import TrainArguments
-from hfpatch.training.trainer import Trainer
+from hfpatch.trainer import dataset
+from hfpatch.trainer.arguments import TrainArguments
+from hfpatch.trainer.trainer import Trainer
 
 
 class Gradients(TrainerCallback):

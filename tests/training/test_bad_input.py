@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from workbench import JSON_SOURCES
 
-import hfpatch.training.prepare
-from hfpatch.commands import train
-from hfpatch.training import checks
+import hfpatch.trainer.loading
+from hfpatch.cli import train
+from hfpatch.trainer import checks
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def refused(run_train, monkeypatch):
         def loaded(*args, **kwargs):
             raise AssertionError("a model was loaded before the refusal")
 
-        monkeypatch.setattr(hfpatch.training.prepare, "load_model", loaded)
+        monkeypatch.setattr(hfpatch.trainer.loading, "load_model", loaded)
         code, out, err, folder = run_train(name, *extra, **flags)
         assert code == 2
         sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
@@ -34,11 +34,11 @@ def refused(run_train, monkeypatch):
 @pytest.mark.parametrize(
     "words, flags",
     [
-        ("none came; name one model", {"preset": None, "config_overrides": None}),
-        ("both came; name one model", {"model": "x"}),
+        ("none came; name one model", {"model": None, "config_overrides": None}),
+        ("changes a preset, --model x came", {"model": "x"}),
         ("there is no", {"data": "/nowhere/data.jsonl"}),
         ("no tokenizer loads", {"tokenizer": "/nowhere/tokenizer"}),
-        ("over the model's 4096 positions", {"seq_length": 5000}),
+        ("over the model's 4096 positions", {"seq_len": 5000}),
         ("no engine config 'zero9'", {"engine": "zero9"}),
         ("no engine config 'nowhere.json'", {"deepspeed": "nowhere.json"}),
         ("has no 'hidden'", {"config_overrides": "hidden=3"}),
@@ -46,17 +46,17 @@ def refused(run_train, monkeypatch):
         ("--impl liger needs a GPU", {"impl": "liger"}),
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
-        ("belong to --impl hfpatch", {"impl": "hf", "tile": "64"}),
-        ("--tile says how layers are checkpointed, --checkpointing off came", {"checkpointing": "off", "tile": "64"}),
+        ("belong to --impl hfpatch", {"impl": "hf", "checkpointing": "tile=64"}),
+        ('checkpointing is "off", fields of it came too', {"checkpointing": ["off", "tile=64"]}),
+        ("offload twice, 'gpu' and 'host' came", {"checkpointing": ["gpu", "host"]}),
         ("--shuffle_buffer goes with --streaming", {"shuffle_buffer": 5}),
         ("--eval_split goes with --eval_data", {"eval_split": "test"}),
         ("--early_stopping_delta goes with --early_stopping_patience", {"early_stopping_delta": 0.1}),
         ("--lora_alpha goes with --lora_r", {"lora_alpha": 8}),
         ("--bnb_4bit_quant_type goes with --load_in_4bit", {"bnb_4bit_quant_type": "fp4", "lora_r": 4}),
-        ("for --tile, 'many' came", {"tile": "many"}),
+        ("every must be \"auto\" or a positive number of layers, 'many' came", {"every": "many"}),
         ("evaluation needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
         ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
-        ("shape the cosine, linear came", {"lr_floor": 0.1, "lr_scheduler_type": "linear"}),
         ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
         ("--validation_split needs all of the data", {"streaming": True, "validation_split": 0.1}),
         ("no checkpoint", {"resume_from_checkpoint": True}),
@@ -77,10 +77,10 @@ def test_contradictions_and_what_is_missing(refused, words, flags):
 
 def test_unknown_flag_and_key(refused, tmp_path):
     refused("unknown flag '--learning_rat'; did you mean --learning_rate", "--learning_rat", "1")
-    refused("unknown flag '--lr_floo=1'; did you mean --lr_floor", "--lr_floo=1")
+    refused("unknown flag '--max_lenght=1'; did you mean --max_length", "--max_lenght=1")
     config = tmp_path / "run.yaml"
-    config.write_text("seq_len: 3\n")
-    refused("unknown key 'seq_len'; did you mean --seq_length", str(config))
+    config.write_text("seq_le: 3\n")
+    refused("unknown key 'seq_le'; did you mean --seq_len", str(config))
     config.write_text("a: [\n")
     refused("is not YAML", str(config))
     (tmp_path / "run.json").write_text('{"a": 1,}')
@@ -104,7 +104,7 @@ def test_unknown_flag_and_key(refused, tmp_path):
 def test_data_without_a_row_to_learn(refused, tmp_path, content, words):
     file = tmp_path / "data.jsonl"
     file.write_text(content)
-    refused(words, data=file, data_glob=None, long_rows="truncate", seq_length=16)
+    refused(words, data=file, data_glob=None, long_rows="truncate", seq_len=16)
 
 
 def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
@@ -123,24 +123,24 @@ def test_engine_that_contradicts_the_flags(refused, tmp_path):
 
 
 def test_too_little_memory(refused, monkeypatch):
-    monkeypatch.setattr("hfpatch.training.checks.host_limit", lambda: 32 << 30)
-    flags = {"preset": "llama-3.1-8b", "config_overrides": None}
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 32 << 30)
+    flags = {"model": "llama-3.1-8b", "config_overrides": None}
     refused("of 8.03B parameters need 119.7 GiB before any activation, this machine has 32.0 GiB", **flags)
     refused("need 59.8 GiB", **flags, dtype="bfloat16")
 
 
 def test_plan_that_does_not_fit_a_gpu(refused, monkeypatch):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
-    monkeypatch.setattr("hfpatch.training.checks.device_memory", lambda args: (80 << 30, True))
-    monkeypatch.setattr("hfpatch.training.checks.host_free", lambda: 200 << 30)
-    flags = {"preset": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16", "seq_length": 131072,
+    monkeypatch.setattr("hfpatch.trainer.footprint.device_memory", lambda args: (80 << 30, True))
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 200 << 30)
+    flags = {"model": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16", "seq_len": 131072,
              "per_device_train_batch_size": 1}  # fmt: skip
     refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf")
     refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf", gradient_checkpointing=True)
     with pytest.raises(AssertionError, match="a model was loaded"):
         refused("", **flags)
-    monkeypatch.setattr("hfpatch.training.checks.host_free", lambda: 1 << 30)
-    refused("of host memory", **flags, offload="host", checkpoint_every=1)
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 1 << 30)
+    refused("of host memory", **flags, checkpointing="host", every=1)
 
 
 def test_folder_of_another_run_is_left_alone(refused, run_train):
@@ -163,7 +163,7 @@ def test_checkpoint_that_does_not_match(refused, run_train, tmp_path):
         name="first",
         config_overrides="vocab_size=300,hidden_size=32,head_dim=8",
     )
-    refused("seq_length 32 there, 64 here", *resume, name="first", seq_length=64)
+    refused("seq_len 32 there, 64 here", *resume, name="first", seq_len=64)
     refused("batch 2 there, 4 here", *resume, name="first", per_device_train_batch_size=4)
     refused("seed 42 there, 7 here", *resume, name="first", seed=7)
     refused("data ", *resume, name="first", data_glob="decoder.py")
@@ -185,7 +185,7 @@ def test_pickled_weights_load_only_when_asked(run_train, tmp_path):
     assert code == 0, err
     torch.save(AutoModelForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    flags = {"preset": None, "config_overrides": None, "model": folder, "max_steps": 1}
+    flags = {"config_overrides": None, "model": folder, "max_steps": 1}
     code, _, err, _ = run_train("second", **flags)
     assert code == 2 and "safetensors alone unless --allow_pickle" in err and not (tmp_path / "second").exists()
     code, _, err, _ = run_train("third", **flags, allow_pickle=True)

@@ -14,14 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import hfpatch
-from hfpatch.checkpoint import session as session_module
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import step_memory
-from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.seconds import step_time
-from hfpatch.memory.shape import ModelShape
-from hfpatch.training.callback import (
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.seconds import step_time
+from hfpatch.budget.shape import ModelShape
+from hfpatch.context.classes import is_mixed
+from hfpatch.layer import runtime as session_module
+from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
     model_flops,
@@ -29,7 +30,7 @@ from hfpatch.training.callback import (
     published_peak,
     rounded_to_nearest,
 )
-from hfpatch.training.sequence import refuse_unshared_batches
+from hfpatch.trainer.sequence import refuse_unshared_batches
 from tests.checkpoint.test_room import Told
 
 COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
@@ -46,7 +47,7 @@ def make_trainer(tmp_path, *callbacks, model=None, **flags):
 
 def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
-    monkeypatch.setattr("hfpatch.training.callback.peak_flops", lambda *device_and_dtype: 1e10)  # as a GPU has one
+    monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)  # as a GPU has one
     trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -65,7 +66,7 @@ def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeyp
     monkeypatch.setattr(session_module, "metered", lambda device: True)
     monkeypatch.setattr(session_module, "Gauge", Told)
     monkeypatch.setattr(Told, "counters", {"free": 2**31, "allocated": 0, "peak": 0, "ooms": 0})
-    few = {"checkpointing": hfpatch.Checkpointing(plain=0), "verdict": False}
+    few = {"checkpointing": hfpatch.Checkpointing(plain=0)}
     trainer = make_trainer(tmp_path, Callback(apply=few), gradient_accumulation_steps=2)
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -102,7 +103,7 @@ def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(
-        "hfpatch.training.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0
+        "hfpatch.trainer.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0
     )
     make_trainer(tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1).train()
     assert counted == [2 * 16] * 2 * 3
@@ -192,7 +193,7 @@ def test_packing_and_frozen_weights_cost_less():
 def test_flops_of_adapters_are_those_of_the_plan(tmp_path, monkeypatch):
     """Their own products count, and the first layer's q, k and v lead nowhere: one factor for all weights was 3.5% short at
     rank 128."""
-    monkeypatch.setattr("hfpatch.training.callback.peak_flops", lambda *device_and_dtype: 1e10)
+    monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)
     model = get_peft_model(tiny.llama(), LoraConfig(r=16, target_modules="all-linear"))
     callback = Callback()
     trainer = make_trainer(tmp_path, callback, model=model, max_steps=1)
@@ -314,3 +315,35 @@ def test_rows_that_the_launcher_alone_shares_are_seen(monkeypatch):
     state = type("State", (), {"_shared_state": {"there": True}, "parallelism_config": SHARED})
     monkeypatch.setattr("accelerate.state.AcceleratorState", state)
     assert counted_of_shared_rows(None)[0] == counted_of_shared_rows(SHARED)[0]
+
+
+class Sentences(torch.nn.Sequential):
+    """As sentence-transformers': no config, a model of transformers inside, features as one positional dict."""
+
+    def forward(self, features: dict):
+        hidden = self[0](features["input_ids"]).last_hidden_state
+        return {**features, "sentence_embedding": hidden.mean(1)}
+
+
+class SentenceTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model({"input_ids": inputs["input_ids"]})["sentence_embedding"].square().mean()
+
+
+def test_features_as_one_positional_dict(tmp_path):
+    """sentence-transformers' way: tokens are counted, the model inside is patched, losses are stock's."""
+    rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(16)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        per_device_train_batch_size=2, dataloader_pin_memory=False, disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    losses = []
+    for callbacks in ([], [Callback(apply=True)]):
+        model = Sentences(tiny.llama().model)
+        trainer = SentenceTrainer(model, args=args, train_dataset=rows, callbacks=callbacks)
+        trainer.train()
+        lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+        losses.append([entry["loss"] for entry in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert all(entry["tokens_per_second"] > 0 for entry in lines)
+    assert callbacks[0].report.count("checkpointing") == 2 and is_mixed(model[0].layers[0])

@@ -1,8 +1,28 @@
-"""Which tokens are learned: assistant turns by prefix differences, completions, plain text; and what is refused."""
+"""Which tokens are learned: assistant turns by markers or by prefixes, completions, plain text; and what is refused."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from workbench import TEMPLATE
 
-from hfpatch.training import chat
+from hfpatch.trainer import chat, sources, tokens
+
+# An assistant turn with markers around its content and its end, as TRL's training templates have them.
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+# Shortens earlier turns, as templates of reasoning models drop earlier thoughts.
+FORGETFUL = TEMPLATE.replace("{{ m.content | trim }}", "{{ m.content if loop.last else '...' }}")
+PARTS = TEMPLATE.replace(
+    "{{ m.content | trim }}",
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+)
 
 
 def turns(*pairs):
@@ -112,3 +132,72 @@ def test_template_that_refuses_says_so(tokenizer):
 def test_bad_rows_say_what_is_wrong(tokenizer, row, words):
     with pytest.raises(chat.BadRow, match=words):
         chat.encode(row, tokenizer)
+
+
+def learned_by(tokenizer, row, own, monkeypatch):
+    """The text that is learned of a row, with `own` as the tokenizer's template, and the template chosen."""
+    monkeypatch.setattr(tokenizer, "chat_template", own)
+    template = chat.training_template(tokenizer)
+    ids, learned = chat.encode(row, tokenizer, template=template)
+    return tokenizer.decode([t for t, on in zip(ids, learned) if on]), template
+
+
+DIALOGUE = {"messages": turns(("user", "ask"), ("assistant", "first"), ("user", "beg"), ("assistant", "second"))}
+
+
+def test_markers_of_the_tokenizers_own_template_tell_what_is_learned(tokenizer, monkeypatch):
+    # Its last turn ends in another way than earlier ones, so that no prefix is kept.
+    own = MARKED.replace("{{ m.content }}{{ eos_token }}{% endgen", "{{ m.content }}{{ '!' if loop.last }}{% endgen")
+    text, template = learned_by(tokenizer, DIALOGUE, own, monkeypatch)
+    assert (text, template) == ("firstsecond!", chat.Template(marked=True))
+
+
+def test_training_template_of_trl_is_taken_and_the_tokenizers_own_stays(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(get_training_chat_template=lambda tokenizer: MARKED))
+    text, template = learned_by(tokenizer, DIALOGUE, FORGETFUL, monkeypatch)
+    assert text == "first</s>second</s>" and template == chat.Template(MARKED, marked=True)
+    assert tokenizer.chat_template == FORGETFUL, "what is saved with the model is the template to generate with"
+    row = {"prompt": DIALOGUE["messages"][:3], "completion": DIALOGUE["messages"][3:]}
+    assert learned_by(tokenizer, row, FORGETFUL, monkeypatch)[0] == "second</s>", "earlier turns are the prompt's"
+
+
+def test_without_trl_prefixes_tell_and_a_refusal_names_it(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "trl" else find_spec(name, *a))
+    assert learned_by(tokenizer, DIALOGUE, TEMPLATE, monkeypatch) == ("first</s>second</s>", chat.OWN)
+    with pytest.raises(chat.BadRow, match="does not keep its prefix at message 1 .*; pip install trl"):
+        learned_by(tokenizer, DIALOGUE, FORGETFUL, monkeypatch)
+
+
+def test_template_that_trl_does_not_know_goes_by_prefixes(tokenizer, monkeypatch):
+    pytest.importorskip("trl")
+    assert learned_by(tokenizer, DIALOGUE, TEMPLATE, monkeypatch) == ("first</s>second</s>", chat.OWN)
+    with pytest.raises(chat.BadRow, match="does not keep its prefix .* cannot be told apart$"):
+        learned_by(tokenizer, DIALOGUE, FORGETFUL, monkeypatch)
+
+
+def test_template_that_wants_parts_gets_them(tokenizer, monkeypatch):
+    """Templates of models with images: Idefics' renders a plain string as nothing, without an error."""
+    text, template = learned_by(tokenizer, DIALOGUE, PARTS, monkeypatch)
+    assert (text, template.parts) == ("first</s>second</s>", True)
+
+
+def test_every_published_template_that_trl_keeps_trains_a_two_turn_dialogue(tokenizer, monkeypatch):
+    trl = pytest.importorskip("trl")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    published = [file for file in sorted(folder.glob("*.jinja")) if not file.stem.endswith("_training")]
+    assert len(published) > 30
+    for file in published:
+        text, _ = learned_by(tokenizer, DIALOGUE, file.read_text(encoding="utf-8"), monkeypatch)
+        assert 0 <= text.find("first") < text.find("second"), file.name
+        assert "ask" not in text and "beg" not in text, file.name
+
+
+def test_what_a_template_is_decides_the_cache(tokenizer, tmp_path):
+    row = sources.Row("f", 1, DIALOGUE)
+    made = [
+        tokens.tokenize([row], tokenizer, fingerprint="x", cache_dir=tmp_path, template=template)
+        for template in (chat.OWN, chat.Template(MARKED, marked=True))
+    ]
+    assert made[0].fingerprint != made[1].fingerprint and len(made[0].ids) != len(made[1].ids)

@@ -8,9 +8,9 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from workbench import history
 
-from hfpatch.training import prepare
-from hfpatch.training.arguments import ModelArguments
-from hfpatch.training.context import lengthened
+from hfpatch.trainer import loading
+from hfpatch.trainer.arguments import ModelArguments
+from hfpatch.trainer.context import lengthened
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -24,12 +24,12 @@ def test_longer_than_the_model(run_train, tmp_path):
         "base", config_overrides="vocab_size=300,num_hidden_layers=2,max_position_embeddings=32"
     )
     assert code == 0, err
-    flags = {"preset": None, "config_overrides": None, "model": base, "seq_length": 128, "max_steps": 2}
+    flags = {"config_overrides": None, "model": base, "seq_len": 128, "max_steps": 2}
     code, _, err, _ = run_train("refused", **flags)
     assert code == 2 and "over the model's 32 positions" in err and "--rope_scaling" in err
     config_file = tmp_path / "long.yaml"
     config_file.write_text("rope_scaling: {rope_type: yarn, factor: 4.0}\neval_positions: 32\n")
-    held = {"validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 1, "long_rows": "split"}
+    held = {"validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 1}
     code, _, err, long = run_train("long", str(config_file), **flags, **held)
     assert code == 0, err
     saved = json.loads((long / "config.json").read_text())
@@ -45,10 +45,10 @@ def test_scaling_reaches_the_rotary_table(run_train):
     code, _, err, base = run_train("base", max_steps=1)
     assert code == 0, err
     asked = ModelArguments(model=str(base), rope_scaling=json.dumps(YARN))
-    config = prepare.load_config(asked)
-    made = prepare.load_model(asked, config, 0)
+    config = loading.load_config(asked)
+    made = loading.load_model(asked, config, 0)
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    plain = prepare.load_model(ModelArguments(model=str(base)), prepare.load_config(ModelArguments(model=str(base))), 0)
+    plain = loading.load_model(ModelArguments(model=str(base)), loading.load_config(ModelArguments(model=str(base))), 0)
     assert torch.equal(made.model.rotary_emb.inv_freq, expected)
     assert not torch.equal(plain.model.rotary_emb.inv_freq, expected)
     assert torch.equal(made.lm_head.weight, plain.lm_head.weight), "the weights are the model's"

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.training import dataset, sources, tokens
+from hfpatch.trainer import dataset, sources, tokens
 
 STEPS = 60
 
@@ -18,7 +18,7 @@ STEPS = 60
 def losses(tmp_path, tokenizer, texts, *, patched=False, dtype=torch.float32, bf16=False) -> torch.Tensor:
     rows = [sources.Row(str(i), 1, {"text": text}) for i, text in enumerate(texts)]
     made = tokens.tokenize(rows, tokenizer, fingerprint="json", cache_dir=tmp_path)
-    data = dataset.prepare(made, np.arange(len(made)), seq_length=64, packed=True, long_rows="split", pad_id=2).dataset
+    data = dataset.prepare(made, np.arange(len(made)), seq_len=64, packed=True, pad_id=2).dataset
     model = copy.deepcopy(tiny.llama(LlamaForCausalLM, vocab_size=300, tie_word_embeddings=True)).to(dtype)
     model.config.use_cache = False  # transformers 4 makes a cache in training, and with one no mask parts documents
     if patched:

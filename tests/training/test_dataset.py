@@ -1,6 +1,7 @@
 """Rows, labels, positions, the collator, the cache by content, streams, and that packed documents stay apart."""
 
 import copy
+import re
 
 import numerics
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.training import dataset, sources, tokens
-from hfpatch.training.dataset import IGNORE
+from hfpatch.trainer import dataset, sources, stream, tokens
+from hfpatch.trainer.dataset import IGNORE
 
 
 def rows_of(*texts):
@@ -25,7 +26,7 @@ def make_tokens(tmp_path, tokenizer, *texts, **options):
 def test_packed_rows_hold_whole_documents_with_restarting_positions(tmp_path, tokenizer):
     made = make_tokens(tmp_path, tokenizer, "import json", "a = 1", "def f(): return 2")
     lengths = np.diff(made.offsets)
-    prepared = dataset.prepare(made, range(3), seq_length=int(lengths.sum()) + 3, packed=True, pad_id=2)
+    prepared = dataset.prepare(made, range(3), seq_len=int(lengths.sum()) + 3, packed=True, pad_id=2)
     [row] = prepared.dataset
     starts = [i for i, p in enumerate(row["position_ids"].tolist()) if p == 0]
     assert len(starts) == 4, "three documents and the padding"
@@ -44,14 +45,35 @@ def test_learned_tokens_alone_are_labels_and_rows_without_any_are_left_out(tmp_p
         sources.Row("f", 2, {"prompt": "2+2=", "completion": "4"}),
     ]
     made = tokens.tokenize(rows, tokenizer, fingerprint="p", cache_dir=tmp_path)
-    prepared = dataset.prepare(made, range(2), seq_length=12, packed=False)
+    prepared = dataset.prepare(made, range(2), seq_len=12, packed=False, long_rows="truncate")
     [row] = prepared.dataset
     assert [token for token in row["labels"].tolist() if token != IGNORE] == row["input_ids"][-2:].tolist()
-    assert "1 truncated, 1 without a label" in prepared.summary
-    left = dataset.prepare(made, range(2), seq_length=12, packed=False, side="left")
-    assert len(left.dataset) == 2, "keeping the end keeps the completion"
+    long, short = np.diff(made.offsets)
+    lost = f"{long:,} tokens ({long / (long + short):.1%}): {long - 12:,} of 1 truncated document, 12 of 1 part"
+    assert prepared.summary.endswith(f"left out: {lost} without a label; 0 malformed rows")
+    whole = dataset.prepare(made, range(2), seq_len=12, packed=False)
+    assert len(whole.dataset) == 2, "of the long prompt's pieces the last alone holds a label"
     with pytest.raises(ValueError, match="none of 1 documents has a label left"):
-        dataset.prepare(made, [0], seq_length=12, packed=False)
+        dataset.prepare(made, [0], seq_len=12, packed=False, long_rows="truncate")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("long_rows", ["split", "truncate", "drop"])
+def test_each_token_is_in_a_row_or_counted_as_left_out(tmp_path, tokenizer, long_rows, packed):
+    rows = rows_of(*("word " * n for n in (1, 30, 7, 90)))
+    rows += [sources.Row("f", 5 + n, {"prompt": "ask " * n, "completion": "yes"}) for n in (3, 40)]
+    made = tokens.tokenize(rows, tokenizer, fingerprint="count", cache_dir=tmp_path)
+    prepared = dataset.prepare(made, range(6), seq_len=24, packed=packed, long_rows=long_rows, pad_id=2)
+    kept = sum(int((row["input_ids"] != 2).sum()) for row in prepared.dataset)
+    found = re.search(
+        r"of ([\d,]+) tokens; ([\d,]+) tokens, .* left out: (?:([\d,]+) token|no token)", prepared.summary
+    )
+    read, said, lost = (int((number or "0").replace(",", "")) for number in found.groups())
+    assert (read, said) == (len(made.ids), kept) and read == kept + lost
+    assert lost > 0, "the long prompt's first piece holds no label"
+    streamed = make_stream(tokenizer, rows, packed=packed, long_rows=long_rows, seq_len=24, say=(told := []).append)
+    assert sum(int((row["input_ids"] != 2).sum()) for row in streamed) == kept
+    assert told[-1].split("left out")[1] == prepared.summary.split("left out")[1]
 
 
 def test_collator_pads_on_the_right_without_a_mask():
@@ -147,7 +169,7 @@ def test_broken_off_tokenization_leaves_nothing(tmp_path, tokenizer):
 
     with pytest.raises(KeyboardInterrupt):
         tokens.tokenize(rows(), tokenizer, fingerprint="x", cache_dir=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_malformed_rows_are_named_counted_and_strict_stops(tmp_path, tokenizer):
@@ -173,18 +195,18 @@ def test_split_is_disjoint_complete_and_seeded():
 
 def make_stream(tokenizer, rows, **changes):
     settings = {
-        "seq_length": 48, "packed": True, "kind": "auto", "text_field": "text", "long_rows": "split", "side": "right",
-        "pad_id": 2, "shuffle": 8, "seed": 0, "strict": False, "say": lambda line: None,
+        "seq_len": 48, "packed": True, "kind": "auto", "text_field": "text", "long_rows": "split", "pad_id": 2,
+        "shuffle": 8, "seed": 0, "strict": False, "say": lambda line: None,
     } | changes  # fmt: skip
-    return dataset.StreamDataset(lambda: iter(rows), tokenizer, **settings)
+    return stream.StreamDataset(lambda: iter(rows), tokenizer, **settings)
 
 
 def test_stream_is_the_same_every_time_and_shuffled_by_epoch(tokenizer):
     rows = rows_of(*(f"value_{i} = {i}" for i in range(60)))
-    stream = make_stream(tokenizer, rows)
-    first, again = ([row["input_ids"].tolist() for row in stream] for _ in range(2))
-    stream.set_epoch(1)
-    later = [row["input_ids"].tolist() for row in stream]
+    made = make_stream(tokenizer, rows)
+    first, again = ([row["input_ids"].tolist() for row in made] for _ in range(2))
+    made.set_epoch(1)
+    later = [row["input_ids"].tolist() for row in made]
     assert first == again != later
 
     def documents(packed):
@@ -198,8 +220,8 @@ def test_stream_is_the_same_every_time_and_shuffled_by_epoch(tokenizer):
 
 def test_stream_workers_share_the_rows(tokenizer):
     rows = rows_of(*(f"v{i}" for i in range(20)))
-    stream = make_stream(tokenizer, rows, packed=False)
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
+    made = make_stream(tokenizer, rows, packed=False)
+    loader = torch.utils.data.DataLoader(made, batch_size=None, num_workers=2)
     found = sorted(tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in loader)
     assert found == sorted(row.value["text"] for row in rows)
 

@@ -8,9 +8,9 @@ import torch
 from transformers import TrainerState
 from workbench import history
 
-from hfpatch.training import trainer
-from hfpatch.training.arguments import TrainArguments
-from hfpatch.training.finite import StopAtNaN
+from hfpatch.trainer import trainer
+from hfpatch.trainer.arguments import TrainArguments
+from hfpatch.trainer.finite import StopAtNaN
 
 BLOWN = {"learning_rate": 1e38, "max_steps": 8, "lr_scheduler_type": "constant", "warmup_steps": 0}
 

@@ -4,26 +4,21 @@ import random
 
 import pytest
 
-from hfpatch.training import packing
-from hfpatch.training.packing import Piece
+from hfpatch.trainer import packing
+from hfpatch.trainer.packing import Piece
 
 
 @pytest.mark.parametrize(
-    "options, pieces, truncated",
+    "options, pieces, documents, tokens",
     [
-        ({}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(3, 0, 3)], 1),
-        ({"side": "left"}, [Piece(0, 0, 4), Piece(1, 6, 4), Piece(3, 0, 3)], 1),
-        ({"long_rows": "drop"}, [Piece(0, 0, 4), Piece(3, 0, 3)], 1),
-        (
-            {"long_rows": "split"},
-            [Piece(0, 0, 4), Piece(1, 0, 4), Piece(1, 4, 4), Piece(1, 8, 2), Piece(3, 0, 3)],
-            0,
-        ),
+        ({}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(1, 4, 4), Piece(1, 8, 2), Piece(3, 0, 3)], 0, 0),
+        ({"long_rows": "truncate"}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(3, 0, 3)], 1, 6),
+        ({"long_rows": "drop"}, [Piece(0, 0, 4), Piece(3, 0, 3)], 1, 10),
     ],
 )
-def test_cut(options, pieces, truncated):
+def test_cut(options, pieces, documents, tokens):
     done = packing.cut([4, 10, 0, 3], 4, **options)
-    assert (done.pieces, done.truncated) == (pieces, truncated)
+    assert (done.pieces, done.documents, done.tokens) == (pieces, documents, tokens)
 
 
 @pytest.mark.parametrize("limit, count", [(1, 3), (7, 40), (64, 500), (1000, 2000)])

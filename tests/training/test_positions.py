@@ -10,8 +10,8 @@ from accelerate.data_loader import prepare_data_loader
 from transformers import GraniteConfig, GraniteForCausalLM
 
 import hfpatch
-from hfpatch.training import dataset, positions, trainer
-from hfpatch.training.arguments import TrainArguments
+from hfpatch.trainer import dataset, positions, trainer
+from hfpatch.trainer.arguments import TrainArguments
 
 T, V = 40, 64
 
@@ -54,7 +54,7 @@ def test_loss_by_position(tmp_path, kind):
     with torch.no_grad():
         expected = by_hand(model, 8)
     if kind.startswith("fused"):
-        hfpatch.apply(model, eval_logits=kind == "fused, logits")
+        hfpatch.apply(model, logits=kind == "fused, logits")
     args = TrainArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2, eval_positions=8,
         disable_tqdm=True,
@@ -75,7 +75,7 @@ def test_loss_by_position(tmp_path, kind):
 def test_rows_that_fill_the_last_batch_count_once(tmp_path, monkeypatch, ranks):
     """accelerate repeats the first rows so that each rank has a full last batch; the loss is that of one process."""
     model = tiny.llama(dtype=torch.float64).eval()
-    hfpatch.apply(model, eval_logits=False)
+    hfpatch.apply(model, logits=False)
     args = TrainArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2, eval_positions=8,
         disable_tqdm=True,

@@ -4,8 +4,8 @@ import datasets
 import pytest
 from transformers import LlamaConfig, MistralConfig
 
-from hfpatch.training import prepare, sources
-from hfpatch.training.arguments import DataArguments
+from hfpatch.trainer import data_files, prepare, sources
+from hfpatch.trainer.arguments import DataArguments
 
 ROWS = [{"text": f"value_{i} = {i}"} for i in range(30)] + [{"text": None}]
 
@@ -27,7 +27,7 @@ def hub(monkeypatch):
 
 
 def load(tokenizer, tmp_path, config=LlamaConfig, **flags):
-    data = DataArguments(seq_length=32, packing=True, cache_dir=str(tmp_path / "cache"), **flags)
+    data = DataArguments(seq_len=32, packing=True, cache_dir=str(tmp_path / "cache"), **flags)
     told = []
     train = prepare.source(data.data, data, digest=not data.streaming)
     return prepare.load_datasets(data, train, tokenizer, config(vocab_size=300), seed=0, say=told.append), told
@@ -43,7 +43,7 @@ def test_hub_data_set(hub, tokenizer, tmp_path, streaming):
     made, told = load(tokenizer, tmp_path, data=["someone/texts"], data_split="train[:31]", streaming=streaming)
     assert hub == [("someone/texts", None, "train[:31]", streaming)]
     assert documents(made.train, tokenizer) == sorted(row["text"] for row in ROWS[:30])
-    [line] = [line for line in told if "malformed row" in line]
+    [line] = [line for line in told if "malformed row left out" in line]
     assert "someone/texts:31: 'text' must be a string, NoneType came" in line
 
 
@@ -82,4 +82,4 @@ def test_folder_of_several_kinds(tokenizer, tmp_path):
     (tmp_path / "data/c.txt").write_text("three")
     made, told = load(tokenizer, tmp_path, data=[str(tmp_path / "data")])
     assert documents(made.train, tokenizer) == ["askanswer", "one", "three", "two"] and not told
-    assert isinstance(next(sources.rows(sources.find([tmp_path / "data"]))), sources.Row)
+    assert isinstance(next(sources.rows(data_files.find([tmp_path / "data"]))), sources.Row)

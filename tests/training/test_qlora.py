@@ -17,7 +17,7 @@ BNB = pytest.mark.filterwarnings(
 def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
     pytest.importorskip("bitsandbytes")
     assert run_train("base", max_steps=1)[0] == 0
-    flags = {"preset": None, "config_overrides": None, "model": tmp_path / "base", "max_steps": 2, "dtype": "bfloat16"}
+    flags = {"config_overrides": None, "model": tmp_path / "base", "max_steps": 2, "dtype": "bfloat16"}
     code, out, err, folder = run_train("qlora", f"--{flag}", "True", lora_r=4, **flags, **more)
     assert code == 0, err
     saved = load_file(folder / "adapter_model.safetensors")
@@ -45,7 +45,7 @@ def test_the_example_trains_adapters(run_train, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, words", [
     ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 4}, "both came"),
-    ({"load_in_8bit": True, "lora_r": 4}, "name a --model"), ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
+    ({"load_in_8bit": True, "lora_r": 4}, "name a folder or a hub id"), ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_at_once(run_train, flags, words):
     code, _, err, folder = run_train(**flags)

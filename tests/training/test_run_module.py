@@ -2,9 +2,8 @@
 
 import importlib.util
 import json
-import os
+import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,25 +13,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer
-from workbench import ROOT
+from workbench import ROOT, execute
 
-from hfpatch.commands import run
-from hfpatch.models.classes import is_mixed
-from hfpatch.training.callback import Callback
-
-
-@pytest.fixture
-def restored(monkeypatch):
-    """Trainer, sys.argv and sys.path as they were, whatever `run` made of them."""
-    monkeypatch.setattr(Trainer, "__init__", Trainer.__init__)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+from hfpatch.context.classes import is_mixed
 
 
 @pytest.fixture
 def model_folder(run_train, chat_file):
-    code, _, err, folder = run_train("base", data=chat_file, data_glob=None, seq_length=128, max_steps=1)
+    code, _, err, folder = run_train("base", data=chat_file, data_glob=None, seq_len=128, max_steps=1)
     assert code == 0, err
     return folder
 
@@ -54,18 +42,6 @@ print("LAYER", type(trainer.model.model.layers[0]).__mro__[1].__module__, "LOSSE
 """
 
 
-def execute(*command):
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "DS_ACCELERATOR": "cpu",
-        "HF_DATASETS_OFFLINE": "1",
-    }
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500, env=environment)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(model_folder, chat_file, tmp_path):
     script = tmp_path / "user_sft.py"
     script.write_text(SFT)
@@ -80,41 +56,26 @@ def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(model_folde
     assert found["patched"][1] == pytest.approx(found["stock"][1], rel=1e-4)
 
 
-def test_every_trainer_gets_one_callback(restored, tmp_path):
-    import tiny
-    from transformers import TrainingArguments
-
-    added = run.patch_trainer()
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    own = Callback(apply={"checkpointing": "off"})
-    made = [
-        Trainer(tiny.llama(), args),
-        Trainer(tiny.llama(), args, callbacks=[own]),
-        Trainer(tiny.llama(), args, None, None, None, None, None, None, None, [Callback()]),
-    ]
-    for trainer in made:
-        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply]
-        assert len(ours) == 1 and is_mixed(trainer.model.model.norm)
-    assert len(added) == 2 and own.report is not None
-
-
-def test_script_sees_its_own_name_arguments_and_folder(restored, tmp_path, capsys):
-    (tmp_path / "beside.py").write_text("value = 7\n")
-    (tmp_path / "user.py").write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.value)\n")
-    assert run.main([str(tmp_path / "user.py"), "--flag", "1"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "__main__ ['--flag', '1'] 7\n"
-    assert "the script made no transformers Trainer, so nothing was patched" in captured.err
-
-
-@pytest.mark.parametrize("argv, code", [
-    ([], 2), (["--help"], 0), (["/nowhere.py"], 2), (["-m"], 2), (["-m", "no.where"], 2), (["-m", "json.nowhere"], 2),
-    (["-m", "xml"], 2), (["-m", ".x"], 2),
-])  # fmt: skip
-def test_bad_arguments(restored, capsys, argv, code):
-    assert run.main(argv) == code
-    captured = capsys.readouterr()
-    assert "usage: hfpatch run" in captured.out + captured.err
+@pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
+def test_trl_command_line_is_patched(model_folder, chat_file, tmp_path, monkeypatch, capsys):
+    """`trl sft` trains in a child of a child, by accelerate launch: its layers run in tiles, its losses are stock's."""
+    data = tmp_path / "data"
+    data.mkdir()
+    chat_file.rename(data / "train.jsonl")
+    flags = {"model_name_or_path": model_folder, "dataset_name": data, "max_steps": 2, "max_length": 64,
+             "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+             "use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False,
+             "dataloader_pin_memory": False, "learning_rate": 1e-3, "dtype": "float32"}  # fmt: skip
+    arguments = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    losses = re.compile(r"'loss': '?([0-9.e+-]+)")
+    monkeypatch.setattr(sys, "argv", ["sft", *arguments, "--output_dir", str(tmp_path / "stock")])
+    capsys.readouterr()
+    runpy.run_module("trl.scripts.sft", run_name="__main__")
+    stock = [float(loss) for loss in losses.findall(capsys.readouterr().out)]
+    run = (sys.executable, "-m", "hfpatch", "run", "--require")
+    code, out, err = execute(*run, "trl", "sft", *arguments, "--output_dir", tmp_path / "patched")
+    assert code == 0 and "2 x LlamaDecoderLayer" in err, err
+    assert len(stock) == 2 and [float(loss) for loss in losses.findall(out)] == pytest.approx(stock, rel=1e-3)
 
 
 def example(name):
@@ -190,7 +151,7 @@ def test_unmodified_script_under_an_engine(kind, tmp_path):
                   "no", "--zero3_init_flag", "false"],
         "fsdp2": ["torch.distributed.run", "--standalone", "--nproc_per_node", 2],
     }[kind]  # fmt: skip
-    code, out, err = execute(sys.executable, "-m", *launcher, "-m", "hfpatch", "run", script, kind, tmp_path)
+    code, out, err = execute(sys.executable, "-m", "hfpatch", "run", "-m", *launcher, script, kind, tmp_path)
     assert code == 0, out + err
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
     assert len(reports) == 2 and err.count("hfpatch on LlamaForCausalLM") == 1, "the report once, by the first rank"

@@ -6,11 +6,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hfpatch.training import sources
+from hfpatch.trainer import data_files, sources
 
 
 def read(file, **options):
-    return list(sources.rows(sources.find([file]), **options))
+    return list(sources.rows(data_files.find([file]), **options))
 
 
 def test_jsonl_names_each_bad_line_and_goes_on(tmp_path):
@@ -80,9 +80,9 @@ def test_folder_is_sorted_filtered_and_without_what_is_excluded(tmp_path):
     for name in ("b.txt", "a.jsonl", "sub/c.csv", "sub/skip/d.txt", "picture.png", "empty.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.txt" else "x")
-    found = sources.find([tmp_path], exclude=["skip"])
+    found = data_files.find([tmp_path], exclude=["skip"])
     assert [str(p.relative_to(tmp_path)) for p in found] == ["a.jsonl", "b.txt", "sub/c.csv"]
-    assert sources.find([tmp_path], pattern="**/*.csv") == [tmp_path / "sub/c.csv"]
+    assert data_files.find([tmp_path], pattern="**/*.csv") == [tmp_path / "sub/c.csv"]
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_missing_and_empty_data(tmp_path, name, words):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bare").mkdir()
     with pytest.raises(ValueError, match=f"^hfpatch: .*{words}"):
-        sources.find([tmp_path / name])
+        data_files.find([tmp_path / name])

@@ -8,12 +8,12 @@ import tiny
 import torch
 import transformers
 
-from hfpatch.models.shared_rows import part_of
-from hfpatch.simulate.sequence import LoneRank
-from hfpatch.training import checks, sequence
-from hfpatch.training.arguments import DataArguments, ModelArguments, _share_rows, apply_options
-from hfpatch.training.dataset import Collator
-from hfpatch.training.sequence import SharedRows, parallelism, share_rows
+from hfpatch.lab.simulate.sequence import LoneRank
+from hfpatch.loss.shared_rows import part_of
+from hfpatch.trainer import checks, sequence
+from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
+from hfpatch.trainer.dataset import Collator
+from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows
 
 
 def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
@@ -79,11 +79,11 @@ def test_smoothed_labels_are_refused():
 
 
 def test_float64_angles_are_asked_of_apply():
-    assert apply_options(ModelArguments(rope_float64=True))["rope"] == "float64"
-    assert apply_options(ModelArguments())["rope"] is True
+    assert apply_options(ModelArguments(rope_float64=True))["rope_float64"] is True
+    assert apply_options(ModelArguments())["rope_float64"] is False
     with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
         args = SimpleNamespace(max_steps=1, use_liger_kernel=False, dataloader_num_workers=0)
-        model = ModelArguments(preset="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True)
+        model = ModelArguments(model="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True)
         checks.flags(model, DataArguments(data=["a"]), args)
 
 

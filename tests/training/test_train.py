@@ -29,7 +29,9 @@ def test_trains_evaluates_saves_and_says_so(run_train):
     assert code == 0, err
     before, after = map(float, re.search(r"([\d.]+) before, ([\d.]+) after, in nats a byte", out).groups())
     assert after < before - 0.3
-    assert re.search(r"train: 4 documents, [\d,]+ tokens, 9\d\.\d% of them labels; .*packing fill (99|100)", out)
+    assert re.search(
+        r"train: 4 documents of ([\d,]+) tokens; \1 tokens, 9\d\.\d% of them labels, in .*packing fill (99|100)", out
+    )
     assert re.search(r"30 steps, total training time 0:\d\d:\d\d", out)
     assert "LlamaRMSNorm" in err, "apply's report"
     lines = [entry for entry in history(folder) if "loss" in entry]
@@ -63,7 +65,7 @@ def test_impls_agree_and_padding_runs_too(run_train):
 def test_resume_in_the_middle_of_an_epoch_is_bit_equal(run_train, streaming):
     flags = {
         "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "seed": 3,
-        "streaming": streaming, "lr_floor": 0.1, "warmup_steps": 2, **({"shuffle_buffer": 20} if streaming else {}),
+        "streaming": streaming, "warmup_steps": 2, **({"shuffle_buffer": 20} if streaming else {}),
     }  # fmt: skip
     assert run_train("whole", **flags)[0] == 0
     code, _, err, folder = run_train("parts", **flags)
@@ -89,6 +91,16 @@ def test_split_of_a_batch_changes_rounding_alone(run_train):
         found.append([entry[name] for entry in history(folder) if "loss" in entry for name in ("loss", "grad_norm")])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_schedules_and_their_settings_are_transformers_own(run_train):
+    flags = {"lr_scheduler_type": "cosine_with_min_lr", "max_steps": 4, "learning_rate": 1e-2}
+    code, _, err, folder = run_train("floor", **flags, lr_scheduler_kwargs='{"min_lr_rate": 0.5}')
+    assert code == 0, err
+    rates = [entry["learning_rate"] for entry in history(folder) if "loss" in entry]
+    assert rates == sorted(rates, reverse=True) and 0.5e-2 < rates[-1] < 0.6e-2, rates
+    code, _, err, _ = run_train("unknown", **flags, lr_scheduler_kwargs='{"floor": 0.5}')
+    assert code == 2 and "unexpected keyword argument 'floor'" in err
 
 
 def test_early_stopping_with_patience_and_delta(run_train):
@@ -150,8 +162,8 @@ def test_model_from_a_folder_with_chat_and_a_template_file(run_train, chat_file,
     template = tmp_path / "chat.jinja"
     template.write_text(tokenizer.chat_template)
     flags = {
-        "preset": None, "config_overrides": None, "model": tmp_path / "base", "tokenizer": tmp_path / "plain",
-        "data": chat_file, "data_glob": None, "long_rows": "truncate", "seq_length": 128,
+        "config_overrides": None, "model": tmp_path / "base", "tokenizer": tmp_path / "plain",
+        "data": chat_file, "data_glob": None, "seq_len": 128,
     }  # fmt: skip
     code, _, err, _ = run_train("no-template", **flags)
     assert code == 2 and "give --chat_template FILE" in err
@@ -163,7 +175,7 @@ def test_model_from_a_folder_with_chat_and_a_template_file(run_train, chat_file,
 
 
 def test_show_batch_prints_and_stops(run_train, chat_file):
-    code, out, _, folder = run_train("shown", data=chat_file, data_glob=None, show_batch=1, seq_length=128)
+    code, out, _, folder = run_train("shown", data=chat_file, data_glob=None, show_batch=1, seq_len=128)
     assert code == 0 and not folder.exists()
     learned = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out)
     text = "".join(learned)
@@ -187,13 +199,13 @@ def test_time_limit_stops_and_saves(run_train):
 def test_config_file_with_flags_over_it(run_train, tmp_path, saved_tokenizer):
     config = tmp_path / "run.yaml"
     config.write_text(
-        f"preset: llama-tiny\nconfig_overrides: vocab_size=300\ntokenizer: {saved_tokenizer}\ndata: {JSON_SOURCES}\n"
-        "data-glob: '*.py'\npacking: true\nlong_rows: split\nseq_length: 32\nmax_steps: 50\nlearning_rate: 1e-2\n"
+        f"model: llama-tiny\nconfig_overrides: vocab_size=300\ntokenizer: {saved_tokenizer}\ndata: {JSON_SOURCES}\n"
+        "data-glob: '*.py'\npacking: true\nmax_length: 32\nmax_steps: 50\nlearning_rate: 1e-2\n"
         f"report_to: none\ndisable_tqdm: true\nuse_cpu: true\ncache_dir: {tmp_path / 'cache'}\nsave_strategy: 'no'\n"
         f"output_dir: {tmp_path / 'run'}\n"
     )
     nothing = dict.fromkeys(
-        "preset config_overrides tokenizer data data_glob packing long_rows seq_length learning_rate report_to "
+        "model config_overrides tokenizer data data_glob packing seq_len learning_rate report_to "
         "disable_tqdm use_cpu cache_dir save_strategy per_device_train_batch_size logging_steps".split()
     )
     code, out, err, _ = run_train("run", str(config), **nothing | {"max_steps": 2})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hfpatch.training import arguments
+from hfpatch.trainer import arguments
 
 
 @pytest.fixture
@@ -23,21 +23,34 @@ def test_yaml_values_are_the_flags_words(read, monkeypatch):
     model, data, args = read(
         "checkpointing: off\nsave_strategy: no\npacking: on\ndisable_tqdm: yes\nlearning_rate: 1e-5\nmax-steps: 7\n"
         "resume_from_checkpoint: yes\ndata: [~/texts, 1.0, no]\ndata_exclude: []\ncache_dir: ~/cache\nseed: 010\n"
-        "lr_scheduler_kwargs: {min_lr: 0.25}\ngradient_checkpointing_kwargs: {use_reentrant: no}\n",
+        "lr_scheduler_kwargs: {min_lr: 1e-6}\ngradient_checkpointing_kwargs: {use_reentrant: no}\n",
         "--tokenizer=~/tok",
     )
-    assert (model.checkpointing, args.save_strategy, data.packing, args.disable_tqdm) == ("off", "no", True, True)
+    assert (model.checkpointing, args.save_strategy, data.packing, args.disable_tqdm) == (["off"], "no", True, True)
     assert (args.learning_rate, args.max_steps, args.resume_from_checkpoint, args.seed) == (1e-5, 7, "true", 10)
     assert data.data == ["/home/somebody/texts", "1.0", "no"] and data.data_exclude == []
     assert data.cache_dir == "/home/somebody/cache" and model.tokenizer == "/home/somebody/tok"
-    assert args.lr_scheduler_kwargs == {"min_lr": 0.25}
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
     assert args.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
+def test_spellings_of_trl_mean_our_flags(read, monkeypatch):
+    names = {"seq_len": ("seq-len", "seq_length", "max_length"), "text_field": ("dataset_text_field",),
+             "chat_template": ("chat_template_path",), "pad_multiple": ("pad_to_multiple_of",)}  # fmt: skip
+    for field, spellings in names.items():
+        for spelling in spellings:
+            in_file = read(f"{spelling}: 64\n")[1]
+            assert str(getattr(in_file, field)) == "64", spelling
+            for flag in (spelling, spelling.replace("_", "-")):
+                typed = arguments.parse(["--use_cpu", f"--{flag}", "64"])[1]
+                assert str(getattr(typed, field)) == "64", flag
+    assert read("max_length: 2k\n", "--seq-len", "1k")[1].seq_len == 1024, "the flag wins"
 
 
 def test_json_values_and_flags_that_win(read):
     values = {"packing": False, "learning_rate": 1e-5, "data": "a", "max_steps": -1, "checkpointing": "off"}
     model, data, args = read(json.dumps(values), "--max_steps", "3", "--packing", name="run.JSON")
-    assert (model.checkpointing, data.data, data.packing, args.max_steps) == ("off", ["a"], True, 3)
+    assert (model.checkpointing, data.data, data.packing, args.max_steps) == (["off"], ["a"], True, 3)
     assert args.learning_rate == 1e-5
 
 
@@ -45,7 +58,6 @@ def test_json_values_and_flags_that_win(read):
     "text, words",
     [
         ("impl: ours", "run.yaml: argument --impl: invalid choice: 'ours'"),
-        ("checkpointing: yes", "invalid choice: 'true'"),
         ("max_steps: many", "run.yaml: argument --max_steps/--max-steps: invalid int value: 'many'"),
         ("max_steps: 2.5", "invalid int value: '2.5'"),
         ("packing: maybe", "--packing"),
@@ -55,6 +67,7 @@ def test_json_values_and_flags_that_win(read):
         ("model: {a: b}", "expected a value for 'model', keys and values came"),
         ("data: [a, [b]]", "expected a value for 'data', a list came"),
         ("seq_length: 8\nseq-length: 9", "the key 'seq_length' stands twice"),
+        ("seq-len: 8\nmax_length: 9", "the key 'max_length' stands twice"),
         ("1: 2", "unknown key '1'"),
         ("- a", "expected keys and values"),
         ("", "expected keys and values"),
@@ -63,6 +76,7 @@ def test_json_values_and_flags_that_win(read):
         (b"run_name: \xff", "is not UTF-8 at byte 10"),
         ("data: " + "[" * 5000, "nested too deeply"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_values_that_a_flag_would_refuse(read, text, words):
     with pytest.raises(ValueError) as caught:
@@ -74,7 +88,7 @@ def test_values_that_a_flag_would_refuse(read, text, words):
 @pytest.mark.parametrize("text, words", [
     ('{"seq_length": 8, "seq_length": 9}', "'seq_length' stands twice"),
     ('{"seed": ' + "9" * 5000 + "}", "run.json: a number of too many digits"),
-])  # fmt: skip
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_json_that_no_flags_can_be_made_of(read, text, words):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{words}"):
         read(text, name="run.json")

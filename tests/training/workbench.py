@@ -1,10 +1,13 @@
 """Helpers of the training tests: where things are, a run's log, a chat template of our own."""
 
 import json
+import os
+import subprocess
 import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACES = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 JSON_SOURCES = Path(sysconfig.get_path("stdlib")) / "json"
 
 # Llama 3's layout with plain words: no {% generation %} markers, tools listed first, content trimmed.
@@ -25,3 +28,25 @@ def history(folder: Path) -> list[dict]:
 
 def _step(state: Path) -> int:
     return int(state.parent.name.rpartition("-")[2])
+
+
+def variables_of(**more) -> dict[str, str]:
+    """The environment of a child of a test: this checkout, the environment's commands, no network, one thread."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+        "PYTHONPATH": PLACES,
+        "DS_ACCELERATOR": "cpu",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        **{name: str(value) for name, value in more.items()},
+    }
+
+
+def execute(*command, **more) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, with these environment variables."""
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=500, env=variables_of(**more)
+    )
+    return done.returncode, done.stdout, done.stderr

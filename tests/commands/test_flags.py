@@ -1,0 +1,54 @@
+"""One name for a thing on all command lines, however its words are joined."""
+
+import importlib
+
+import pytest
+
+from hfpatch.budget.policy import Checkpointing, parse_checkpointing
+from hfpatch.cli.failures import Parser
+from hfpatch.cli.flags import checkpointing_of
+from hfpatch.trainer import arguments
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "simulate"])
+@pytest.mark.parametrize("length", ["--seq-len", "--seq_len", "--seq_length", "--max-length", "--max_length"])
+def test_spellings(command, length):
+    parser = Parser()
+    importlib.import_module(f"hfpatch.cli.{command}").add_arguments(parser)
+    words = [
+        "--model",
+        "llama-tiny",
+        length,
+        "64",
+        "--checkpointing",
+        "least,host",
+        "--checkpointing",
+        "tile=8",
+        "--every",
+        "2",
+    ]
+    args = parser.parse_args(words)
+    assert int(args.seq_len) == 64
+    wanted = Checkpointing(aim="least", offload="host", tile=8, every=2)
+    assert parse_checkpointing(checkpointing_of(args)) == wanted
+    assert "--max_length" not in parser.format_help(), "help lists one name"
+
+
+def asked(*argv) -> Checkpointing | str:
+    made, _, _ = arguments.parse([*argv, "--use_cpu", "true", "--report_to", "none"])
+    return arguments.checkpointing_of(made)
+
+
+def test_training_takes_the_same_words(tmp_path):
+    assert asked("--checkpointing", "least", "--checkpointing", "tile=8") == Checkpointing(aim="least", tile=8)
+    assert asked("--every", "2", "--max-length", "4k") == Checkpointing(every=2)
+    config = tmp_path / "run.yaml"
+    config.write_text("checkpointing: off\n")  # YAML reads false
+    assert asked(str(config)) == "off"
+    assert asked(str(config), "--checkpointing", "gpu") == Checkpointing(offload="gpu"), "a flag wins over the file"
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_yes_and_no_of_yaml_are_no_folders(word):
+    with pytest.raises(ValueError, match="^hfpatch: .*checkpointing"):
+        parse_checkpointing([word])

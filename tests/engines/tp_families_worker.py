@@ -1,0 +1,106 @@
+"""Two gloo ranks share the weights of families whose norms stand between split projections (transformers sums their gradients by
+a hook that their forward puts on the parameter): every gradient against one rank's."""
+
+import gc
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+import common
+import numerics
+import torch
+import torch.distributed as dist
+from families import small_model
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hfpatch
+from hfpatch.compat import run_experts_plainly
+from hfpatch.layer.condition import look
+from hfpatch.layer.parts import LayerParts
+
+TILED = hfpatch.Checkpointing(tile=8, plain=0, offload="gpu")
+WAYS = {
+    "tiled": {"checkpointing": TILED},
+    "one tile": {"checkpointing": hfpatch.Checkpointing(tile=64, plain=0, offload="gpu")},
+}
+TENSORS, EXPERTS = {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}
+# family, what the ranks share, ways to run, whether a stock step comes before apply()
+CASES = [
+    ("qwen3", TENSORS, [*WAYS], False),
+    ("qwen3", TENSORS, ["tiled"], True),
+    ("gemma3_text", TENSORS, ["tiled"], False),
+    ("qwen3_5_text", TENSORS, ["tiled"], True),
+    ("qwen3_moe", TENSORS, ["tiled"], False),
+    ("qwen3_moe", EXPERTS, ["tiled"], True),
+]
+
+
+def batch() -> dict:
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    model(**batch(), use_cache=False).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+def load(folder: Path, shared: dict):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, distributed_config=DistributedConfig(**shared), attn_implementation="sdpa"
+        ).train()
+    run_experts_plainly(model.config)
+    return model
+
+
+def worst(got: dict, plain: dict, exact: dict) -> tuple[float, str]:
+    """The largest error over its budget, and whose."""
+    assert got.keys() == exact.keys()
+    return max(((got[n] - exact[n]).abs().max().item() / numerics.budget(plain[n], exact[n]), n) for n in exact)
+
+
+def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: bool) -> dict:
+    folder, found = out / family, {}
+    if dist.get_rank() == 0 and not folder.exists():
+        small_model(family, torch.float32).save_pretrained(folder)
+    dist.barrier()
+    single = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    run_experts_plainly(single.config)
+    plain, exact = step(single), step(single.double())
+    for way in ways:
+        model = load(folder, shared)
+        if stock_first:
+            step(model)
+        hfpatch.apply(model, **WAYS[way])
+        layers = [m for m in model.modules() if hasattr(m, "_hfpatch_places")]
+        # A second step has what the first left behind.
+        with mock.patch.object(LayerParts, "post", autospec=True, side_effect=LayerParts.post) as tiles:
+            steps = [worst(step(model), plain, exact) for _ in range(2)]
+        whole = [look(m).reason for m in layers if look(m).reason]
+        hfpatch.undo(model)
+        found[way] = {"steps": steps, "undone": worst(step(model), plain, exact), "whole": whole, "layers": len(layers),
+                      "tiles": tiles.call_count}  # fmt: skip
+    return found
+
+
+def main(folder: str) -> None:
+    common.quiet()
+    dist.init_process_group("gloo")
+    out, found = Path(folder), {}
+    for family, shared, ways, stock_first in CASES:
+        name = f"{family} {'+'.join(shared)}{' after a stock step' if stock_first else ''}"
+        found |= {f"{name}, {way}": row for way, row in errors(out, family, shared, ways, stock_first).items()}
+        gc.collect()
+    common.report(out, found=found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])

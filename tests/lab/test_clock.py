@@ -1,0 +1,134 @@
+"""The clock: copies that hide, copies that do not once the overlap is broken on purpose, and what it writes."""
+
+import dataclasses
+import json
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.policy import KEEPABLE, Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import Resident, step_time
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab import clock as lab
+from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.timeline import trace_events, write_page, write_trace
+from hfpatch.layer.call import LayerCall
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.planner.clocked import clock
+from hfpatch.store.transfers import Transfers
+
+# A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it hides nothing.
+CONFIG = preset_config("llama-3.1-8b") | {"num_hidden_layers": 4, "vocab_size": 1000}
+TOKENS = 8192
+WAYS = {
+    "one tile": Policy("host", tile=TOKENS, keep=KEEPABLE),
+    "tiles": Policy("host", tile=2048, keep=KEEPABLE),
+    "one tile, plain": Policy("host", tile=TOKENS, keep=KEEPABLE, plain=2),
+}
+
+
+@cache
+def model():
+    return prepare(build(CONFIG), "hfpatch")
+
+
+def step(policy: Policy, share: float = 0.7):
+    """One clocked step on an H100 whose link takes `share` of a layer's forward for what that layer saves."""
+    gpu, shape = GPUS["h100"], ModelShape.from_config(CONFIG)
+    flops = step_flops(shape, policy, batch=1, tokens=TOKENS)
+    forward = (flops.model - flops.model_attention) / 3 / gpu.matmul_flops
+    forward = (forward + flops.model_attention / 3 / gpu.attention_forward) / shape.num_layers
+    tiled = shape.num_layers - policy.plain
+    saved = step_memory(shape, policy, batch=1, tokens=TOKENS).host / tiled
+    gpu = dataclasses.replace(gpu, measured=True, peak_flops=gpu.matmul_flops, link=saved / (share * forward))
+    with mock.patch.object(lab, "LAUNCH_SECONDS", 0.0):
+        return lab.clocked(model(), gpu, policy, batch=1, seq_len=TOKENS)
+
+
+whole = cache(step)
+
+
+def exposed(timeline, turn: str) -> float:
+    """Share of the turn."""
+    return timeline.exposed("turn").get((turn,), 0.0) / timeline.seconds[turn]
+
+
+@pytest.mark.parametrize("way", ["one tile", "tiles"])
+def test_copies_hide(way):
+    """The last layer's have no layer beside them: what it saves last, and its first tile's way back."""
+    found = whole(WAYS[way])
+    for (turn, layer), seconds in found.exposed("turn", "layer").items():
+        assert layer == "layer 3" or seconds < 0.005 * found.seconds[turn], (turn, layer, seconds)
+    assert exposed(found, "forward") < 0.7 / 4 and exposed(found, "backward") < 0.7 / 8
+    assert found.busy(lab.UP) > 0.5 * found.seconds["forward"], "nothing to hide"
+
+
+def test_a_plain_layer_hides_the_first_tiles_of_the_one_before():
+    found = whole(WAYS["one tile, plain"])
+    assert exposed(found, "backward") < 0.005
+    with mock.patch.object(LayerRuntime, "_prefetch", lambda *args: None):
+        assert exposed(step(WAYS["one tile, plain"]), "backward") > 0.03
+
+
+@pytest.mark.parametrize("way", ["one tile", "tiles"])
+def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
+    settle, unbroken = Transfers.settle, exposed(whole(WAYS[way]), "forward")
+    with mock.patch.object(Transfers, "settle", lambda self, under_way=0, room=0: settle(self, under_way)):
+        assert exposed(step(WAYS[way]), "forward") > 2 * unbroken + 0.03
+
+
+def test_it_shows_a_layer_that_fetches_its_own_last():
+    tickets = LayerCall._tickets
+
+    slow = partial(step, WAYS["one tile"], share=1.8)  # a backward is twice a forward
+    unbroken = exposed(slow(), "backward")
+
+    def last(self, before):
+        if before is not None:
+            before.prefetch()
+        return tickets(self, None)
+
+    with mock.patch.object(LayerCall, "_tickets", last):
+        assert exposed(slow(), "backward") > unbroken + 0.03
+
+
+def test_without_copies_the_clock_is_the_closed_form():
+    policy = Policy("host", tile=TOKENS, keep=KEEPABLE)
+    found = step(policy, share=1e-3)
+    shape, sizes = ModelShape.from_config(CONFIG), {"batch": 1, "tokens": TOKENS}
+    taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
+    planned, _ = step_time(GPUS["h100"], *taken, policy, shape, Resident(), **sizes)
+    computing = planned.matmul + planned.attention + planned.tails + planned.elementwise + planned.loss
+    assert found.seconds["step"] == pytest.approx(computing, rel=0.03)
+    assert not any(s.end - s.start > 1e-4 for s in found.waits)
+
+
+def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):
+    found = whole(WAYS["tiles"])
+    rows = {}
+    for s in found.slices:
+        rows.setdefault(s.stream, []).append(s)
+    assert {lab.COMPUTE, lab.UP, lab.DOWN} <= rows.keys()
+    for row in rows.values():  # one stream, one thing at a time
+        assert all(a.end <= b.start + 1e-9 for a, b in zip(row, row[1:]))
+    names = {s.name for s in rows[lab.COMPUTE]}
+    assert {f"layer 2 {phase}" for phase in ("before attention", "attention", "after attention")} <= names
+    assert found.seconds["step"] == pytest.approx(max(s.end for s in rows[lab.COMPUTE]))
+
+    events = json.loads(write_trace(found, tmp_path / "deep" / "trace.json").read_text())["traceEvents"]
+    assert events == trace_events(found)
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {*rows, lab.WAITS}
+    assert sum(e["ph"] == "X" for e in events) == len(found.slices) + len(found.waits)
+    page = write_page(found, tmp_path / "page.html").read_text()
+    assert page.count("<rect") == len(found.slices) + len(found.waits) and "layer 2 attention" in page
+
+
+def test_weights_that_an_engine_moves_are_refused():
+    with pytest.raises(ValueError, match="zero3-offload.* came; pass placement"):
+        clock("llama-3.1-8b", seq_len=65536, placement="zero3-offload")

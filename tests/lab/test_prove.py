@@ -1,0 +1,182 @@
+"""`hfpatch prove`, whole, at small size; what its row may hold; what it says of what fails."""
+
+import getpass
+import json
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfpatch.budget.hardware import gpu_row
+from hfpatch.cli.main import main
+from hfpatch.lab import checks, full_card
+from hfpatch.lab import prove as module
+from hfpatch.lab.checks import Check
+from hfpatch.lab.elementwise import OPS, Op
+from hfpatch.lab.prove import Proof, check_row, page, row
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPLAINS_ITSELF = {"hfpatch_prove", "seconds", "way", "preset", "tokens", "dtype"}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("prove") / "out"
+    assert main(["prove", "--small", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_the_page_names_every_op_and_every_way(out):
+    text = (out / "prove.md").read_text()
+    for what in ("rms_norm", "rope", "swiglu", "linear_cross_entropy", "attention", "sinks", "model, host"):
+        assert what in text
+    assert "all is well" in text and "exposed copies" in text and "No figure here says how fast" in text
+    assert sorted(p.name for p in out.iterdir()) == ["prove.json", "prove.md"]
+
+
+def test_the_row_is_small_and_says_nothing_of_whose_it_is(out):
+    text = (out / "prove.json").read_text()
+    found = json.loads(text)
+    check_row(found)
+    assert found["ok"] and found["small"] and found["checks"] > 40 and found["left_out"] == 0
+    assert found["device"] == {"name": "cpu"} and found["versions"]["torch"] == torch.__version__
+    assert [step["way"] for step in found["steps"]] == ["auto", "host"]
+    for step in found["steps"]:
+        assert step["step_s"] > 0 and step["plan_peak_gib"] > 0 and step["exposed_copies_s"] == 0
+    assert len(text) < module.ROW_BYTES
+    for theirs in (str(Path.home()), str(ROOT), socket.gethostname(), f"/{getpass.getuser()}/"):
+        assert theirs not in text
+
+
+def proof(**changes) -> Proof:
+    made = Proof({"name": "cpu"}, {"torch": "2"}, True, [Check("rope", "float32", 37, 0.5, "out0")])
+    return replace(made, **changes)
+
+
+def test_what_fails_is_named():
+    wrong = Check("rope", "bfloat16", 37, 1.5, "grad1")
+    broken = Check("swiglu float32", "", 0, float("inf"), "RuntimeError: no /home/someone/x.so")
+    found = proof(done=[wrong, broken])
+    assert not found.ok and "SOMETHING IS WRONG" in page(found) and "grad1" in page(found)
+    sent = row(found)
+    assert [check["where"] for check in sent["failed"]] == ["grad1", "RuntimeError"]
+    assert sent["failed"][1]["share"] is None and "someone" not in json.dumps(sent)
+    nan = Check("rope", "bfloat16", 37, float("nan"), "grad1")
+    assert not proof(done=[nan]).ok and not proof(done=[]).ok
+    assert not proof(steps=[{"way": "auto", "error": "out of memory"}]).ok
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"ok": None}, "a row with ok"), ({"host": "mine"}, "host came beside them"),
+        ({"versions": {"torch": "2 from /opt/torch/lib"}}, "expected no path"),
+        ({"versions": {"torch": "~/torch/lib"}}, "expected no path"),
+        ({"versions": {"torch": "x" * 9000}}, "8192 bytes at most"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_none_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        check_row(row(proof()) | change)
+
+
+def test_rows_that_were_sent():
+    for path in (ROOT / "profiles" / "prove").glob("*.json"):
+        found = json.loads(path.read_text())
+        check_row(found)
+        assert not found["small"] and found["device"]["name"] != "cpu", path.name
+
+
+def of_rope(op: Op) -> Check:
+    given = (op, torch.bfloat16, 37, checks.SMALL.widths, torch.device("cpu"))
+    (check,) = checks.of_op("rope", torch.bfloat16, 37, checks.float64.element_wise, given)
+    return check
+
+
+# An op that is wrong by some rounding steps fails.
+def test_a_wrong_op_fails():
+    right = OPS["rope"]
+    wrong = replace(right, ours=lambda *x: tuple(1.05 * y for y in right.ours(*x)))
+    assert of_rope(right).passed and not of_rope(wrong).passed
+
+
+# One that raises fails too, where a backend may refuse; what comes too late is said.
+def test_what_raises_fails_but_for_a_backend_that_refuses(monkeypatch):
+    def refuses():
+        raise RuntimeError("no kernel found")
+
+    jobs = [("attention cudnn bfloat16", refuses), ("swiglu bfloat16", refuses)]
+    monkeypatch.setattr(checks, "ops", lambda *_: jobs)
+    monkeypatch.setattr(checks, "models", lambda *_: [])
+    cpu = torch.device("cpu")
+    done, left_out = checks.run(cpu, checks.SMALL, time.monotonic() + 60)
+    assert left_out == ["attention cudnn bfloat16: RuntimeError: no kernel found"]
+    assert [check.what for check in done] == ["swiglu bfloat16"] and not done[0].passed
+    done, left_out = checks.run(cpu, checks.SMALL, time.monotonic() - 1)
+    assert not done and len(left_out) == 2 and "the time was over" in left_out[0]
+
+
+# Played: a card with bfloat16 and FlashAttention, and an older one with neither.
+@pytest.mark.parametrize("new", [True, False])
+def test_a_card_is_asked_for_what_it_has(new, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: new)
+    monkeypatch.setattr(checks, "has_flash", lambda device: new)
+    refused = None if new else "kernels for a window take a later card"
+    monkeypatch.setattr(checks, "supported", lambda *args: refused)
+    documents = {"window": (checks.CAUSAL, False)}
+    monkeypatch.setattr(checks.float64, "patterns", lambda *args: documents)
+    names = [name for name, _ in checks.ops(torch.device("cuda"), checks.LARGE)]
+    names = [name for name in dict.fromkeys(names) if name.startswith("attention")]
+    half = "bfloat16" if new else "float16"
+    first = [f"attention {key} {half}" for key in (("flash", "cudnn") if new else ("efficient",))]
+    assert names[: len(first)] == first and "attention efficient float32" in names
+    assert ("attention flash, window bfloat16" in names) == new
+    assert any("bfloat16" in name for name in names) == new
+
+
+# Cards from 16 GB on, by their data sheets' rates: each has a model and a length, within the time.
+@pytest.mark.parametrize(
+    "gib, tflops, preset",
+    [(15, 65, "llama-3.2-1b"), (22, 121, "llama-3.2-3b"), (79, 989, "llama-3.1-8b")],
+)
+def test_every_card_has_a_step_that_fills_it(gib, tflops, preset, monkeypatch):
+    flops = tflops * 1e12
+    gpu = replace(
+        gpu_row("h100"), peak_flops=0.6 * flops, attention_forward=0.4 * flops,
+        attention_backward=0.3 * flops, bandwidth=3e11, link=1.2e10, measured=True,
+    )  # fmt: skip
+    monkeypatch.setattr(full_card, "gpu_free", lambda: gib * full_card.GiB)
+    monkeypatch.setattr(full_card, "host_free", lambda: 50 * full_card.GiB)
+    run = full_card.largest(gpu, torch.bfloat16, 240)
+    assert run.preset == preset and run.tokens >= 8192
+    memory = full_card.planned(run, full_card.Policy("host", tile=8192), gpu)
+    assert memory["plan_s"] * full_card.STEPS * len(full_card.WAYS) < 240
+    # Were nothing kept on the host, it would not fit: the step chooses, and fills what there is.
+    assert full_card.step_memory(run.shape, "off", batch=1, tokens=run.tokens).peak > gib * full_card.GiB
+    monkeypatch.setattr(full_card, "gpu_free", lambda: full_card.GiB // 8)
+    assert full_card.largest(gpu, torch.bfloat16, 240) is None
+
+
+def test_a_step_that_fails_keeps_what_was_measured(monkeypatch):
+    monkeypatch.setattr(full_card, "recorded", lambda step: 1 / 0)
+    cpu, gpu = torch.device("cpu"), gpu_row("h100")
+    for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
+        assert step["step_s"] > 0 and step["plan_s"] > 0 and "error" not in step
+        assert "ZeroDivisionError" in step["not_recorded"] and "exposed_copies_s" not in step
+    with monkeypatch.context() as patch:
+        patch.setattr(full_card, "policy_used", lambda model: 1 / 0)
+        for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
+            assert step["first_step_s"] > 0 and "ZeroDivisionError" in step["error"]
+    late = full_card.measure(full_card.SMALL, cpu, None, time.monotonic() - 1)
+    assert all("not started" in step["error"] and "step_s" not in step for step in late)
+
+
+def test_the_readme_of_the_rows_explains_every_field(out):
+    text = (ROOT / "profiles" / "prove" / "README.md").read_text()
+    found = json.loads((out / "prove.json").read_text())
+    fields = found.keys() | found["steps"][0].keys()
+    assert "hfpatch prove" in text and "prove.json" in text
+    assert not [name for name in fields - EXPLAINS_ITSELF if f"`{name}`" not in text]

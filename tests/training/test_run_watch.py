@@ -1,0 +1,136 @@
+"""What `hfpatch run` puts around Trainer and Accelerator in a process that trains, and its options."""
+
+import inspect
+
+import accelerate
+import pytest
+import tiny
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hfpatch
+from hfpatch.cli import run
+from hfpatch.context.classes import is_mixed
+from hfpatch.trainer import marks, watch
+from hfpatch.trainer.callback import Callback
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path):
+    """Trainer and Accelerator as a process of a run has them, for one test. Returns the folder of the run's marks."""
+    for cls, names in ((Trainer, ("__init__", "train")), (accelerate.Accelerator, ("prepare",))):
+        for name in names:
+            monkeypatch.setattr(cls, name, getattr(cls, name))
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    options = {"loss": False, "checkpointing": ["offload=host"]}
+    for name, value in marks.environment(str(folder), options).items():
+        monkeypatch.setenv(name, value)
+    watch.loaded(transformers.trainer)
+    watch.loaded(accelerate.accelerator)
+    return folder
+
+
+def arguments(tmp_path, **more):
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no",
+                             disable_tqdm=True, dataloader_pin_memory=False, **more)  # fmt: skip
+
+
+def rows():
+    return [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(8)]
+
+
+def test_every_trainer_gets_one_callback(watched, tmp_path, capsys):
+    args = arguments(tmp_path)
+    own = Callback(apply={"checkpointing": "off"})
+    made = [
+        Trainer(tiny.llama(), args),
+        Trainer(model=tiny.llama(), args=args, callbacks=[own, TrainerCallback()]),
+        Trainer(tiny.llama(), args, None, None, None, None, None, None, None, [Callback()]),
+    ]
+    for trainer in made:
+        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply]
+        assert len(ours) == 1 and is_mixed(trainer.model.model.norm)
+        assert bool(ours[0].report.count("loss")) == (ours[0] is own), "the run's options, where the script has none"
+    err = capsys.readouterr().err
+    assert err.count("hfpatch on LlamaForCausalLM") == 2, "once for the run's options, once for the script's own"
+    assert "checkpoints of 2 layers: host" in err
+
+
+def test_a_model_that_the_script_patched_keeps_its_settings(watched, tmp_path):
+    model = tiny.llama()
+    hfpatch.apply(model, checkpointing="off")
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
+    assert not any(isinstance(c, Callback) for c in trainer.callback_handler.callbacks)
+    trainer.train()
+    assert (watched / marks.TRAINED).exists() and not hasattr(model.model.layers[0], "_hfpatch_session")
+
+
+def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
+    class Own(Trainer):
+        def __init__(self, model):
+            self.model = model
+
+    with pytest.raises(
+        ValueError, match=r"^hfpatch: expected a patched model .*Own.train\(\) got a plain LlamaForCausalLM; call"
+    ):
+        Own(tiny.llama()).train()
+    trainer = Trainer(tiny.llama(), arguments(tmp_path), train_dataset=rows())
+    hfpatch.undo(trainer.model)
+    with pytest.raises(ValueError, match="expected a patched model"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not (watched / marks.TRAINED).exists()
+
+
+def test_a_loop_by_hand_needs_a_patched_model(watched):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = tiny.llama()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(
+        ValueError, match=r"Accelerator.prepare\(\) got a plain LlamaForCausalLM; call hfpatch.apply\(model\)"
+    ):
+        accelerator.prepare(model, optimizer)
+    accelerator.prepare(model)  # without an optimizer nothing trains
+    accelerator.prepare(torch.nn.Linear(2, 2), optimizer)  # and what has no decoder layers is none of our business
+    assert not (watched / marks.TRAINED).exists()
+    hfpatch.apply(model)
+    accelerator.prepare(model, optimizer)
+    assert (watched / marks.TRAINED).exists()
+
+
+def test_a_mark_is_left_once(watched, monkeypatch):
+    assert marks.first_to_say("words") and not marks.first_to_say("words") and marks.first_to_say("other words")
+    monkeypatch.delenv(marks.VARIABLE)
+    assert marks.first_to_say("words") and marks.first_to_say("words"), "outside of a run everyone speaks"
+
+
+def test_options_are_those_of_apply():
+    parsed = {action.dest for action in run._parser()._actions}
+    assert set(inspect.signature(hfpatch.apply).parameters) - {"model"} <= parsed
+    words = ["--no-loss", "--no-rms-norm", "--rope-float64", "--logits", "false", "--checkpointing", "least,host",
+             "--checkpointing", "tile=64", "--every", "2", "python", "--no-mlp"]  # fmt: skip
+    options = run._options(run._parser().parse_args(words))
+    assert options == {
+        "loss": False, "rms_norm": False, "rope_float64": True, "logits": False,
+        "checkpointing": ["least,host", "tile=64", "every=2"],
+    }  # fmt: skip
+    assert run._options(run._parser().parse_args(["python", "--no-loss"])) == {}, "what follows the command is its own"
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "none came"), (["/nowhere.py"], "none is called /nowhere.py"), (["-m"], "none came"), (["nowhere"], "none is called"),
+    (["--no-such", "python"], "unrecognized"), (["--every", "0", "python"], "every must be"), (["--checkpointing", "on"], "on"),
+    (["--checkpointing", "off", "--every", "8", "python"], "drop one"),
+    (["--checkpointing", "nowhere", "python"], "checkpointing must be"),
+])  # fmt: skip
+def test_bad_arguments(capsys, argv, words):
+    assert run.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hfpatch: ") and words in err and "usage: hfpatch run" in err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as exit:
+        run.main(["--help"])
+    assert exit.value.code == 0 and "usage: hfpatch run" in capsys.readouterr().out
