@@ -21,8 +21,8 @@ sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolv
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from hfpatch.commands.failures import Parser, guarded  # noqa: E402
-from hfpatch.training import folders  # noqa: E402
+from hfpatch.cli.failures import Parser, guarded  # noqa: E402
+from hfpatch.trainer import folders  # noqa: E402
 
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "chat_template.jinja")  # fmt: skip

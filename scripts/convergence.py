@@ -23,8 +23,8 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from hfpatch.commands.failures import Parser, guarded  # noqa: E402
-from hfpatch.memory.limits import check_ranges  # noqa: E402
+from hfpatch.budget.limits import check_ranges  # noqa: E402
+from hfpatch.cli.failures import Parser, guarded  # noqa: E402
 
 STYLES = {"hf": ("#777777", "-", 3.0), "hfpatch": ("#d62728", "-", 1.0), "liger": ("#1f77b4", "--", 1.0)}
 
@@ -33,14 +33,16 @@ def curve(impl: str, dtype: str, seed: int, steps: int, folder: Path, cache: Pat
     """The log of one run: its "loss" entries, one a step, and its "eval_loss" entries."""
     out = folder / f"{impl}-{dtype}-{seed}"
     command = [
-        sys.executable, ROOT / "scripts/train.py", "--impl", impl, "--preset", "llama-tiny",
+        sys.executable, ROOT / "scripts/train.py", "--impl", impl, "--model", "llama-tiny",
         "--config_overrides", "hidden_size=64,intermediate_size=176,num_hidden_layers=3,tie_word_embeddings=true",
         "--train_tokenizer", 512, "--data", sysconfig.get_path("stdlib"), "--data_glob", "*.py",
-        "--validation_split", 0.05, "--seq_length", 128, "--packing", "--long_rows", "split",
+        "--validation_split", 0.05, "--seq-len", 128, "--packing",
         "--per_device_train_batch_size", 8, "--max_steps", steps, "--learning_rate", 2e-3, "--warmup_steps", 20,
         "--seed", seed, "--data_seed", 1,
-        "--lr_floor", 0.05, "--weight_decay", 0.1, "--logging_steps", 1, "--eval_strategy", "steps",
-        "--eval_steps", max(1, steps // 4), "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
+        "--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", '{"min_lr_rate": 0.05}',
+        "--weight_decay", 0.1, "--logging_steps", 1, "--eval_strategy", "steps",
+        "--eval_steps", max(1, steps // 4),
+        "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
         "--bf16", str(dtype == "bf16").lower(), "--use_cpu", str(not torch.cuda.is_available()),
         "--output_dir", out, "--cache_dir", cache,
     ]  # fmt: skip

@@ -24,8 +24,8 @@ import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
-from hfpatch.commands.failures import Parser, guarded  # noqa: E402
-from hfpatch.training import folders  # noqa: E402
+from hfpatch.cli.failures import Parser, guarded  # noqa: E402
+from hfpatch.trainer import folders  # noqa: E402
 
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

@@ -22,8 +22,8 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
-from hfpatch.commands.failures import Parser, guarded  # noqa: E402
-from hfpatch.memory.limits import check_ranges  # noqa: E402
+from hfpatch.budget.limits import check_ranges  # noqa: E402
+from hfpatch.cli.failures import Parser, guarded  # noqa: E402
 
 # the word in front of each row is its placement; colours are of the Okabe-Ito set
 RUNS = {
@@ -51,7 +51,7 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
     """Trains one run and writes its losses to folder/losses.json."""
     import torch
 
-    from hfpatch.training import placement
+    from hfpatch.trainer import placement
 
     kind = name.split(",")[0]
     if kind == "zero3-offload":

@@ -19,12 +19,13 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 echo "hfpatch: 1/3 training a small Llama on the Python files in $STDLIB (at most 90 seconds)"
 python scripts/train.py \
-    --preset llama-tiny --config_overrides hidden_size=128,intermediate_size=352,num_hidden_layers=4,tie_word_embeddings=true \
+    --model llama-tiny --config_overrides hidden_size=128,intermediate_size=352,num_hidden_layers=4,tie_word_embeddings=true \
     --train_tokenizer 512 --data "$STDLIB" --data_glob '**/*.py' \
     --data_exclude site-packages dist-packages test tests idlelib lib2to3 __pycache__ \
-    --validation_split 0.02 --eval_on_start --seq_length 256 --packing --long_rows split \
+    --validation_split 0.02 --eval_on_start --seq-len 256 --packing \
     --per_device_train_batch_size 8 --max_steps 600 --time_limit 1.5 \
-    --learning_rate 3e-3 --warmup_steps 20 --lr_floor 0.05 --weight_decay 0.1 --adam_beta2 0.98 \
+    --learning_rate 3e-3 --warmup_steps 20 --weight_decay 0.1 --adam_beta2 0.98 \
+    --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.05}' \
     --logging_steps 25 --save_strategy no --output_dir "$OUT/model"
 
 echo "hfpatch: 2/3 the saved model in plain transformers"
@@ -46,7 +47,7 @@ echo "hfpatch: 3/3 one training step of 8,192 tokens, stock and patched, each in
 python - "$OUT/long.json" <<'PY'
 import json
 import sys
-from hfpatch.memory.presets import preset_config
+from hfpatch.budget.presets import preset_config
 
 config = preset_config("llama-tiny") | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
                                         "head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 16384}

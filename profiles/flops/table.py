@@ -8,12 +8,12 @@ import csv
 import sys
 from pathlib import Path
 
-from hfpatch.memory.choice import decide
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape
-from hfpatch.memory.hardware import GPUS, GiB
-from hfpatch.memory.policy import Checkpointing, describe
-from hfpatch.memory.presets import preset_config
+from hfpatch.budget.choice import decide
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import ModelShape
+from hfpatch.budget.hardware import GPUS, GiB
+from hfpatch.budget.policy import describe, parse_checkpointing
+from hfpatch.budget.presets import preset_config
 
 MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B-A3B")
 LENGTHS = (8192, 16384, 32768, 131072)
@@ -30,7 +30,7 @@ def settled(name: str, tokens: int, aim: str):
     resident = 4 * shape.parameters
     free = DEVICE - resident if resident < DEVICE else DEVICE
     sizes = {"batch": 1, "tokens": tokens, "gpu_free": free, "host_free": 480 * GiB, "gpu": GPUS["h100"]}
-    return config, shape, decide(Checkpointing.of(aim), shape, **sizes)
+    return config, shape, decide(parse_checkpointing(aim), shape, **sizes)
 
 
 def planned(name: str, tokens: int, aim: str) -> dict:
@@ -50,9 +50,9 @@ def planned(name: str, tokens: int, aim: str) -> dict:
 def counted(name: str, tokens: int, aim: str) -> dict:
     """The row with its matmuls, attention forwards and memory counted, on fewer tiled layers than the model has where more of
     them only repeat: a step of all of them takes, that many times over, what one period of their pattern adds."""
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
     from hfpatch.planner.simulated import depths
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
 
     config, shape, option = settled(name, tokens, aim)
     model = build(config)

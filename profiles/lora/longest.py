@@ -4,16 +4,16 @@ import csv
 import sys
 from dataclasses import replace
 
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.hardware import GPUS
-from hfpatch.memory.policy import Checkpointing
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.plan import plan
 
 GiB = 1 << 30
 CARDS = {f"{n} GiB": replace(GPUS["rtx4090"], memory_bytes=n * GiB) for n in (12, 24, 48)}
 CARDS |= {name: GPUS[name] for name in ("rtx5090", "l40s", "a100-80gb", "h100")}
 FIELDS = ("card", "host_gib", "inputs_alone", "tokens", "gpu_gib", "host_taken_gib", "step_seconds", "every", "tile",
-          "save_attention", "stream_attention", "park", "by_group", "weights")  # fmt: skip
+          "save_attention", "stream_attention", "park", "by_group", "frozen_weights")  # fmt: skip
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 import csv
 import sys
 
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.policy import Checkpointing, Policy
-from hfpatch.planner.models import config_of
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.lab.models import config_of
 from hfpatch.planner.plan import plan
 
 GiB = 1 << 30
@@ -24,8 +24,8 @@ FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "b
 def simulated(name: str, found) -> str:
     """GiB beyond parameters and gradients of a step under the plan's policy, on fake tensors: of two segments of layers, since
     what more there are waits on the host."""
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy["every"])}
     model = prepare(build(config, adapters=Adapters(16)), "hfpatch")
@@ -37,7 +37,7 @@ def main(gpu="rtx4090", tokens=131072) -> None:
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(FIELDS)
     for name, host, aim in RUNS:
-        settings = Checkpointing(aim=aim, weights="host")
+        settings = Checkpointing(aim=aim, frozen_weights="host")
         found = plan(name, seq_len=tokens, gpu=gpu, host_ram=host * GiB, adapters=Adapters(16), checkpointing=settings)
         sizes = [f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.gpu_bytes["activations"])]
         sizes += [simulated(name, found) if "--simulate" in sys.argv else "", f"{found.host_peak_bytes / GiB:.1f}"]

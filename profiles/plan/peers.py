@@ -29,9 +29,9 @@ GiB = 2**30
 
 
 def count(implementation: str) -> None:
-    from hfpatch.memory.presets import preset_config
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.budget.presets import preset_config
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     model = prepare(build(preset_config(MODEL)), implementation)
     for tokens in LENGTHS:
@@ -57,14 +57,14 @@ def counted() -> dict:
 def seconds(row: dict, gpu: str) -> float | None:
     """A peer's planned step, by its counts; None where it does not fit. Its copies to the host are taken to hide behind the work as
     hfpatch's do, though they are issued between it, and Python's time to nothing."""
-    from hfpatch.memory.choice import reserve
-    from hfpatch.memory.flops import Flops, step_flops
-    from hfpatch.memory.formula import Moment, StepMemory
-    from hfpatch.memory.hardware import gpu_row
-    from hfpatch.memory.limits import parse_bytes
-    from hfpatch.memory.presets import preset_config
-    from hfpatch.memory.seconds import counted_time, tails
-    from hfpatch.memory.shape import ModelShape
+    from hfpatch.budget.choice import reserve
+    from hfpatch.budget.flops import Flops, step_flops
+    from hfpatch.budget.formula import Moment, StepMemory
+    from hfpatch.budget.hardware import gpu_row
+    from hfpatch.budget.limits import parse_bytes
+    from hfpatch.budget.presets import preset_config
+    from hfpatch.budget.seconds import counted_time, tails
+    from hfpatch.budget.shape import ModelShape
     from hfpatch.planner.placements import resident
 
     gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))

@@ -8,12 +8,14 @@
 row() {  # model, layers, implementation, tokens, policy fields
     model=$1 layers=$2 implementation=$3 tokens=$4
     shift 4
-    python -W ignore -m hfpatch.commands.simulate --preset "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
-        ${1:+--policy "$@"} --json 2>/dev/null | python -c '
+    option=--policy
+    [ "$1" != least ] || option=--checkpointing
+    python -W ignore -m hfpatch.cli.simulate --model "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
+        ${1:+"$option" "$@"} --json 2>/dev/null | python -c '
 import json, sys
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.shape import ModelShape
 text = sys.stdin.read()
 found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]
 least = step_flops(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))

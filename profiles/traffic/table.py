@@ -20,16 +20,16 @@ FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
 
 
 def count(implementation: str, layers: int, policy) -> dict:
-    from hfpatch.memory.presets import preset_config
-    from hfpatch.simulate.rivals import build, prepare
-    from hfpatch.simulate.simulator import simulate
+    from hfpatch.budget.presets import preset_config
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers, "vocab_size": 512}
     return simulate(prepare(build(config), implementation), 1, TOKENS, policy=policy).ledger.traffic
 
 
 def row(implementation: str, tile: str, kept: str) -> None:
-    from hfpatch.memory.policy import Policy
+    from hfpatch.budget.policy import Policy
 
     policy = Policy("gpu", tile=int(tile), keep=tuple(kept.split())) if int(tile) else None
     one, two = (count(implementation, layers, policy) for layers in (1, 2))

@@ -1,6 +1,6 @@
 """TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy and reference.
 
-    python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
 
 PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
 """

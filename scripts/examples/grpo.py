@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with long prompts and completions. The one argument that hfpatch adds is marked.
 
-    python scripts/examples/grpo.py MODEL PROMPTS.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/grpo.py MODEL PROMPTS.jsonl OUTPUT_DIR
 
 PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of `ends_itself`.
 """

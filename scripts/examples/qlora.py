@@ -1,6 +1,6 @@
 """QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What hfpatch adds is marked.
 
-    python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
 
 `hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand what fits.
 """
@@ -26,7 +26,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     model = AutoModelForCausalLM.from_pretrained(model_name, quantization_config=bits, dtype=torch.bfloat16)
-    model = hfpatch.prepare_for_lora(model)  # <- in place of prepare_model_for_kbit_training: freezes, and no more
+    model = hfpatch.freeze_base(model)  # <- in place of prepare_model_for_kbit_training: freezes, and no more
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     for parameter in model.parameters():
         if parameter.requires_grad:  # adapters in the dtype that they compute in

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer, which loads the model itself. The one argument that hfpatch adds is marked.
 
-    python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
 
 Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
 """

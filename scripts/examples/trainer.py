@@ -1,6 +1,6 @@
 """A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as before.
 
-python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
+PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
 """
 
 import sys

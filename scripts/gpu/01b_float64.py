@@ -10,12 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 import torch
-import torch.nn.functional as F
-from cases import LLAMA_8B, OPS, TINY, Error, Widths, errors
+from cases import LLAMA_8B, OPS, TINY, Error, Widths
 
-from hfpatch import ops
-from hfpatch.ops.attention import CAUSAL, Documents, Pattern, attention_backward, attention_forward, attention_ref
-from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
+from hfpatch.attention.attention import CAUSAL, attention_backward, attention_forward
+from hfpatch.lab import float64
 
 WORDS = """
 A row passes where every output and every gradient errs at most twice what plain PyTorch errs in the same dtype,
@@ -28,18 +26,13 @@ GIANT = 524288 + 65  # rows of 4096: 2^31 elements and some
 
 
 def note(sheet, what: str, dtype, T: int, found: dict, **more) -> None:
-    worst = max(found, key=lambda k: _share(found[k], dtype))
+    worst = float64.worst_of(found, dtype)
     passed = all(e.within(dtype) for e in found.values())
     sheet.add(
         what=what, dtype=str(dtype).removeprefix("torch."), tokens=T, passed=passed,
-        share=_share(found[worst], dtype), where=worst, max_error=found[worst].got, allowed=found[worst].allowed(dtype),
+        share=found[worst].share(dtype), where=worst, max_error=found[worst].got, allowed=found[worst].allowed(dtype),
         relative=max(e.relative for e in found.values()), **more,
     )  # fmt: skip
-
-
-def _share(error: Error, dtype) -> float:
-    share = error.got / error.allowed(dtype) if error.allowed(dtype) else (0.0 if error.got == 0 else float("inf"))
-    return float("inf") if share != share else share  # NaN is the worst of all
 
 
 def ends(T: int) -> list:
@@ -48,103 +41,26 @@ def ends(T: int) -> list:
 
 
 def element_wise(sheet, op, dtype, T, widths, only=None) -> None:
-    rows, shared, fixed = op.make(T, widths, dtype, sheet.args.device, seed=T)
-    g = torch.Generator(device=sheet.args.device).manual_seed(1)
-    part = [t.narrow(d, 0, 1) for t, d in zip(rows, op.dims)]
-    first = op.plain(*part, *shared, *(t.narrow(d, 0, 1) for t, d in zip(fixed, op.fixed_dims)))
-    ups = []
-    for out, d in zip(first, op.out_dims):
-        shape = list(out.shape)
-        shape[d] = T
-        ups.append(torch.randn(shape, device=out.device, generator=g, dtype=out.dtype))
-    found = errors(op, op.ours, rows, shared, fixed, ups, chunk=4096, only=only, copy=False)
-    note(sheet, op.name, dtype, T, found, elements=max(t.numel() for t in rows))
+    found = float64.element_wise(op, dtype, T, widths, sheet.args.device, only)
+    note(sheet, op.name, dtype, T, found, elements=elements(op, T, widths))
 
 
-def plain_loss(x, weight, labels):
-    """transformers' loss from whole logits."""
-    return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
+def elements(op, T, widths) -> int:
+    """Of the largest of an op's rows."""
+    rows, _, _ = op.make(1, widths, torch.bfloat16, torch.device("cpu"), seed=0)
+    return T * max(t.numel() for t in rows)
 
 
 def loss(sheet, dtype, T, widths: Widths, masked=0.0, chunk=2048, only=None) -> None:
-    device = sheet.args.device
-    g = torch.Generator(device=device).manual_seed(T)
-    x = torch.randn(T, widths.hidden, device=device, generator=g, dtype=dtype).requires_grad_()
-    weight = (0.02 * torch.randn(widths.vocab, widths.hidden, device=device, generator=g)).to(dtype).requires_grad_()
-    labels = torch.randint(0, widths.vocab, (T,), device=device, generator=g)
-    if masked:
-        labels[torch.rand(T, device=device, generator=g) < masked] = -100
-    valid = int((labels != -100).sum())
-    value = ops.linear_cross_entropy(x, weight, labels, num_valid=valid)
-    dx, dw = torch.autograd.grad(value, [x, weight])
-    names = ("dx",) if only else ("loss", "dx", "dw")
-    found = {name: Error() for name in names}
-    wide, narrow = weight.detach().double().requires_grad_(), weight.detach().requires_grad_()
-    sums = [[0.0, torch.zeros(1 if only else weight.shape, dtype=torch.float64, device=device)] for _ in range(2)]
-    for a, b in only or [(a, min(a + chunk, T)) for a in range(0, T, chunk)]:
-        one, other = (x[a:b].detach().to(d).requires_grad_() for d in (torch.float64, dtype))
-        true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum").loss / valid
-        plain = plain_loss(other, narrow, labels[a:b]) / valid
-        true_dx, true_dw = torch.autograd.grad(true, [one, wide])
-        plain_dx, plain_dw = torch.autograd.grad(plain, [other, narrow])
-        found["dx"].see(dx[a:b], plain_dx, true_dx)
-        if not only:
-            for total, part, grad in zip(sums, (true, plain), (true_dw, plain_dw)):
-                total[0] = total[0] + part.detach().double()
-                total[1] += grad.double()
-    if not only:
-        found["loss"].see(value.detach(), sums[1][0], sums[0][0])
-        found["dw"].see(dw, sums[1][1], sums[0][1])
+    found = float64.loss(dtype, T, widths, sheet.args.device, masked, chunk, only)
     name = "linear_cross_entropy" + (f", masked {masked:.0%}" if masked else "")
-    note(sheet, name, dtype, T, found, elements=max(x.numel(), weight.numel()))
+    note(sheet, name, dtype, T, found, elements=max(T, widths.vocab) * widths.hidden)
 
 
-def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
-    """What a model calls: scaled_dot_product_attention, with a mask where it needs one; eager for caps and sinks."""
-    B, T, repeat = q.shape[0], q.shape[1], q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-    mask = None if pattern.plain else pattern.allowed(range(T), range(T), B, T, q.device)
-    if sinks is None and pattern.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
-    scores = q @ k.transpose(-1, -2) * scale
-    if pattern.softcap is not None:
-        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
-    allowed = pattern.allowed(range(T), range(T), B, T, q.device)
-    scores = scores.float().masked_fill(~allowed, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, -1, T, 1)), -1)
-    return (scores.softmax(-1)[..., :T].to(q.dtype) @ v).transpose(1, 2)
-
-
-def attention(sheet, what, key, dtype, T, widths: Widths, group: int, pattern: Pattern, sinks=False) -> None:
-    device, scale = sheet.args.device, widths.head_dim**-0.5
-    g = torch.Generator(device=device).manual_seed(T)
-    repeat = widths.heads // widths.kv_heads
-    whole = [
-        torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(dtype)
-        for n in (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
-    ]
-    heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)  # not the first: an offset too
-    q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
-    given = [q, k, v] + ([torch.randn(group * repeat, device=device, generator=g).to(dtype)] if sinks else [])
-    options = {"scale": scale, "pattern": pattern, "backend": key, "sinks_H": given[3] if sinks else None}
-    out, lse, state = attention_forward(q, k, v, **options)
-    grads = attention_backward(dout, q, k, v, out, lse, state, **options)
-    results = []
-    for function, dt in (
-        (lambda q, k, v, s=None: plain_attention(q, k, v, scale, pattern, s), dtype),
-        (lambda q, k, v, s=None: attention_ref(q, k, v, scale=scale, pattern=pattern, sinks_H=s)[0], torch.float64),
-    ):
-        leaves = [t.detach().to(dt).requires_grad_() for t in given]
-        made = function(*leaves)
-        results.append([made.detach(), *torch.autograd.grad(made, leaves, dout.to(dt))])
-    found = {name: Error() for name in ("out", "dq", "dk", "dv", "dsink")[: 1 + len(given)]}
-    for error, got, plain, true in zip(found.values(), (out, *grads), *results):
-        error.see(got, plain, true)
-    if T == 1:  # dq and dk of one token are zero: what is left of them has nothing to be measured by
-        del found["dq"], found["dk"]
-    note(sheet, f"attention {key}{what}", dtype, T, found, elements=q.numel(), group=group)
+def attention(sheet, what, key, dtype, T, widths, group: int, pattern, sinks=False) -> None:
+    found = float64.attention(key, dtype, T, widths, sheet.args.device, group, pattern, sinks)
+    size = T * group * widths.heads // widths.kv_heads * widths.head_dim
+    note(sheet, f"attention {key}{what}", dtype, T, found, elements=size, group=group)
 
 
 def at_rows(q, k, v, dout, scale, a: int, b: int, dtype) -> list:
@@ -189,23 +105,6 @@ def long_attention(sheet, key, dtype, T, widths: Widths) -> None:
     note(sheet, f"attention {key}", dtype, T, found, elements=q.numel(), group=widths.kv_heads)
 
 
-def patterns(T: int, device) -> dict:
-    """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
-    bounds = (0, T // 3, T // 3 + 1, T)
-    documents = Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
-    hidden = torch.zeros(1, T, dtype=torch.bool, device=device)
-    hidden[:, T // 4 : T // 3] = True
-    return {
-        "packed": (Pattern(documents), False),
-        "window": (Pattern(window=T // 3), False),
-        "packed, window": (Pattern(documents, window=T // 5), False),
-        "holes": (Pattern(hidden_BT=hidden), False),
-        "cap": (Pattern(softcap=20.0), False),
-        "sinks": (CAUSAL, True),
-        "window, sinks": (Pattern(window=T // 3), True),
-    }
-
-
 def first(job) -> tuple:
     """Sorts jobs, most informative first: bf16 before the rest, and of each the longest, where addresses and sums grow."""
     _, _, arguments = job
@@ -232,7 +131,7 @@ def main(argv=None) -> int:
             groups = (1,) if args.small else (1, 2)
             jobs += [("attention", attention, ("", key, dtype, T, widths, g, CAUSAL)) for key in names for g in groups]
             if T > 30 and (dtype != torch.float32 or not args.cuda):
-                for what, (pattern, sinks) in patterns(T, args.device).items():
+                for what, (pattern, sinks) in float64.patterns(T, args.device).items():
                     # Windows, documents and caps have one kernel; holes and plain sinks have every backend's.
                     for key in names if what in ("holes", "sinks") else names[:1]:
                         jobs.append((what, attention, (f", {what}", key, dtype, T, widths, 1, pattern, sinks)))

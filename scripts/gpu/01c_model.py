@@ -9,7 +9,6 @@ import random
 import sys
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -19,14 +18,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
 import common
 import step
 import torch
-from cases import Error
 
 import hfpatch
-from hfpatch import Checkpointing
-from hfpatch.checkpoint.device import CudaDevice
-from hfpatch.memory.policy import KEEPABLE
-
-sys.path.insert(0, str(common.ROOT / "tests"))
+from hfpatch.lab.checks import batch_of, compared, gradients, ways
+from hfpatch.store.device import CudaDevice
 
 WORDS = """
 `model`: loss and every gradient of the patched model beside the stock one in the same dtype, both against a float64
@@ -40,68 +35,13 @@ done: a host that waits takes as long as the device.
 """
 
 
-def ways(tile: int) -> dict:
-    """How a layer's tensors may be kept; every one must give the same gradients."""
-    least = partial(Checkpointing, every=1, save_attention=True, tile=tile, plain=0, keep=())
-    return {
-        "host": least(offload="host"),
-        "host, attention again": least(offload="host", save_attention=False),
-        "host, all kept": least(offload="host", keep=KEEPABLE),
-        "gpu": least(offload="gpu"),
-        "gpu, all kept": least(offload="gpu", keep=KEEPABLE),
-        "every second": Checkpointing(offload="host", every=2, tile=tile),
-        "one tile": least(offload="host", tile=1 << 20),
-        "last layer plain": least(offload="host", plain=1),
-        "auto": "auto",
-    }
-
-
-def gradients(model, batch) -> dict:
-    model.zero_grad(set_to_none=True)
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    found = {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def batch_of(model, T, device, seed=0):
-    g = torch.Generator(device=device).manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (1, T), device=device, generator=g)
-    labels = ids.clone()
-    labels[:, : T // 5] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
 def against_float64(sheet, name, case, dtype, T, tile) -> None:
-    from twin import exact
-
-    device = sheet.args.device
-    model = step.build(case, device, dtype)
-    batch = batch_of(model, T, device)
-    twin = exact(model)
-    true = gradients(twin, batch)
-    del twin
-    common.clean()
-    plain = gradients(model, batch)
-    for way, settings in ways(tile).items():
-        hfpatch.apply(model, checkpointing=settings)
-        got = gradients(model, batch)
-        hfpatch.undo(model)
-        assert got.keys() == true.keys(), "the same parameters must have gradients"
-        worst, share = "", -1.0
-        for key, value in got.items():
-            error = Error()
-            error.see(value, plain[key], true[key])
-            allowed = error.allowed(dtype)
-            here = error.got / allowed if allowed else 0.0
-            if not here <= share:
-                worst, share = key, here
+    model = step.build(case, sheet.args.device, dtype)
+    for way, share, where in compared(model, batch_of(model, T, sheet.args.device), ways(tile), dtype):
         sheet.add(
             check="model", model=name, dtype=str(dtype).removeprefix("torch."), tokens=T, way=way, passed=share <= 1.0,
-            share=share, where=worst,
+            share=share, where=where,
         )  # fmt: skip
-        del got
 
 
 @contextlib.contextmanager

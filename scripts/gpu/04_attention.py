@@ -13,8 +13,8 @@ import common
 import torch
 from cases import LLAMA_8B, TINY, Error
 
-from hfpatch.memory.cuts import heads_per_group
-from hfpatch.ops.attention import BACKENDS, attention_backward, attention_forward, attention_ref, pick
+from hfpatch.attention.attention import BACKENDS, attention_backward, attention_forward, attention_ref, pick
+from hfpatch.budget.cuts import heads_per_group
 
 WORDS = """
 Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops that the layer

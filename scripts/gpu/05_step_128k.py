@@ -1,7 +1,7 @@
 """The 131,072-token step of Llama-3.1-8B, all 32 layers on one GPU: seconds, MFU, memory, the split, and the floor.
 
 python scripts/gpu/05_step_128k.py --out $OUT
-python scripts/gpu/05_step_128k.py --preset Qwen/Qwen3-8B --layers 36 24 16 --out $OUT
+python scripts/gpu/05_step_128k.py --model Qwen/Qwen3-8B --layers 36 24 16 --out $OUT
 """
 
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import step
 
-from hfpatch.memory.presets import preset_config
+from hfpatch.budget.presets import preset_config
 
 WORDS = """
 bf16 parameters and gradients resident, random weights and tokens, no optimizer; inputs and attention outputs of the
@@ -34,7 +34,7 @@ COLUMNS = (
 
 def main(argv=None) -> int:
     made = common.parser("05_step_128k", __doc__)
-    made.add_argument("--preset", default="llama-3.1-8b", help="a name that `hfpatch plan --model` knows")
+    made.add_argument("--model", default="llama-3.1-8b", help="a name that `hfpatch plan --model` knows")
     made.add_argument("--tokens", type=int, default=131072)
     made.add_argument("--layers", type=int, nargs="+", default=[32, 24, 16], help="tried in turn until one fits")
     made.add_argument("--steps", type=int, default=2, help="steps that are timed")
@@ -45,12 +45,12 @@ def main(argv=None) -> int:
     kept = {"offload": "host", "every": 1, "save_attention": True, "plain": 0, "keep": []} | (
         {"tile": args.tile} if args.tile else {}
     )
-    depth = preset_config(args.preset)["num_hidden_layers"]
+    depth = preset_config(args.model)["num_hidden_layers"]
     for layers in args.layers:
         case = {
             "impl": "hfpatch", "layers": layers, "tokens": args.tokens, "checkpointing": kept, "warmup": 1,
             "steps": args.steps, "split": True, "floor": True, "host_gib": args.host_gib,
-            "label": {"preset": args.preset}, **({"preset": args.preset} if args.preset != "llama-3.1-8b" else {}),
+            "label": {"preset": args.model}, **({"preset": args.model} if args.model != "llama-3.1-8b" else {}),
         }  # fmt: skip
         (row,) = step.run_cases(sheet, step.small(sheet, [case])) or [{}]
         row["scaled"] = layers != depth
@@ -76,7 +76,7 @@ def main(argv=None) -> int:
         if done:
             axes[0].legend(fontsize=7)
 
-    sheet.page(f"{args.preset} at {args.tokens:,} tokens on one GPU", WORDS, COLUMNS, sheet.picture(draw))
+    sheet.page(f"{args.model} at {args.tokens:,} tokens on one GPU", WORDS, COLUMNS, sheet.picture(draw))
     return 0
 
 

@@ -16,6 +16,7 @@ WORDS = """
 layers' inputs and attention outputs in pinned host memory (host) or on the GPU (gpu), everything else equal:
 `overhead` is host over gpu, less one. Liger runs with transformers' checkpointing (plain), without (off), and with
 TRL's selective checkpointing and transformers' offload (selective); trl is that with TRL's fused head in place of Liger.
+With --cap-gib all of them have so much of the card: where a larger one holds everything, `auto` then has to choose.
 `auto` is what a user gets who says nothing; `behind` is a rival's step over it. Targets: `behind` above 1 in every row,
 overhead under 0.03.
 """
@@ -41,9 +42,11 @@ def main(argv=None) -> int:
     made.add_argument("--tiers", nargs="+", default=["host", "gpu", "auto"], choices=["host", "gpu", "auto"])
     made.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
+    made.add_argument("--cap-gib", type=float, help="device memory that every step may take, as on a smaller card")
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
     base = {"layers": args.layers, "warmup": args.warmup, "steps": args.steps, "split": True, "host_gib": args.host_gib}
+    base["cap_gib"] = args.cap_gib
     kept = {
         tier: {"offload": tier, "every": 1, "save_attention": True, "plain": 0, "keep": []} for tier in ("host", "gpu")
     }

@@ -13,8 +13,8 @@ import common
 import step
 
 import hfpatch
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.placements import resident
 
 WORDS = """
@@ -86,7 +86,7 @@ def main(argv=None) -> int:
                 "layers": args.layers, "run": run, "ballast_gib": ballast, "needs_host_gib": needs, "plan_max": planned,
             },
         }  # fmt: skip
-        rows = step.run_cases(sheet, step.small(sheet, [case]), PYTORCH_ALLOC_CONF="expandable_segments:True")
+        rows = step.run_cases(sheet, step.small(sheet, [case]))
         for row in rows:
             # A step that was stopped by the clock says nothing about memory.
             row["fits"] = True if "step_s" in row else False if row["error"] == "out of memory" else None

@@ -36,8 +36,8 @@ def train(job: dict) -> dict:
     """The run of one implementation, in this process."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from hfpatch.training import placement
-    from hfpatch.training.callback import Callback
+    from hfpatch.trainer import placement
+    from hfpatch.trainer.callback import Callback
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

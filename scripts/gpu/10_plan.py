@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 
-from hfpatch.memory.adapters import Adapters
-from hfpatch.memory.flops import step_flops
-from hfpatch.memory.formula import ModelShape, step_memory
-from hfpatch.memory.hardware import gpu_named, gpu_row
-from hfpatch.memory.policy import LOSS_WORKSPACE, Policy
-from hfpatch.memory.presets import preset_config
-from hfpatch.memory.seconds import first_step, step_time
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.hardware import gpu_named, gpu_row
+from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.planner.placements import resident
 
 WORDS = """

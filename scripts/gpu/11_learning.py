@@ -26,22 +26,22 @@ bf16. Held-out loss before and after is in the last columns.
 RUNS = {
     "llama-tiny": (
         "--config_overrides hidden_size=128,intermediate_size=352,num_hidden_layers=4,tie_word_embeddings=true "
-        "--train_tokenizer 512 --seq_length 256 --per_device_train_batch_size 64 --max_steps 400 "
+        "--train_tokenizer 512 --seq-len 256 --per_device_train_batch_size 64 --max_steps 400 "
         "--learning_rate 4e-3 --warmup_steps 20 --logging_steps 10"
     ),
     "llama-160m": (
-        "--train_tokenizer 32000 --seq_length 1024 --per_device_train_batch_size 16 --max_steps 300 "
+        "--train_tokenizer 32000 --seq-len 1024 --per_device_train_batch_size 16 --max_steps 300 "
         "--learning_rate 6e-4 --warmup_steps 30 --logging_steps 10"
     ),
 }
 SMALL = {
     "llama-tiny": (
-        "--train_tokenizer 300 --seq_length 64 --per_device_train_batch_size 4 --max_steps 6 --learning_rate 4e-3 "
+        "--train_tokenizer 300 --seq-len 64 --per_device_train_batch_size 4 --max_steps 6 --learning_rate 4e-3 "
         "--warmup_steps 1 --logging_steps 2 --use_cpu"
     )
 }
 COMMON = (
-    "--packing --long_rows split --validation_split 0.02 --eval_on_start --weight_decay 0.1 --bf16 True "
+    "--packing --validation_split 0.02 --eval_on_start --weight_decay 0.1 --bf16 True "
     "--dtype float32 --save_strategy no --report_to none --disable_tqdm True --seed 1"
 )
 
@@ -49,7 +49,7 @@ COMMON = (
 def learn(args, preset, flags, impl, cache, folder, seconds: float):
     """(losses logged, held-out losses, last lines of the output, seconds) of one run of scripts/train.py."""
     library = sysconfig.get_path("stdlib")
-    command = [sys.executable, str(common.ROOT / "scripts" / "train.py"), "--preset", preset, "--impl", impl]
+    command = [sys.executable, str(common.ROOT / "scripts" / "train.py"), "--model", preset, "--impl", impl]
     command += ["--data", f"{library}/json" if args.small else library, "--data_glob", "**/*.py"]
     command += [
         "--data_exclude",

@@ -14,7 +14,7 @@ import common
 import step
 import torch
 
-from hfpatch.memory.policy import KEEPABLE
+from hfpatch.budget.policy import KEEPABLE
 
 WORDS = """
 Four layers of Llama-3.1-8B's shape; what a layer costs is the difference to no layers, and is compared between

@@ -43,7 +43,7 @@ def main(argv=None) -> int:
                 "split": tokens < 100000, "host_gib": args.host_gib,
                 "label": {"cap_gib": args.cap_gib, "rank": args.rank, "base": "4bit"},
             }  # fmt: skip
-            rows = step.run_cases(sheet, step.small(sheet, [case]), PYTORCH_ALLOC_CONF="expandable_segments:True")
+            rows = step.run_cases(sheet, step.small(sheet, [case]))
             for row in rows:
                 row["fits"] = True if "step_s" in row else False if row["error"] == "out of memory" else None
             if args.small or not rows or not rows[-1]["fits"]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hfpatch
-from hfpatch.models.parallel import sequence_of, sharded
-from hfpatch.models.shared_rows import part_of
+from hfpatch.context.ranks import sequence_of, sharded
+from hfpatch.loss.shared_rows import part_of
 
 WORDS = """
 Each row is one sequence over all GPUs: a rank has its part of the tokens, attention exchanges heads for tokens. A step is forward,
@@ -32,7 +32,7 @@ COLUMNS = "gpus tokens step_s tokens_s peak_gib plan_step_s plan_peak_gib loss".
 def make(case: dict, device: torch.device, world: int):
     """The patched model, sharded before its weights exist; each rank fills its own."""
     model = step.build(case, "meta", torch.float32)
-    hfpatch.apply(model, rope="float64", checkpointing=case.get("checkpointing", "auto"))
+    hfpatch.apply(model, rope_float64=True, checkpointing=case.get("checkpointing", "auto"))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if world > 1:
         for layer in model.model.layers:
@@ -54,7 +54,7 @@ def make(case: dict, device: torch.device, world: int):
 def main(argv=None) -> int:
     made = common.parser("14_sequence", __doc__)
     made.add_argument("--tokens", type=int, nargs="+", default=[131072, 1 << 20], help="of whole sequences")
-    made.add_argument("--preset", default="Qwen/Qwen3-8B")
+    made.add_argument("--model", default="Qwen/Qwen3-8B")
     made.add_argument("--steps", type=int, default=2, help="the first is not timed where there are more")
     made.add_argument("--gpu", default="h100", help="row of the planner's table")
     args = common.parse(made, argv)
@@ -71,7 +71,7 @@ def main(argv=None) -> int:
         args.out = str(Path(args.out) / f"rank{rank}")
     sheet, sequence = common.Sheet(args), sequence_of(dist.group.WORLD) if world > 1 else None
     for tokens in args.tokens[:1] if args.small else args.tokens:
-        case = {"preset": args.preset, "tokens": tokens, "layers": None}
+        case = {"preset": args.model, "tokens": tokens, "layers": None}
         if args.small:
             (case,) = step.small(sheet, [case | {"checkpointing": {}}])
             case["checkpointing"] = hfpatch.Checkpointing(tile=16)
@@ -100,7 +100,7 @@ def main(argv=None) -> int:
             value = total.item()  # waits for the step
             seconds.append(time.perf_counter() - began)
         plan = hfpatch.plan(
-            model.config.to_dict() if args.small else args.preset, seq_len=tokens, gpu=args.gpu, gpus=world, sp_size=world,
+            model.config.to_dict() if args.small else args.model, seq_len=tokens, gpu=args.gpu, gpus=world, sp_size=world,
             **({"placement": "fsdp2"} if world > 1 else {}),
         )  # fmt: skip
         step_s = min(seconds[1:] or seconds)

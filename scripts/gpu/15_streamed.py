@@ -24,7 +24,7 @@ COLUMNS = (
 
 def main(argv=None) -> int:
     made = common.parser("15_streamed", __doc__)
-    made.add_argument("--preset", default="llama-3.1-8b")
+    made.add_argument("--model", default="llama-3.1-8b")
     made.add_argument("--layers", type=int, default=32)
     made.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
     made.add_argument("--bases", nargs="+", default=["bf16", "4bit"], choices=["bf16", "4bit"])
@@ -35,13 +35,13 @@ def main(argv=None) -> int:
     for base in args.bases:
         cases = [
             {
-                "impl": "hfpatch", "preset": args.preset, "layers": args.layers, "tokens": tokens, "lora": args.rank, "base": base,
-                "checkpointing": {"weights": weights, "plain": 0}, "warmup": 1, "steps": 1 if tokens > 32768 else 2,
+                "impl": "hfpatch", "preset": args.model, "layers": args.layers, "tokens": tokens, "lora": args.rank, "base": base,
+                "checkpointing": {"frozen_weights": weights, "plain": 0}, "warmup": 1, "steps": 1 if tokens > 32768 else 2,
                 "split": tokens <= 32768, "host_gib": args.host_gib, "label": {"base": base, "weights": weights},
             }
             for tokens in args.tokens for weights in ("gpu", "host")
         ]  # fmt: skip
-        step.run_cases(sheet, step.small(sheet, cases), PYTORCH_ALLOC_CONF="expandable_segments:True")
+        step.run_cases(sheet, step.small(sheet, cases))
 
     def draw(axes):
         common.lines(axes[0], sheet.rows, "tokens", "step_s", "weights", title="seconds a step")

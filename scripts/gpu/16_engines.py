@@ -20,7 +20,7 @@ import step
 import text
 
 import hfpatch
-from hfpatch.training import tokenizer
+from hfpatch.trainer import tokenizer
 
 WORDS = """
 scripts/train.py of Llama-3.2-3B from random weights on the Python standard library's sources, one sequence a step on one GPU:
@@ -40,7 +40,7 @@ ENGINES = {
     "gpu8bit": ("--placement gpu8bit", "gpu8bit"),
 }
 FLAGS = (
-    "--impl hfpatch --packing --long_rows split --per_device_train_batch_size 1 --logging_steps 1 --learning_rate 1e-5 "
+    "--impl hfpatch --packing --per_device_train_batch_size 1 --logging_steps 1 --learning_rate 1e-5 "
     "--save_strategy no --report_to none --disable_tqdm True --seed 1"
 )
 EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 __pycache__".split()
@@ -52,9 +52,9 @@ SIZES = (
 def train(args, engine: str, tokens: int, flags: str, scratch: Path, seconds: float) -> dict:
     """What a run logged, and the most that it took."""
     library = sysconfig.get_path("stdlib")
-    command = [sys.executable, str(common.ROOT / "scripts" / "train.py"), "--preset", args.preset, *flags.split()]
+    command = [sys.executable, str(common.ROOT / "scripts" / "train.py"), "--model", args.model, *flags.split()]
     command += [*FLAGS.split(), "--data", f"{library}/json" if args.small else library, "--data_glob", "**/*.py"]
-    command += ["--data_exclude", *EXCLUDED, "--seq_length", str(tokens), "--max_steps", str(args.steps)]
+    command += ["--data_exclude", *EXCLUDED, "--seq-len", str(tokens), "--max_steps", str(args.steps)]
     # A tokenizer of its own: one trained by the run would shrink the model's vocabulary to its size.
     command += ["--tokenizer", str(scratch / "bpe"), "--cache_dir", str(scratch / "tokens")]
     command += ["--output_dir", str(scratch / engine)]
@@ -106,7 +106,7 @@ def planned(args, tokens: int, placement: str | None) -> dict:
     if placement is None or args.small:
         return {}
     host = {"host_ram": f"{args.host_gib}GiB"} if args.host_gib else {}
-    plan = hfpatch.plan(args.preset, seq_len=tokens, gpu=args.gpu, placement=placement, **host)
+    plan = hfpatch.plan(args.model, seq_len=tokens, gpu=args.gpu, placement=placement, **host)
     return {
         "plan_step_s": plan.step_seconds, "plan_gpu_gib": plan.gpu_peak_bytes / common.GiB,
         "plan_host_gib": plan.host_peak_bytes / common.GiB,
@@ -115,7 +115,7 @@ def planned(args, tokens: int, placement: str | None) -> dict:
 
 def main(argv=None) -> int:
     made = common.parser("16_engines", __doc__)
-    made.add_argument("--preset", default="llama-3.2-3b")
+    made.add_argument("--model", default="llama-3.2-3b")
     made.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     made.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     made.add_argument("--steps", type=int, default=3, help="the first is not timed")
@@ -143,7 +143,7 @@ def main(argv=None) -> int:
         common.bars(axes[0], rows, "what", "step_s", title="seconds a step")
         common.bars(axes[1], rows, "what", "host_used_gib", title="GiB of host memory")
 
-    sheet.page(f"{args.preset} under its engines, on one GPU", WORDS, COLUMNS, sheet.picture(draw, wide=2))
+    sheet.page(f"{args.model} under its engines, on one GPU", WORDS, COLUMNS, sheet.picture(draw, wide=2))
     return 0
 
 

@@ -7,13 +7,10 @@ measured. Every entry takes --small: tiny shapes, on the CPU too, so that its wh
 import argparse
 import csv
 import datetime
-import gc
-import hashlib
 import importlib.metadata
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +21,22 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that was not installed
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # for all that is compared, and before the first CUDA allocation
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+from hfpatch.lab.device import (  # noqa: E402, F401  (the entries ask for them here)
+    Clock,
+    clean,
+    copy_rate,
+    host_rates,
+    is_out_of_memory,
+    matmul_rate,
+    one_line,
+    peak_bytes,
+    synchronize,
+    timed,
+    tree_hash,
+)
 
 GiB = 1 << 30
 OVERTIME = 10  # seconds that what an entry started may go on after its time; then there is still time for its page
@@ -59,19 +72,6 @@ def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argpar
             said.append(word)
     args.command = shlex.join(["python", f"scripts/gpu/{made.prog}.py", *said])
     return args
-
-
-def tree_hash(folder: Path) -> str:
-    """The hash that git gives a folder of such contents: `git rev-parse COMMIT:hfpatch` tells which commit a copy was made of."""
-    entries = []
-    for path in folder.iterdir():
-        if path.is_dir() and path.name != "__pycache__":
-            entries.append((path.name + "/", b"40000", bytes.fromhex(tree_hash(path))))
-        elif path.is_file():
-            data, mode = path.read_bytes(), b"100755" if os.access(path, os.X_OK) else b"100644"
-            entries.append((path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest()))
-    tree = b"".join(mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
-    return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
 
 
 def commit_of(given: str | None) -> str:
@@ -116,26 +116,6 @@ def device_name(device: torch.device) -> str:
     return name[0] if asked.returncode == 0 and name else torch.cuda.get_device_name(device)
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def clean() -> None:
-    """Returns memory to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error)
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
-
-
 def failure(error: BaseException) -> dict:
     """What a row says of an error: "out of memory", or its line and the last places it came from; the log has it whole."""
     if is_out_of_memory(error):
@@ -159,120 +139,9 @@ def why_no_fa3() -> str | None:
 # --- timing ---------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Marks on the device's own clock; between a run's marks the host must not be the slower one (see `timed`)."""
-
-    def __init__(self):
-        self.marks: list = []
-
-    def mark(self) -> None:
-        if torch.cuda.is_available():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def gaps_ms(self) -> list[float]:
-        """Milliseconds between neighbouring marks; waits for the device."""
-        synchronize()
-        pairs = zip(self.marks, self.marks[1:])
-        if torch.cuda.is_available():
-            return [a.elapsed_time(b) for a, b in pairs]
-        return [(b - a) * 1e3 for a, b in pairs]
-
-
-def timed(stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60) -> list[float]:
-    """Median milliseconds of each stage. stages(i, mark): one run on input set i, calling mark() after each stage.
-
-    A first pass warms up (compilation, autotuning), a second finds how long the host and the device take. Then the
-    device is kept busy for as long as the host needs to queue all runs, so that no gap of the host's is measured.
-    """
-    for i in range(max(2, sets)):
-        stages(i % sets, lambda: None)
-    synchronize()
-    start = time.perf_counter()
-    stages(0, lambda: None)
-    host = time.perf_counter() - start
-    synchronize()
-    whole = (time.perf_counter() - start) * 1e3
-    runs = max(least, min(most, int(budget_ms / max(whole, 1e-3))))
-    if torch.cuda.is_available():
-        # _sleep counts clock cycles, at about 2 GHz; half a second is the most that a short op could need.
-        torch.cuda._sleep(int(min(0.5, 1.5 * host * runs) * 2e9))
-    each = []
-    for i in range(runs):
-        clock = Clock()
-        clock.mark()
-        stages(i % sets, clock.mark)
-        each.append(clock)
-    gaps = [clock.gaps_ms() for clock in each]
-    return [statistics.median(stage) for stage in zip(*gaps)]
-
-
 def rotation(bytes_each: int, small: bool) -> int:
     """Input sets to rotate among, so that a run does not find its inputs in the cache: four times a 50 MB L2."""
     return 2 if small else max(1, min(8, -(-(4 * 50 << 20) // max(bytes_each, 1))))
-
-
-def peak_bytes(call) -> int:
-    """Bytes that call() holds at most beyond what is allocated before it; 0 on a CPU, which keeps no count."""
-    if not torch.cuda.is_available():
-        call()
-        return 0
-    clean()
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del result
-    return peak
-
-
-# --- ceilings -------------------------------------------------------------------------------------------------------
-
-
-def copy_rate(device: torch.device, small: bool) -> float:
-    """Bytes a second of a large copy on the device, read plus written."""
-    n = (1 << 20) if small else (4 << 30)
-    a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    a.random_()
-
-    def run(i, mark):
-        b.copy_(a)
-        mark()
-
-    return 2 * n / (timed(run, budget_ms=100, least=3)[0] / 1e3)
-
-
-def matmul_rate(device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192) -> float:
-    """FLOP/s of a matmul of random values (zeros run faster)."""
-    m, n, k = (64, 64, 64) if small else (m, n, k)
-    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
-
-    def run(i, mark):
-        a @ b
-        mark()
-
-    return 2 * m * n * k / (timed(run, budget_ms=200, least=5)[0] / 1e3)
-
-
-def host_rates(device: torch.device, small: bool) -> tuple[float, float]:
-    """Bytes a second from the device to pinned host memory and back."""
-    n = (1 << 20) if small else (1 << 30)
-    a = torch.empty(n, dtype=torch.uint8, device=device)
-    host = torch.empty(n, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def run(i, mark):
-        host.copy_(a, non_blocking=True)
-        mark()
-        a.copy_(host, non_blocking=True)
-        mark()
-
-    out, back = timed(run, budget_ms=200, least=3)
-    return n / (out / 1e3), n / (back / 1e3)
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ forward once and its backward once, and the head's three matmuls. T tokens; one 
 import common
 import torch
 
-from hfpatch.memory.cuts import heads_per_group
-from hfpatch.ops.attention import attention_backward, attention_forward, pick
+from hfpatch.attention.attention import attention_backward, attention_forward, pick
+from hfpatch.budget.cuts import heads_per_group
 
 
 def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:

@@ -8,6 +8,8 @@ bf16 at each use, which bitsandbytes' fused kernels do faster.
 import torch
 from torch import Tensor, nn
 
+import hfpatch
+
 BLOCK, SUPER = 64, 256
 
 
@@ -21,6 +23,7 @@ def levels() -> Tensor:
     return (values / values.max()).float()
 
 
+@hfpatch.token_wise
 class Nf4Linear(nn.Linear):
     """A frozen Linear whose weight is kept as uint8 [out * in / 2]; x [..., in] to [..., out] in x's dtype.
 

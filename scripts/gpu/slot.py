@@ -56,6 +56,8 @@ FULL = "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s
 FULL += " split_error error"
 LONGEST = "layers run tokens fits step_s peak_gib error"
 TILES = "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"
+ATTENTION = "backend tokens group fwd_tflop_s bwd_tflop_s new_length_ms chosen"
+CHANGES = "check backend what tokens passed share where step_s pinned_gib apart error"
 PLAN = "entry tokens gpu_off host_off seconds_off right"
 PARTS = {
     1: [
@@ -64,8 +66,12 @@ PARTS = {
         *(Job(name, "--small", 75 if name == SMALL[0] else 30) for name in SMALL),
         Job("05_step_128k", "--layers 8 4 --steps 1", 90, FULL),
         Job("01c_model", seconds=85, show="check tokens way delayed passed share host_ms device_ms"),
-        Job("07_short_steps", "--tokens 8192 32768 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 170, STEP),
-        Job("04_attention", "--tokens 131072 32768", 55, "backend tokens group fwd_tflop_s bwd_tflop_s new_length_ms chosen"),
+        # Wrong gradients and a step that cannot go on come before what is merely slow.
+        Job("17_changes", "--checks layouts model memory", 50, CHANGES),
+        # On a larger card as on one of 80 GB: there "auto" has to choose, and the rivals have no more.
+        Job("07_short_steps", "--tokens 8192 32768 --warmup 1 --steps 2 --tiers auto --rivals liger trl --cap-gib 79", 170, STEP),
+        Job("17_changes", "--checks lengths", 60, CHANGES, spare=True),
+        Job("04_attention", "--tokens 131072 32768", 55, ATTENTION, spare=True),
         *(Job(name, "--small", 30) for name in ("11_learning", "03_models", "01a_tests")),
     ],
     2: [
@@ -81,7 +87,7 @@ PARTS = {
         Job("09_gpu8bit", "--tokens 8192 --steps 6", 100, "impl tokens step_s first_loss last_loss peak_gpu_gib error"),
         Job("06_offload_peer", "--tokens 131072 --layers 8 --rivals trl liger", 120, STEP),
         Job("11_learning", "", 80, "preset impl apart held_out_after"),
-        Job("05_step_128k", "--preset Qwen/Qwen3-8B --layers 8 4 --steps 1", 75, FULL, spare=True),
+        Job("05_step_128k", "--model Qwen/Qwen3-8B --layers 8 4 --steps 1", 75, FULL, spare=True),
         Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES, spare=True),
         Job("10_plan", "--results {work}", 15, PLAN, spare=True),
     ],
@@ -347,7 +353,7 @@ def _without_sizes(arguments: str) -> str:
     if "{work}" in arguments:
         return arguments
     words = arguments.split()
-    return " ".join(["--small", *(words[words.index("--preset") :][:2] if "--preset" in words else [])])
+    return " ".join(["--small", *(words[words.index("--model") :][:2] if "--model" in words else [])])
 
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ import contextlib
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -38,33 +36,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import torch
 
-from hfpatch.memory.shape import ModelShape
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.made import config_of, made
+from hfpatch.lab.recorded import recorded
+from hfpatch.lab.watch import GradWatch, HostWatch, owned_bytes, pinned_gib, policy_of
 
 GiB = common.GiB
 
 
-def config_of(case):
-    from transformers import AutoConfig
-
-    from hfpatch.memory.presets import preset_config
-
-    values = preset_config(case.get("preset", "llama-3.1-8b")) | case.get("changes", {})
-    if case.get("layers"):
-        values["num_hidden_layers"] = case["layers"]
-    values["max_position_embeddings"] = max(values["max_position_embeddings"], case["tokens"])
-    # No id of a locally trained tokenizer is one of Llama's own.
-    values |= {"use_cache": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+def changed(case) -> tuple[str, dict]:
+    """The case's preset, and what is not as there."""
+    layers = {"num_hidden_layers": case["layers"]} if case.get("layers") else {}
+    return case.get("preset", "llama-3.1-8b"), case.get("changes", {}) | layers
 
 
 def build(case, device, dtype=torch.bfloat16):
-    """A model with random weights, made on the device: transformers' own initialisation of 8B takes seconds there."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype, attn_implementation="sdpa")
-    return (adapted(model, case["lora"], case.get("base", "4bit")) if case.get("lora") else model).train()
+    model = made(*changed(case), device, dtype, case["tokens"])
+    return adapted(model, case["lora"], case.get("base", "4bit")) if case.get("lora") else model
 
 
 def adapted(model, rank: int, base: str):
@@ -126,108 +114,6 @@ def become(model, case) -> str:
     return f"{impl}, checkpointing {kept}"
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def owned_bytes(model) -> int:
-    """Parameters, and buffers beside them: a base in 4 bits keeps its scales there."""
-    return sum(t.numel() * t.element_size() for group in (model.parameters(), model.buffers()) for t in group)
-
-
-class GradWatch:
-    """The step's peak and what of it was gradients then, from the allocator's counters, read at each gradient."""
-
-    def __init__(self, model):
-        self.alive, self.moments, self.reserved = 0, [], 0
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.parameters = owned_bytes(model)
-        self.hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters]
-        self._reset()
-
-    def _reset(self):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def _note(self):
-        if torch.cuda.is_available():
-            self.moments.append((torch.cuda.max_memory_allocated(), self.alive))
-            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-            self._reset()
-
-    def _grown(self, parameter):
-        self._note()
-        self.alive += parameter.grad.numel() * parameter.grad.element_size()
-
-    def close(self, before: int) -> dict:
-        """Takes the hooks off. before: bytes on the device that belong to nobody here (ballast, other tensors)."""
-        self._note()
-        for hook in self.hooks:
-            hook.remove()
-        if not self.moments:
-            return {}
-        peak, gradients = max(self.moments)
-        beyond = max(total - alive for total, alive in self.moments) - self.parameters - before
-        return {
-            "peak_gib": (peak - before) / GiB,
-            "reserved_gib": (self.reserved - before) / GiB,
-            "beyond_gib": (peak - gradients - self.parameters - before) / GiB,
-            "beyond_at_most_gib": beyond / GiB,
-            "parameters_gib": self.parameters / GiB,
-            "gradients_gib": self.alive / GiB,
-        }
-
-
-class HostWatch:
-    """The machine's host memory in use, beyond what was in use at the start; sampled by a thread."""
-
-    def __init__(self, every: float = 0.1):
-        self.every, self.low = every, self._available()
-        self.start, self.stop = self.low, threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-
-    @staticmethod
-    def _meminfo(name: str) -> int:
-        with open("/proc/meminfo") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), 0)
-
-    def _available(self) -> int:
-        # A virtual machine's total can grow as it is used: what is in use is the total less what is available.
-        return self._meminfo("MemAvailable:") - self._meminfo("MemTotal:")
-
-    def _watch(self):
-        while not self.stop.wait(self.every):
-            self.low = min(self.low, self._available())
-
-    def close(self) -> dict:
-        self.stop.set()
-        self.thread.join()
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"host_used_gib": (self.start - min(self.low, self._available())) / GiB, "host_rss_gib": own / GiB}
-
-
-def pinned_gib(model) -> float | None:
-    """Pinned host memory: the session's, and the caching host allocator's at its highest."""
-    engines = {id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_session")) is not None}
-    pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
-    total = sum(p.bytes_held for p in pools if p.pinned)
-    if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):
-        total += torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return total / GiB
-
-
-def policy_of(model) -> str:
-    """What the session settled on at this shape."""
-    for module in model.modules():
-        session = vars(module).get("_hfpatch_session")
-        if session is not None and session.policies:
-            p = list(session.policies.values())[-1]
-            flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} park={int(p.park)}"
-            flags += f" by_group={int(p.by_group)} again={p.again} wide={int(p.wide)} loss={p.loss_bytes}"
-            return f"{p.offload} every={p.every} {flags} tile={p.tile} plain={p.plain} keep={','.join(p.keep)}"
-    return ""
-
-
 # --- one case -------------------------------------------------------------------------------------------------------
 
 
@@ -241,44 +127,16 @@ def one_step(model, batch, mark=lambda: None):
 
 
 def kernel_split(model, batch) -> dict:
-    """Seconds of one recorded step by kind of kernel, and the compute stream's wait for copies."""
-    from hfpatch.profiling.families import by_family, copy_wait
-
-    cuda = torch.cuda.is_available()
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
-        one_step(model, batch)
-        common.synchronize()
+    """What hfpatch.lab.recorded finds of one more step."""
+    found = recorded(lambda: one_step(model, batch))
     model.zero_grad(set_to_none=True)
-    if cuda:
-        events = [
-            (e.name, e.device_resource_id, e.time_range.start / 1e6, e.time_range.end / 1e6)
-            for e in profiler.events()
-            if e.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        times = by_family((name, end - start) for name, _, start, end in events)
-        waited = copy_wait(events)
-        span = max((e[3] for e in events), default=0.0) - min((e[2] for e in events), default=0.0)
-    else:
-        times = by_family((e.key, e.self_cpu_time_total / 1e6) for e in profiler.key_averages())
-        waited, span = 0.0, sum(times.values())
-    attention, matmul = times.get("attention", 0.0), times.get("matmul", 0.0)
-    rest = {k: v for k, v in times.items() if k not in ("attention", "matmul", "copy host-device")}
-    return {
-        "split_step_s": span,
-        "attention_s": attention,
-        "matmul_s": matmul,
-        "copy_wait_s": waited,
-        "other_s": span - attention - matmul - waited,
-        "other_kernels": " ".join(f"{k}={v:.3g}" for k, v in list(rest.items())[:8]),
-        "copies_s": times.get("copy host-device", 0.0),
-    }
+    return found
 
 
 def mfu_of(shape, tokens: int, seconds: float) -> float | None:
     """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted; None of a device that
     has none."""
-    from hfpatch.training.callback import model_flops, published_peak
+    from hfpatch.trainer.callback import model_flops, published_peak
 
     rate = published_peak(common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     return model_flops(shape, 1, tokens) / seconds / rate if rate else None
@@ -412,7 +270,7 @@ def _run(cases: list[dict], write, under_way) -> None:
             if case.get("floor"):
                 from floor import floor
 
-                shape = ModelShape.from_config(config_of(case))
+                shape = ModelShape.from_config(config_of(*changed(case), case["tokens"]))
                 result |= floor(shape, case["tokens"], device, case.get("small", False))
                 under_way(result)
                 common.clean()
@@ -444,7 +302,7 @@ def _run(cases: list[dict], write, under_way) -> None:
 # --- the entries' side ----------------------------------------------------------------------------------------------
 
 
-def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
+def run_cases(sheet, cases: list[dict]) -> list[dict]:
     """A row of `sheet` for each case, run in one process of its own (in this one with --small). Returns the rows."""
     rows = []
 
@@ -462,7 +320,7 @@ def run_cases(sheet, cases: list[dict], **environment: str) -> list[dict]:
         files = [Path(folder) / name for name in ("cases.json", "results.jsonl", "now.json")]
         until = time.time() + sheet.left()
         files[0].write_text(json.dumps([{**case, "until": until} for case in cases]))
-        worker = subprocess.Popen([sys.executable, __file__, *map(str, files)], env={**os.environ, **environment})
+        worker = subprocess.Popen([sys.executable, __file__, *map(str, files)])
         ended = None
         while ended is None:
             code, over = (

@@ -24,7 +24,7 @@ def sources(most: int | None = None) -> list[str]:
 
 def rows(vocab_size: int, tokens: int, count: int, files: int | None = None):
     """(count rows of `tokens` token ids each, how many different ids are in them) under a tokenizer of vocab_size."""
-    from hfpatch.training.tokenizer import train
+    from hfpatch.trainer.tokenizer import train
 
     texts = sources(files)
     tokenizer = train(iter(texts), vocab_size)
