@@ -1,4 +1,5 @@
-"""hfpatch: long-context full fine-tuning on one GPU, by one line in a Hugging Face script: `hfpatch.apply(model)`.
+"""hfpatch: long-context full fine-tuning on one GPU, by one line in a Hugging Face script:
+`hfpatch.apply(model)`.
 
 The names below are loaded on first use, so that `hfpatch plan` answers without importing torch.
 """
@@ -38,11 +39,13 @@ _PUBLIC = {
     "token_wise": "hfpatch.layer.strangers",
     "verify": "hfpatch.lab.verify",
 }
-# The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what came later.
+# The oldest versions that work, as in setup.cfg; pip checks them when it installs, but not what
+# came later.
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
-    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "mark_batch_ready", "ops", "plan", "freeze_base",
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "mark_batch_ready",
+    "ops", "plan", "freeze_base",
     "profile", "token_wise", "undo", "verify",
 ]  # fmt: skip
 
@@ -56,7 +59,8 @@ def _refuse_old(packages) -> None:
         if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST[name]:
             wanted = ".".join(map(str, OLDEST[name]))
             raise ImportError(
-                f"hfpatch: expected {name} {wanted} or newer, {version} is installed; pip install '{name}>={wanted}'."
+                f"hfpatch: expected {name} {wanted} or newer, {version} is installed; pip install "
+                f"'{name}>={wanted}'."
             )
 
 

@@ -1,6 +1,8 @@
-"""`apply(model)` gives this model's modules their fused classes; `undo(model)` hands the old ones back.
+"""`apply(model)` gives this model's modules their fused classes; `undo(model)` hands the old ones
+back.
 
-Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names and checkpoints stay.
+Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names
+and checkpoints stay.
 """
 
 import weakref
@@ -25,7 +27,15 @@ from hfpatch.compat import (
     real_tensors,
     unwatched,
 )
-from hfpatch.context.classes import KeepsSignature, expect_module, is_mixed, not_a_model, replaced_forward, swap, unswap
+from hfpatch.context.classes import (
+    KeepsSignature,
+    expect_module,
+    is_mixed,
+    not_a_model,
+    replaced_forward,
+    swap,
+    unswap,
+)
 from hfpatch.decoder.find import Decoder, find_decoder
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.decoder.verdict import ask_model
@@ -45,7 +55,11 @@ from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
 # How the names of modules end that a part may stand for, and what finds it.
-_PARTS = {"rms_norm": ("Norm", parts.norm_part), "mlp": ("MLP", parts.mlp_part), "rope": ("Attention", parts.rope_part)}
+_PARTS = {
+    "rms_norm": ("Norm", parts.norm_part),
+    "mlp": ("MLP", parts.mlp_part),
+    "rope": ("Attention", parts.rope_part),
+}
 _TOO_LATE = {
     "DeepSpeedEngine": "deepspeed.initialize()",
     "FullyShardedDataParallel": "FSDP wraps the model",
@@ -62,34 +76,48 @@ _DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range 
 def _refuse_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
-            if kind.__name__ in _TOO_LATE and kind.__module__.split(".")[0] in ("torch", "deepspeed", "accelerate"):
+            if kind.__name__ in _TOO_LATE and kind.__module__.split(".")[0] in (
+                "torch",
+                "deepspeed",
+                "accelerate",
+            ):
                 fix = f"call apply() before {_TOO_LATE[kind.__name__]}."
                 asked = getattr(getattr(model, "config", None), "distributed_config", None)
                 if (getattr(asked, "fsdp_size", None) or 1) > 1:  # sharded while it was loaded
-                    fix = "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it after apply()."
+                    fix = (
+                        "load it without DistributedConfig(fsdp_size=), and have accelerate's "
+                        "FSDP2 shard it after apply()."
+                    )
                 raise ValueError(
-                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found {type(module).__name__}; {fix}"
+                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found "
+                    f"{type(module).__name__}; {fix}"
                 )
 
 
 def _refuse_liger(model: nn.Module) -> None:
     for module in model.modules():
         forward = vars(module).get("forward")
-        places = (type(module).__module__, getattr(getattr(forward, "__func__", forward), "__module__", None))
+        places = (
+            type(module).__module__,
+            getattr(getattr(forward, "__func__", forward), "__module__", None),
+        )
         if any((place or "").split(".")[0] == "liger_kernel" for place in places):
             raise ValueError(
-                f"hfpatch: expected transformers' own modules, found Liger's in {type(module).__name__}; "
+                "hfpatch: expected transformers' own modules, found Liger's in "
+                f"{type(module).__name__}; "
                 "drop use_liger_kernel (apply_liger_kernel_to_...), or do not call apply()."
             )
 
 
 def _unpin(module: nn.Module) -> None:
-    """Drops a `forward` on the instance that is no more than its class's own, or a wrapper around ours.
+    """Drops a `forward` on the instance that is no more than its class's own, or a wrapper around
+    ours.
 
     accelerate leaves the first where it unwraps a model, its mixed precision the second.
     """
     forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
-    own = getattr(type(module), "forward", None)  # what torch.jit compiled has one on the instance alone
+    # what torch.jit compiled has one on the instance alone
+    own = getattr(type(module), "forward", None)
     if own is not None and getattr(forward, "__func__", None) is own:
         del module.forward
     elif own is not None and getattr(inner, "__func__", None) is own and is_mixed(module):
@@ -116,45 +144,57 @@ def apply(
     checkpointing: "str | Checkpointing" = "auto",
     logits: "str | bool" = "auto",
 ) -> Report:
-    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place; returns a Report.
+    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place;
+    returns a Report.
 
-    Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do other models.
-    Gradients are exact. Documents packed in a row (positions that restart) stay apart, also beside an attention mask of
-    ones, where transformers lets them see each other. `hfpatch.undo(model)` takes it back. Calling it again replaces the
-    settings. One exception to "other models": a TRL trainer made with this model patches its reference model likewise, so
-    that equal weights give equal numbers.
+    Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do
+    other models. Gradients are exact. Documents packed in a row (positions that restart) stay
+    apart, also beside an attention mask of ones, where transformers lets them see each other.
+    `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to
+    "other models": a TRL trainer made with this model patches its reference model likewise, so that
+    equal weights give equal numbers.
 
-    Layers run again in backward, on the weights of their forward: what is written to a weight in between is noticed and
-    said, but for writes in place through its `.data`, which PyTorch does not count: make those after backward.
+    Layers run again in backward, on the weights of their forward: what is written to a weight in
+    between is noticed and said, but for writes in place through its `.data`, which PyTorch does not
+    count: make those after backward.
 
-    model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP, DeepSpeed or torch.compile
-        wrap it.
-    rope: fused rotary embedding of q and k, one launch for both.
-    rope_float64: rotary angles in float64, worth it above 131,072 tokens, where those of float32 are off by more than
+    model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
+        DeepSpeed or torch.compile wrap it.
+    rope: fused rotary embedding of q and k, one launch for both. rope_float64: rotary angles in
+    float64, worth it above 131,072 tokens, where those of float32 are off by more than
         bfloat16 rounds.
-    rms_norm: fused RMSNorm, and residual add with the norm after it.
-    mlp: fused activation times up.
-    loss: head and cross-entropy by chunks of tokens, logits never whole.
-    checkpointing: "auto" is the fastest that fits the memory free at the first step; "least" takes the least device
-        memory; "off" leaves transformers' own checkpointing as it is; a place ("gpu", "host", a folder) says where
-        checkpoints wait; a hfpatch.Checkpointing says more.
-    logits: whether a forward with labels also returns logits, in training and in evaluation. "auto": in evaluation up to
-        2 GiB with the copies that the loss makes of them; in training outputs.logits is None, but for PEFT's CPT, which
-        reads them.
+    rms_norm: fused RMSNorm, and residual add with the norm after it. mlp: fused activation times
+    up. loss: head and cross-entropy by chunks of tokens, logits never whole. checkpointing: "auto"
+    is the fastest that fits the memory free at the first step; "least" takes the least device
+        memory; "off" leaves transformers' own checkpointing as it is; a place ("gpu", "host", a
+        folder) says where checkpoints wait; a hfpatch.Checkpointing says more.
+    logits: whether a forward with labels also returns logits, in training and in evaluation.
+        "auto": in evaluation up to 2 GiB with the copies that the loss makes of them; in training
+        outputs.logits is None, but for PEFT's CPT, which reads them.
 
-    Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of Liger's modules, one
-    without decoder layers, and on settings out of range.
+    Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of
+    Liger's modules, one without decoder layers, and on settings out of range.
 
     >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
     >>> print(hfpatch.apply(model))
     """
     settings = parse_checkpointing(checkpointing)
     if logits not in ("auto", True, False):
-        raise ValueError(f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".')
-    switches = {"rope": rope, "rope_float64": rope_float64, "rms_norm": rms_norm, "mlp": mlp, "loss": loss}
+        raise ValueError(
+            f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".'
+        )
+    switches = {
+        "rope": rope,
+        "rope_float64": rope_float64,
+        "rms_norm": rms_norm,
+        "mlp": mlp,
+        "loss": loss,
+    }
     for name, value in switches.items():
         if value not in (True, False):
-            raise ValueError(f"hfpatch: {name} must be True or False, {value!r} came; leave it out.")
+            raise ValueError(
+                f"hfpatch: {name} must be True or False, {value!r} came; leave it out."
+            )
     expect_module(model)
     _refuse_wrapped(model)
     _refuse_liger(model)
@@ -163,8 +203,10 @@ def apply(
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, found none in {type(model).__name__} "
-            f"({config.model_type}); call apply() on a causal language model as transformers made it."
+            "hfpatch: expected a decoder with a list of layers, found none in "
+            f"{type(model).__name__} "
+            f"({config.model_type}); call apply() on a causal language model as transformers made "
+            "it."
         )
     report = Report(type(model).__name__)
     # What is tried out has values, also where the caller's tensors have none.
@@ -244,7 +286,8 @@ def _fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     if trl is not None:
         del model.forward
         report.notes.append(
-            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies without logits."
+            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies "
+            "without logits."
         )
     for outer in (model, *(m for m in decoder.around if "forward" not in vars(m))):
         holder = next(path for path, m in outer.named_modules() if m is model)
@@ -265,31 +308,43 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
     stack, layers = decoder.stack, decoder.layers
     configs = _configs(decoder)
     if "forward" in vars(stack):
-        report.skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
+        report.skipped.append(
+            ("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}")
+        )
         return
     if not found.ours and found.alone and found.apart:
         report.skipped.append(("checkpointing", found.alone))
         return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
-    stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = None, found.ours, found.prefill
+    stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = (
+        None,
+        found.ours,
+        found.prefill,
+    )
     stack._hfpatch_apart = found.apart
     stack._hfpatch_mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
     stack._hfpatch_across = stack._hfpatch_mixers and found.across
     causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart
-    told = told or causal is not None and stack not in causal.children()  # a model between them may make a cache
+    # a model between them may make a cache
+    told = told or causal is not None and stack not in causal.children()
     if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):
         swap(causal, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "rows that hold several documents are refused: its layers were not seen to keep them apart."
+            "rows that hold several documents are refused: its layers were not seen to keep them "
+            "apart."
         )
     if settings == "off" or found.alone:
-        report.skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
+        report.skipped.append(
+            ("checkpointing", "not asked for" if settings == "off" else found.alone)
+        )
         for layer, answer in zip(layers, found.answers):
             _swap_layer(layer, UntiledLayer, answer, found.places, configs)
         return
-    replaced = [f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)]
+    replaced = [
+        f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)
+    ]
     if replaced:
         report.skipped.append(("checkpointing", replaced[0]))
         return
@@ -307,15 +362,19 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
-        rest = stack.embed_tokens  # a family's own, that scales what it looks up; a parametrized one stays as it is
+        # a family's own, that scales what it looks up; a parametrized one stays as it is
+        rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
-            # A plain one is here where something replaced its forward: accelerate's hooks, tensor parallelism.
+            # A plain one is here where something replaced its forward: accelerate's hooks, tensor
+            #     parallelism.
             swap(rest, parts.FreeEmbedding if type(rest) is nn.Embedding else parts.ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     conditions = [look(layer) for layer in layers]
     whole = Counter(found.reason for found in conditions if found.reason)
     for reason, n in whole.items():
-        report.notes.append(f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}.")
+        report.notes.append(
+            f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
+        )
     mixers = [
         type(layer.get_submodule(name)).__name__
         for layer, a in zip(layers, found.answers)
@@ -325,41 +384,57 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
     if mixers:
         kinds = ", ".join(dict.fromkeys(mixers))
         report.notes.append(
-            f"{len(mixers)} modules that mix tokens ({kinds}) take all tokens at once, and again in backward."
+            f"{len(mixers)} modules that mix tokens ({kinds}) take all tokens at once, and again "
+            "in backward."
         )
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     report.notes.append(
-        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing is replaced."
+        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
+        "is replaced."
     )
     if settings.frozen_weights == "host":
         report.notes.append(
-            "frozen weights of the layers stay in host memory and come to the device a layer ahead of their use."
+            "frozen weights of the layers stay in host memory and come to the device a layer "
+            "ahead of their use."
         )
     wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
     if wide:
         report.notes.append(
-            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, so residual stream and host "
-            "memory are twice as large (prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
+            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, "
+            "so residual stream and host "
+            "memory are twice as large (prepare_model_for_kbit_training): call "
+            "hfpatch.freeze_base(model) in its place."
         )
     ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
     if ranged:
         report.notes.append(
-            f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, which is each tile's own: values "
-            "differ from those of whole sequences by a step of that quantisation; tile as long as the sequence for the same."
+            f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, "
+            "which is each tile's own: values "
+            "differ from those of whole sequences by a step of that quantisation; tile as long as "
+            "the sequence for the same."
         )
     if shape is not None and not whole and not shape.whole_because:
-        report.notes.append(_memory_note(stack.config, shape, settings, next(stack.parameters()).element_size()))
+        report.notes.append(
+            _memory_note(stack.config, shape, settings, next(stack.parameters()).element_size())
+        )
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
         report.notes.append(
-            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead of tile by tile."
+            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
+            "of tile by tile."
         )
 
 
-def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, places: frozenset, configs: tuple) -> None:
+def _swap_layer(
+    layer: nn.Module, part: type, answers: LayerTraits, places: frozenset, configs: tuple
+) -> None:
     if not is_mixed(layer):
         swap(layer, part)
-        layer._hfpatch_configs, layer._hfpatch_traits, layer._hfpatch_places = configs, answers, places
+        layer._hfpatch_configs, layer._hfpatch_traits, layer._hfpatch_places = (
+            configs,
+            answers,
+            places,
+        )
 
 
 def _configs(decoder: Decoder) -> tuple:
@@ -376,21 +451,25 @@ def _shape(config) -> ModelShape | None:
 
 
 def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
-    """What the closed form expects of one long sequence on a GPU with the host memory it asks for."""
+    """What the closed form expects of one long sequence on a GPU with the host memory it asks
+    for.
+    """
     tokens = min(config.max_position_embeddings, 131072)
     policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
     memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)
     return (
-        f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} GiB beyond parameters and "
+        f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} "
+        "GiB beyond parameters and "
         f"gradients, {memory.host / 2**30:.2f} GiB of host memory (see `hfpatch plan`)."
     )
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the session's host memory. A model never patched stays as it is.
+    """Hands every module its own class back and frees the session's host memory. A model never
+    patched stays as it is.
 
-    A reference model that a TRL trainer had patched with its policy is a model of its own: undo(trainer.ref_model). Raises
-    ValueError on what is no model.
+    A reference model that a TRL trainer had patched with its policy is a model of its own:
+    undo(trainer.ref_model). Raises ValueError on what is no model.
     """
     expect_module(model)
     sessions = set()

@@ -15,8 +15,8 @@ def say(line: str) -> None:
 
 @dataclass
 class Report:
-    """What `hfpatch.apply` did; print it to read it, in ten lines at most. On ranks but 0 (RANK) the printed form is empty; the
-    fields are there.
+    """What `hfpatch.apply` did; print it to read it, in ten lines at most. On ranks but 0 (RANK)
+    the printed form is empty; the fields are there.
 
     model: class name of the model.
     swaps: (option, class name of the modules, how many of them) for each option that took effect.
@@ -36,7 +36,9 @@ class Report:
     details: list[str] = field(default_factory=list)
 
     def count(self, option: str) -> int:
-        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing") swapped."""
+        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing")
+        swapped.
+        """
         return sum(n for o, _, n in self.swaps if o == option)
 
     def __str__(self):
@@ -46,11 +48,21 @@ class Report:
         for option in dict.fromkeys(o for o, _, _ in self.swaps):
             kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)
             left = [reason for o, reason in self.skipped if o == option]
-            lines.append(f"  {option:<13} {kinds}" + (f"; others left as they are: {left[0]}" if left else ""))
+            lines.append(
+                f"  {option:<13} {kinds}"
+                + (f"; others left as they are: {left[0]}" if left else "")
+            )
         told = {o for o, _, _ in self.swaps}
-        lines += [f"  {option:<13} left as it is: {reason}" for option, reason in self.skipped if option not in told]
+        lines += [
+            f"  {option:<13} left as it is: {reason}"
+            for option, reason in self.skipped
+            if option not in told
+        ]
         room = LINES - len(lines)
-        lines += [f"  {note}" for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])]
+        lines += [
+            f"  {note}"
+            for note in (self.notes if len(self.notes) <= room else self.notes[: room - 1])
+        ]
         if len(self.notes) > room:
             lines.append(f"  {len(self.notes) - room + 1} more in report.notes")
         return "\n".join(lines)

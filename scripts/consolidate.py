@@ -1,9 +1,10 @@
-"""Turns a sharded checkpoint folder of Trainer (ZeRO or FSDP) into one model.safetensors beside its config.
+"""Turns a sharded checkpoint folder of Trainer (ZeRO or FSDP) into one model.safetensors beside its
+config.
 
     python scripts/consolidate.py runs/my-run/checkpoint-500 final --base meta-llama/checkout
 
-One process, no GPU; needs host memory for one copy of the weights. ZeRO gives the float32 master weights, FSDP the
-weights in the dtype they were kept in.
+One process, no GPU; needs host memory for one copy of the weights. ZeRO gives the float32 master
+weights, FSDP the weights in the dtype they were kept in.
 """
 
 import os
@@ -14,7 +15,8 @@ import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its
+# parent has hfpatch.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
@@ -24,52 +26,76 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from hfpatch.cli.failures import Parser, guarded  # noqa: E402
 from hfpatch.trainer import folders  # noqa: E402
 
-BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+          "special_tokens_map.json",
           "chat_template.jinja")  # fmt: skip
 # What the index of an FSDP checkpoint, a pickle, may name; torch's dtypes beside.
 _INDEX = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value,
+                                                                                  torch.dtype))},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
 
 
 def consolidate(
-    checkpoint: str, target: str, *, dtype: str | None = None, base: str | None = None, allow_pickle: bool = False
+    checkpoint: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    base: str | None = None,
+    allow_pickle: bool = False,
 ) -> Path:
-    """Writes target/model.safetensors, and beside it the config and tokenizer of base or of the checkpoint.
+    """Writes target/model.safetensors, and beside it the config and tokenizer of base or of the
+    checkpoint.
 
-    dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps them. allow_pickle: also read files that
-    would run code, where their origin is trusted. ValueError where checkpoint is no sharded checkpoint of a whole model,
-    leads out of its folder or holds code, or where target already holds weights.
+    dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps them. allow_pickle:
+    also read files that would run code, where their origin is trusted. ValueError where checkpoint
+    is no sharded checkpoint of a whole model, leads out of its folder or holds code, or where
+    target already holds weights.
     """
     source, out = Path(checkpoint), Path(target)
     if not source.is_dir():
-        raise ValueError(f"hfpatch: expected a checkpoint folder, {source} is none; give runs/NAME/checkpoint-N.")
+        raise ValueError(
+            f"hfpatch: expected a checkpoint folder, {source} is none; give runs/NAME/checkpoint-N."
+        )
     if list(out.glob("*.safetensors")):
         raise ValueError(f"hfpatch: {out} already holds weights; give another folder.")
     if base and not (Path(base) / "config.json").is_file():
-        raise ValueError(f"hfpatch: expected a model's folder as --base, {base} holds no config.json; check the path.")
+        raise ValueError(
+            f"hfpatch: expected a model's folder as --base, {base} holds no config.json; check "
+            "the path."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     # A name nobody else has: a .part of somebody else's stays what it is.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".part", dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{out.name}.", suffix=".part", dir=out.parent
+    ) as scratch:
         with nullcontext() if allow_pickle else weights_only():
             weights = _weights(source, Path(scratch) / "merged", allow_pickle)
         if any(name.startswith("base_model.") for name in weights):
-            raise ValueError(f"hfpatch: {source} is of a LoRA run, whose adapter Trainer saves itself; use that file.")
+            raise ValueError(
+                f"hfpatch: {source} is of a LoRA run, whose adapter Trainer saves itself; use "
+                "that file."
+            )
         kept = {name: _cast(tensor, dtype) for name, tensor in _without_ties(weights).items()}
         made = Path(scratch) / "made"
         made.mkdir()
         save_file(kept, made / "model.safetensors", metadata={"format": "pt"})
         for name in BESIDE:
             for folder in [Path(base)] if base else (source, source.parent):
-                if (folder / name).is_file() and not (out / name).exists() and not (made / name).exists():
+                if (
+                    (folder / name).is_file()
+                    and not (out / name).exists()
+                    and not (made / name).exists()
+                ):
                     shutil.copyfile(folder / name, made / name)
         folders.publish(made, out)
     return out / "model.safetensors"
@@ -79,13 +105,19 @@ def _weights(source: Path, scratch: Path, allow_pickle: bool) -> dict[str, torch
     if (source / "latest").is_file():
         tag = (source / "latest").read_text(encoding="utf-8").strip()
         if not folders.plain_name(tag):
-            raise ValueError(f"hfpatch: expected a folder's name in {source / 'latest'}, {tag!r} came; mend the file.")
+            raise ValueError(
+                f"hfpatch: expected a folder's name in {source / 'latest'}, {tag!r} came; mend "
+                "the file."
+            )
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         return get_fp32_state_dict_from_zero_checkpoint(str(source), tag=tag)
     shards = source / "pytorch_model_fsdp_0"
     if not shards.is_dir():
-        raise ValueError(f"hfpatch: {source} holds neither ZeRO nor sharded FSDP weights; give runs/NAME/checkpoint-N.")
+        raise ValueError(
+            f"hfpatch: {source} holds neither ZeRO nor sharded FSDP weights; give "
+            "runs/NAME/checkpoint-N."
+        )
     from accelerate.utils import merge_fsdp_weights
 
     if not allow_pickle:
@@ -94,7 +126,8 @@ def _weights(source: Path, scratch: Path, allow_pickle: bool) -> dict[str, torch
         for info in (index.storage_data or {}).values():
             if not folders.plain_name(info.relative_path):
                 raise ValueError(
-                    f"hfpatch: {shards} names {info.relative_path!r}, which leads out of it; do not use it."
+                    f"hfpatch: {shards} names {info.relative_path!r}, which leads out of it; do "
+                    "not use it."
                 )
     merge_fsdp_weights(str(shards), str(scratch), safe_serialization=True)
     return load_file(scratch / "model.safetensors")
@@ -111,14 +144,20 @@ class _Index(pickle.Unpickler):
 
 @contextmanager
 def weights_only():
-    """Everything under it that torch loads is tensors and plain values, though DeepSpeed asks for more. ValueError else."""
-    with _environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), torch.serialization.safe_globals(_deepspeed_classes()):
+    """Everything under it that torch loads is tensors and plain values, though DeepSpeed asks for
+    more. ValueError else.
+    """
+    with (
+        _environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+        torch.serialization.safe_globals(_deepspeed_classes()),
+    ):
         try:
             yield
         except pickle.UnpicklingError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"hfpatch: the checkpoint holds more than tensors, which could run code ({reason[:120]}); where you trust "
+                "hfpatch: the checkpoint holds more than tensors, which could run code "
+                f"({reason[:120]}); where you trust "
                 "its origin, pass --allow_pickle."
             ) from error
 
@@ -145,7 +184,9 @@ def _deepspeed_classes() -> list:
 
 
 def _without_ties(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tied head is the embedding under a second name, equal to the bit: safetensors holds it once."""
+    """A tied head is the embedding under a second name, equal to the bit: safetensors holds it
+    once.
+    """
     head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
     if head is None or embedding is None or not torch.equal(head, embedding):
         return weights
@@ -163,17 +204,33 @@ def main(argv=None) -> int:
 
 def _main(argv) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", help="a checkpoint-N folder that Trainer wrote under ZeRO or FSDP")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint-N folder that Trainer wrote under ZeRO or FSDP"
+    )
     parser.add_argument("target", help="the folder to write")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], help="cast the weights; default keeps them"
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="cast the weights; default keeps them",
     )
-    parser.add_argument("--base", help="folder whose config.json and tokenizer go beside the weights")
     parser.add_argument(
-        "--allow_pickle", action="store_true", help="read files that could run code; trust their origin"
+        "--base", help="folder whose config.json and tokenizer go beside the weights"
+    )
+    parser.add_argument(
+        "--allow_pickle",
+        action="store_true",
+        help="read files that could run code; trust their origin",
     )
     args = parser.parse_args(argv)
-    print(consolidate(args.checkpoint, args.target, dtype=args.dtype, base=args.base, allow_pickle=args.allow_pickle))
+    print(
+        consolidate(
+            args.checkpoint,
+            args.target,
+            dtype=args.dtype,
+            base=args.base,
+            allow_pickle=args.allow_pickle,
+        )
+    )
     return 0
 
 

@@ -2,9 +2,10 @@
 
     python scripts/export_gguf.py runs/my-model my-model-q8_0.gguf --type q8_0
 
-Reads a Hugging Face folder (config.json, safetensors, tokenizer.json) tensor by tensor, so memory stays near the
-largest single weight. llama.cpp rotates neighbouring pairs where HF rotates halves: rows of q and k are reordered.
-Llama-3's RoPE scaling has no metadata key in GGUF; it is the tensor rope_freqs.weight, one divisor per frequency.
+Reads a Hugging Face folder (config.json, safetensors, tokenizer.json) tensor by tensor, so memory
+stays near the largest single weight. llama.cpp rotates neighbouring pairs where HF rotates halves:
+rows of q and k are reordered. Llama-3's RoPE scaling has no metadata key in GGUF; it is the tensor
+rope_freqs.weight, one divisor per frequency.
 """
 
 import json
@@ -14,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its
+# parent has hfpatch.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
@@ -33,8 +35,8 @@ TYPES = {
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-# Llama 3's split of text before the merges, as tokenizer.json spells it. llama.cpp knows splits by name only, and a
-# wrong name tokenizes wrongly in silence.
+# Llama 3's split of text before the merges, as tokenizer.json spells it. llama.cpp knows splits by
+# name only, and a wrong name tokenizes wrongly in silence.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,8 +44,11 @@ LLAMA3_SPLIT = (
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
-def export(source: str, target: str, *, kind: str = "f16", pre: str | None = None, force: bool = False) -> Path:
-    """Writes source (an HF folder) to target. ValueError, before anything is written, where it cannot be exact.
+def export(
+    source: str, target: str, *, kind: str = "f16", pre: str | None = None, force: bool = False
+) -> Path:
+    """Writes source (an HF folder) to target. ValueError, before anything is written, where it
+    cannot be exact.
 
     kind: one of TYPES; vectors (norms, biases) stay float32 as llama.cpp expects.
     pre: llama.cpp's pre-tokenizer name, for a tokenizer whose split pattern is not known here.
@@ -54,16 +59,24 @@ def export(source: str, target: str, *, kind: str = "f16", pre: str | None = Non
     if out.exists() and not force:
         raise ValueError(f"hfpatch: {out} exists; give another name or --force.")
     if (folder / "adapter_config.json").exists():
-        raise ValueError(f"hfpatch: {folder} holds a LoRA adapter; merge it (merge_and_unload) and export the result.")
+        raise ValueError(
+            f"hfpatch: {folder} holds a LoRA adapter; merge it (merge_and_unload) and export the "
+            "result."
+        )
     if not (folder / "config.json").exists():
-        raise ValueError(f"hfpatch: no config.json in {folder}; give the folder that save_pretrained wrote.")
+        raise ValueError(
+            f"hfpatch: no config.json in {folder}; give the folder that save_pretrained wrote."
+        )
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type != "llama":
         raise ValueError(
-            f"hfpatch: expected a model of type llama, came {config.model_type}; use llama.cpp's converter."
+            f"hfpatch: expected a model of type llama, came {config.model_type}; use llama.cpp's "
+            "converter."
         )
     if config.hidden_act != "silu":
-        raise ValueError(f"hfpatch: llama.cpp's llama has SiLU alone, came hidden_act {config.hidden_act!r}.")
+        raise ValueError(
+            f"hfpatch: llama.cpp's llama has SiLU alone, came hidden_act {config.hidden_act!r}."
+        )
     where = _tensor_files(folder)
     expected = _expected_tensors(config, where)
     # A name nobody else has: a .part of somebody else's stays what it is.
@@ -80,7 +93,9 @@ def export(source: str, target: str, *, kind: str = "f16", pre: str | None = Non
     return out
 
 
-def _write(part: Path, folder: Path, config, where: dict, expected: dict, kind: str, pre: str | None) -> None:
+def _write(
+    part: Path, folder: Path, config, where: dict, expected: dict, kind: str, pre: str | None
+) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
     _write_config(writer, config, kind, folder.resolve().name)
@@ -107,10 +122,11 @@ def _write(part: Path, folder: Path, config, where: dict, expected: dict, kind: 
 
 
 def rope_factors(config) -> np.ndarray | None:
-    """What llama.cpp divides each RoPE frequency by, float32 [head_dim / 2]; None where RoPE is unscaled or linear.
+    """What llama.cpp divides each RoPE frequency by, float32 [head_dim / 2]; None where RoPE is
+    unscaled or linear.
 
-    Llama 3.1's rule: wavelengths beyond the old context are stretched by `factor`, short ones left alone, those
-    between interpolated (transformers' rope type "llama3").
+    Llama 3.1's rule: wavelengths beyond the old context are stretched by `factor`, short ones left
+    alone, those between interpolated (transformers' rope type "llama3").
     """
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
@@ -125,12 +141,15 @@ def rope_factors(config) -> np.ndarray | None:
 
 def _rope(config) -> dict:
     """theta and scaling of both config generations, as one dict."""
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope = dict(
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"hfpatch: RoPE scaling {rope['rope_type']!r} has no exact form here; use llama.cpp's converter."
+            f"hfpatch: RoPE scaling {rope['rope_type']!r} has no exact form here; use llama.cpp's "
+            "converter."
         )
     return rope
 
@@ -164,17 +183,21 @@ def _write_config(writer, config, kind: str, name: str) -> None:
 def _write_tokenizer(writer, folder: Path, vocab_size: int, pre: str | None) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise ValueError(f"hfpatch: no tokenizer.json in {folder}; save the tokenizer beside the model.")
+        raise ValueError(
+            f"hfpatch: no tokenizer.json in {folder}; save the tokenizer beside the model."
+        )
     spec = json.loads(path.read_text(encoding="utf-8"))
     model = spec["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError(
             f"hfpatch: expected a byte-level BPE tokenizer, came {model.get('type')}"
-            f"{' with byte fallback' if model.get('byte_fallback') else ''}; use llama.cpp's converter."
+            f"{' with byte fallback' if model.get('byte_fallback') else ''}; use llama.cpp's "
+            "converter."
         )
     if not model["merges"]:
         raise ValueError(
-            "hfpatch: the tokenizer has no merges, which llama.cpp cannot load; train it with at least one."
+            "hfpatch: the tokenizer has no merges, which llama.cpp cannot load; train it with at "
+            "least one."
         )
     tokens = {index: token for token, index in model["vocab"].items()}
     types = dict.fromkeys(tokens, NORMAL)
@@ -204,8 +227,12 @@ def _write_tokenizer(writer, folder: Path, vocab_size: int, pre: str | None) -> 
         if token_id is not None:
             add(token_id)
     ends = tokenizer("").input_ids
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and tokenizer.bos_token_id in ends[:1])
-    writer.add_add_eos_token(tokenizer.eos_token_id is not None and tokenizer.eos_token_id in ends[1:])
+    writer.add_add_bos_token(
+        tokenizer.bos_token_id is not None and tokenizer.bos_token_id in ends[:1]
+    )
+    writer.add_add_eos_token(
+        tokenizer.eos_token_id is not None and tokenizer.eos_token_id in ends[1:]
+    )
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
 
@@ -220,7 +247,8 @@ def _pre_tokenizer(spec: dict | None) -> str:
     if len(steps) == 2 and byte_level and pattern == LLAMA3_SPLIT:
         return "llama-bpe"
     raise ValueError(
-        "hfpatch: the tokenizer splits text in a way no known llama.cpp pre-tokenizer does; name one with --pre."
+        "hfpatch: the tokenizer splits text in a way no known llama.cpp pre-tokenizer does; name "
+        "one with --pre."
     )
 
 
@@ -230,14 +258,20 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         try:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"hfpatch: expected a weight_map in {index}, none came; save the model again.") from None
+            raise ValueError(
+                f"hfpatch: expected a weight_map in {index}, none came; save the model again."
+            ) from None
         out = sorted(str(file) for file in named.values() if not folders.plain_name(file))
         if out:
-            raise ValueError(f"hfpatch: {index} names {out[0]!r}, which leads out of its folder; do not use it.")
+            raise ValueError(
+                f"hfpatch: {index} names {out[0]!r}, which leads out of its folder; do not use it."
+            )
         return {name: folder / file for name, file in named.items()}
     single = folder / "model.safetensors"
     if not single.exists():
-        raise ValueError(f"hfpatch: no model.safetensors in {folder}; consolidate the checkpoint first.")
+        raise ValueError(
+            f"hfpatch: no model.safetensors in {folder}; consolidate the checkpoint first."
+        )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
 
@@ -255,20 +289,33 @@ def _expected_tensors(config, where: dict) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    wanted = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    wanted = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config.tie_word_embeddings:
         wanted["lm_head.weight"] = (config.vocab_size, hidden)
     for layer in (f"model.layers.{i}." for i in range(config.num_hidden_layers)):
-        wanted[layer + "input_layernorm.weight"] = wanted[layer + "post_attention_layernorm.weight"] = (hidden,)
+        wanted[layer + "input_layernorm.weight"] = wanted[
+            layer + "post_attention_layernorm.weight"
+        ] = (hidden,)
         for name, shape in linears.items():
             wanted[f"{layer}{name}.weight"] = shape
             if config.mlp_bias if name.startswith("mlp") else config.attention_bias:
                 wanted[f"{layer}{name}.bias"] = shape[:1]
     missing = sorted(set(wanted) - set(where))
-    extra = sorted(set(where) - set(wanted) - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
+    extra = sorted(
+        set(where) - set(wanted) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    )
     if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"holds {extra[0]}, which config.json does not describe"
-        raise ValueError(f"hfpatch: the checkpoint {what}; export the folder that save_pretrained wrote.")
+        what = (
+            f"lacks {missing[0]}"
+            if missing
+            else f"holds {extra[0]}, which config.json does not describe"
+        )
+        raise ValueError(
+            f"hfpatch: the checkpoint {what}; export the folder that save_pretrained wrote."
+        )
     return wanted
 
 
@@ -278,7 +325,9 @@ def _read(where: dict[str, Path], name: str) -> torch.Tensor:
 
 
 def _stored_type(shape: tuple[int, ...], kind: str):
-    """Vectors in float32; a matrix whose rows are no whole Q8_0 blocks of 32 in float16, as llama.cpp does."""
+    """Vectors in float32; a matrix whose rows are no whole Q8_0 blocks of 32 in float16, as
+    llama.cpp does.
+    """
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
     if kind == "q8_0" and shape[-1] % 32:
@@ -288,13 +337,21 @@ def _stored_type(shape: tuple[int, ...], kind: str):
 
 def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.ndarray:
     if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"hfpatch: {name}: expected shape {tuple(shape)}, came {tuple(tensor.shape)}.")
-    for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        raise ValueError(
+            f"hfpatch: {name}: expected shape {tuple(shape)}, came {tuple(tensor.shape)}."
+        )
+    for projection, heads in (
+        ("q_proj", config.num_attention_heads),
+        ("k_proj", config.num_key_value_heads),
+    ):
         if f".{projection}." in name:
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     values = tensor.float().numpy()
     if not np.isfinite(values).all():
-        raise ValueError(f"hfpatch: expected finite weights, {name} holds nan or infinity; export another checkpoint.")
+        raise ValueError(
+            f"hfpatch: expected finite weights, {name} holds nan or infinity; export another "
+            "checkpoint."
+        )
     qtype = _stored_type(shape, kind)
     if qtype == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
         raise ValueError(f"hfpatch: {name} has values beyond float16; export with --type bf16.")
@@ -309,8 +366,12 @@ def _main(argv) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder with config.json, *.safetensors and tokenizer.json")
     parser.add_argument("target", help="the .gguf file to write")
-    parser.add_argument("--type", choices=sorted(TYPES), default="f16", help="storage of the matrices")
-    parser.add_argument("--pre", help="llama.cpp's pre-tokenizer name, where the split pattern is not a known one")
+    parser.add_argument(
+        "--type", choices=sorted(TYPES), default="f16", help="storage of the matrices"
+    )
+    parser.add_argument(
+        "--pre", help="llama.cpp's pre-tokenizer name, where the split pattern is not a known one"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     args = parser.parse_args(argv)
     out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)

@@ -2,11 +2,12 @@
 
     python scripts/placement_curves.py --out profiles/placement
 
-A 0.8 M parameter Llama reads the bytes of this Python's standard library. Each run is a process of its own; all start
-from the same float32 weights and see the same rows in the same order, without gradient clipping (gpu8bit-fused has
-none). Two runs are there to judge by: float32 AdamW from the same weights rounded to bf16, which shows how far apart two
-equally good runs come, and gpu8bit rounding to nearest, which shows what stochastic rounding is for. On a CPU
-zero3-offload steps with torch's AdamW in place of DeepSpeed's C++ one.
+A 0.8 M parameter Llama reads the bytes of this Python's standard library. Each run is a process of
+its own; all start from the same float32 weights and see the same rows in the same order, without
+gradient clipping (gpu8bit-fused has none). Two runs are there to judge by: float32 AdamW from the
+same weights rounded to bf16, which shows how far apart two equally good runs come, and gpu8bit
+rounding to nearest, which shows what stochastic rounding is for. On a CPU zero3-offload steps with
+torch's AdamW in place of DeepSpeed's C++ one.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its parent has hfpatch.
+# This folder has a profile.py, which cProfile must not find in place of the standard one; its
+# parent has hfpatch.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
@@ -40,11 +42,15 @@ def rows(count: int, length: int):
     """`count` rows of `length` bytes, from Python files in a fixed order."""
     import torch
 
-    text = b"".join(p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-t]*.py")))
+    text = b"".join(
+        p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-t]*.py"))
+    )
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, len(ids) - length, (count,), generator=generator)
-    return [{"input_ids": (row := ids[s : s + length].long()), "labels": row} for s in starts.tolist()]
+    return [
+        {"input_ids": (row := ids[s : s + length].long()), "labels": row} for s in starts.tolist()
+    ]
 
 
 def one(name: str, folder: str, steps: int, rate: float) -> None:
@@ -63,7 +69,8 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     torch.set_num_threads(1)
-    torch.compiler.set_stance("force_eager")  # torchao compiles its update: the same numbers, minutes of C++ on a CPU
+    # torchao compiles its update: the same numbers, minutes of C++ on a CPU
+    torch.compiler.set_stance("force_eager")
     plain = kind == "float32 AdamW"
     flags = {} if plain else placement.training_arguments(kind)
     if "nearest" in name:
@@ -72,14 +79,19 @@ def one(name: str, folder: str, steps: int, rate: float) -> None:
         flags["deepspeed"]["zero_force_ds_cpu_optimizer"] = False
     batch, length = 8, 128
     args = TrainingArguments(
-        folder, per_device_train_batch_size=batch, max_steps=steps, learning_rate=rate, lr_scheduler_type="cosine",
-        warmup_steps=20, weight_decay=0.1, adam_beta2=0.98, logging_steps=1, save_strategy="no", report_to="none",
-        disable_tqdm=True, use_cpu=not torch.cuda.is_available(), seed=1, **{"max_grad_norm": 0.0, **flags},
+        folder, per_device_train_batch_size=batch, max_steps=steps, learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=20, weight_decay=0.1, adam_beta2=0.98, logging_steps=1, save_strategy="no",
+        report_to="none",
+        disable_tqdm=True, use_cpu=not torch.cuda.is_available(), seed=1,
+        **{"max_grad_norm": 0.0, **flags},
     )  # fmt: skip
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=True, pad_token_id=None,
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=True,
+        pad_token_id=None,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float()
@@ -105,16 +117,24 @@ def draw(losses: dict[str, list[float]], path: Path, command: str) -> None:
     figure, (curves, gap) = pyplot.subplots(1, 2, figsize=(11, 4))
     for name, values in losses.items():
         colour, style = RUNS[name]
-        smooth = [sum(values[max(0, i - 9) : i + 1]) / len(values[max(0, i - 9) : i + 1]) for i in range(len(values))]
+        smooth = [
+            sum(values[max(0, i - 9) : i + 1]) / len(values[max(0, i - 9) : i + 1])
+            for i in range(len(values))
+        ]
         curves.plot(smooth, color=colour, linestyle=style, label=name, linewidth=1.3)
         if name != "float32 AdamW":
             base = losses["float32 AdamW"]
             differences = [v - b for v, b in zip(values, base)]
-            means = [sum(differences[max(0, i - 19) : i + 1]) / min(20, i + 1) for i in range(len(values))]
+            means = [
+                sum(differences[max(0, i - 19) : i + 1]) / min(20, i + 1)
+                for i in range(len(values))
+            ]
             gap.plot(means, color=colour, linestyle=style, label=name, linewidth=1.3)
     curves.set(xlabel="step", ylabel="loss (mean of 10 steps)", title="Training loss")
     gap.set(
-        xlabel="step", ylabel="loss minus float32 AdamW's (mean of 20)", title="Against float32 AdamW, same batches"
+        xlabel="step",
+        ylabel="loss minus float32 AdamW's (mean of 20)",
+        title="Against float32 AdamW, same batches",
     )
     gap.axhline(0, color="black", linewidth=0.8)
     curves.legend(fontsize=8)
@@ -129,7 +149,9 @@ def main(argv=None) -> int:
 
 def _main(argv) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="runs/placement", help="folder for results.csv and curves.png")
+    parser.add_argument(
+        "--out", default="runs/placement", help="folder for results.csv and curves.png"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=6e-4)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -143,17 +165,29 @@ def _main(argv) -> int:
     for name in RUNS:
         folder = Path("runs") / "placement_curves" / name.replace(" ", "_").replace(",", "")
         folder.mkdir(parents=True, exist_ok=True)
-        flags = ["--one", name, "--out", folder, "--steps", args.steps, "--learning_rate", args.learning_rate]
+        flags = [
+            "--one",
+            name,
+            "--out",
+            folder,
+            "--steps",
+            args.steps,
+            "--learning_rate",
+            args.learning_rate,
+        ]
         code = subprocess.run([sys.executable, __file__, *map(str, flags)]).returncode
         if code:
-            raise ValueError(f"hfpatch: the run {name!r} ended with exit code {code}; its output is above.")
+            raise ValueError(
+                f"hfpatch: the run {name!r} ended with exit code {code}; its output is above."
+            )
         losses[name] = json.loads((folder / "losses.json").read_text())
     with (out / "results.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["step", *losses])
         table.writerows([step, *values] for step, values in enumerate(zip(*losses.values()), 1))
     command = (
-        f"python scripts/placement_curves.py --out {args.out} --steps {args.steps} --learning_rate {args.learning_rate}"
+        f"python scripts/placement_curves.py --out {args.out} --steps {args.steps} "
+        f"--learning_rate {args.learning_rate}"
     )
     draw(losses, out / "curves.png", command)
     for name, values in losses.items():

@@ -1,10 +1,12 @@
-"""`hfpatch profile` for one implementation under an engine (DDP, FSDP2, DeepSpeed), each rank recording its own step.
+"""`hfpatch profile` for one implementation under an engine (DDP, FSDP2, DeepSpeed), each rank
+recording its own step.
 
-    accelerate launch --config_file fsdp_configs/fsdp2.yaml scripts/profile.py --model llama-3.1-8b --seq-len 32768 \\
-        --impl hfpatch --out runs/profile-fsdp2
+    accelerate launch --config_file fsdp_configs/fsdp2.yaml scripts/profile.py --model llama-3.1-8b
+        --seq-len 32768 \\ --impl hfpatch --out runs/profile-fsdp2
 
-Options as `hfpatch profile`'s, with one --impl and one --seq-len. Run it again with another --impl and the same --out:
-the report then compares them. The report is of rank 0; the peaks of all ranks are in its notes.
+Options as `hfpatch profile`'s, with one --impl and one --seq-len. Run it again with another --impl
+and the same --out: the report then compares them. The report is of rank 0; the peaks of all ranks
+are in its notes.
 """
 
 import os
@@ -13,7 +15,8 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-# This file has the name of a standard module, which cProfile imports: its own folder must not be searched for it.
+# This file has the name of a standard module, which cProfile imports: its own folder must not be
+#     searched for it.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import torch  # noqa: E402
@@ -39,7 +42,10 @@ def _main(argv) -> int:
     check_ranges(vars(args))
     lengths = parse_lengths(args.seq_len)
     if len(lengths) > 1 or "," in args.impl or args.simulate:
-        parser.error("expected one --impl and one --seq-len a launch, and real steps; launch again with the same --out")
+        parser.error(
+            "expected one --impl and one --seq-len a launch, and real steps; launch again with "
+            "the same --out"
+        )
     asked = command.options(args)
     check_together([args.impl], asked["checkpointing"], asked["gradient_checkpointing"])
     folder = Path(args.out)
@@ -59,9 +65,14 @@ def _main(argv) -> int:
             [*(r for r in earlier if r.key != run.key), run],
             key=lambda r: (r.seq_len, IMPLEMENTATIONS.index(r.impl)),
         )
-        write(folder, runs, command="accelerate launch " + shlex.join(["scripts/profile.py", *sys.argv[1:]]))
+        write(
+            folder,
+            runs,
+            command="accelerate launch " + shlex.join(["scripts/profile.py", *sys.argv[1:]]),
+        )
         print(
-            f"{run.impl}: peak {size(run.peak_bytes)} in the {run.peak_phase}" + (f"; {run.error}" if run.error else "")
+            f"{run.impl}: peak {size(run.peak_bytes)} in the {run.peak_phase}"
+            + (f"; {run.error}" if run.error else "")
         )
         print(f"report: {folder / 'report.html'}")
     return 0
@@ -70,7 +81,9 @@ def _main(argv) -> int:
 def record(accelerator: Accelerator, options: Options):
     """One Run of this rank, the model patched before the engine wraps it."""
     model = step.build_model(options)
-    applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
+    applied = step.become(
+        model, options.impl, options.gradient_checkpointing, options.checkpointing
+    )
     vocab_size = model.config.vocab_size
     optimizer = step.make_optimizer(model.parameters(), options.optimizer)
     plugin = accelerator.state.deepspeed_plugin
@@ -91,10 +104,14 @@ def record(accelerator: Accelerator, options: Options):
         model, optimizer, batch, options,
         backward=accelerator.backward, progress=progress, main=accelerator.is_main_process,
     )  # fmt: skip
-    run.setup["engine"] = f"{accelerator.distributed_type.value.lower()}, {accelerator.num_processes} ranks"
+    run.setup["engine"] = (
+        f"{accelerator.distributed_type.value.lower()}, {accelerator.num_processes} ranks"
+    )
     run.applied = applied
     if run.error is None and accelerator.num_processes > 1:
-        peaks = accelerator.gather(torch.tensor([run.peak_bytes], device=accelerator.device)).tolist()
+        peaks = accelerator.gather(
+            torch.tensor([run.peak_bytes], device=accelerator.device)
+        ).tolist()
         run.notes.append("peak by rank: " + ", ".join(size(peak) for peak in peaks))
     return run
 

@@ -1,10 +1,13 @@
-"""Shared test settings: uninitialised memory is NaN, so that reading what nothing wrote cannot pass."""
+"""Shared test settings: uninitialised memory is NaN, so that reading what nothing wrote cannot
+pass.
+"""
 
 import pytest
 import torch
 import torch.utils._device
 
-# `with torch.device("meta")` looks up constructors in a set made at its first use: it must not hold the wrappers below.
+# `with torch.device("meta")` looks up constructors in a set made at its first use: it must not hold
+# the wrappers below.
 torch.utils._device._device_constructors()
 
 
@@ -26,12 +29,18 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def nan_filled_empty(monkeypatch):
-    """torch.empty and its relatives return NaN-filled floating tensors under test (as flash-linear-attention does)."""
+    """torch.empty and its relatives return NaN-filled floating tensors under test (as
+    flash-linear-attention does).
+    """
 
     def filled(make):
         def wrapper(*args, **kwargs):
             out = make(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.is_floating_point() and type(out) is torch.Tensor:
+            if (
+                isinstance(out, torch.Tensor)
+                and out.is_floating_point()
+                and type(out) is torch.Tensor
+            ):
                 with torch.no_grad():
                     out.fill_(float("nan"))
             return out

@@ -1,23 +1,34 @@
-"""Error budgets derived from the data: a result may err at most twice what plain PyTorch errs in the same dtype."""
+"""Error budgets derived from the data: a result may err at most twice what plain PyTorch errs in
+the same dtype.
+"""
 
 import torch
 
 
 def budget(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None = None) -> float:
-    """Twice the sum of what plain PyTorch loses in the working dtype and one rounding step of the largest value.
+    """Twice the sum of what plain PyTorch loses in the working dtype and one rounding step of the
+    largest value.
 
-    plain: the plain result in the working dtype; exact: the same in float64; dtype: the working dtype where
-    it is not plain's own (a float32 gradient of a bfloat16 computation, say).
+    plain: the plain result in the working dtype; exact: the same in float64; dtype: the working
+    dtype where it is not plain's own (a float32 gradient of a bfloat16 computation, say).
     """
     exact = exact.double()
     lost = (plain.double() - exact).abs().max().item() if exact.numel() else 0.0
-    step = torch.finfo(dtype or plain.dtype).eps * (exact.abs().max().item() if exact.numel() else 0.0)
+    step = torch.finfo(dtype or plain.dtype).eps * (
+        exact.abs().max().item() if exact.numel() else 0.0
+    )
     return 2.0 * (lost + step)
 
 
-def assert_close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str = "result", dtype=None) -> None:
-    """got against exact (float64), within budget(plain, exact). NaN never passes; shape must match."""
-    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+def assert_close(
+    got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str = "result", dtype=None
+) -> None:
+    """got against exact (float64), within budget(plain, exact). NaN never passes; shape must
+    match.
+    """
+    assert got.shape == exact.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    )
     allowed = budget(plain, exact, dtype)
     error = (got.double() - exact.double()).abs().max().item() if exact.numel() else 0.0
     assert error <= allowed, f"{what}: error {error:.3e} exceeds the budget {allowed:.3e}"

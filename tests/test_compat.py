@@ -1,4 +1,6 @@
-"""Private names of torch, transformers, accelerate and DeepSpeed: all in compat/, each with what happens without it."""
+"""Private names of torch, transformers, accelerate and DeepSpeed: all in compat/, each with what
+happens without it.
+"""
 
 import ast
 import builtins
@@ -15,7 +17,8 @@ from torch import nn
 from hfpatch import compat
 
 PACKAGE = Path(compat.__file__).parents[1]
-# Names of the standard library, of JSON, of datasets and TRL, and what a Trainer's subclass overrides.
+# Names of the standard library, of JSON, of datasets and TRL, and what a Trainer's subclass
+# overrides.
 NOT_THEIRS = {
     "_exit",
     "_getframe",
@@ -46,7 +49,9 @@ def foreign_names(tree: ast.AST, own: set) -> set[str]:
             "accelerate",
             "deepspeed",
         ):
-            found |= {n for n in [*node.module.split("."), *(a.name for a in node.names)] if private(n)}
+            found |= {
+                n for n in [*node.module.split("."), *(a.name for a in node.names)] if private(n)
+            }
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
             "getattr",
             "hasattr",
@@ -74,12 +79,14 @@ def test_private_names_stand_in_compat_alone():
     inside = set().union(*(foreign_names(tree, own) for tree in ours))
     assert len(inside) > 15  # the scan sees them
     outside = {
-        f"{path.relative_to(PACKAGE)}: {n}" for path, t in trees.items() for n in foreign_names(t, own) - NOT_THEIRS
+        f"{path.relative_to(PACKAGE)}: {n}"
+        for path, t in trees.items()
+        for n in foreign_names(t, own) - NOT_THEIRS
     }
     assert not outside
 
 
-# --- each name taken away ------------------------------------------------------------------------------------------------------
+# --- each name taken away -------------------------------------------------------------------------
 
 
 class Config:
@@ -125,7 +132,9 @@ def test_autograd_names(monkeypatch):
     compat.assert_async(torch.tensor(False), "not said then")
     monkeypatch.delattr(torch, "_int_mm")
     a = torch.randint(-127, 127, (3, 5), dtype=torch.int8)
-    assert torch.equal(compat.int8_product(a, a.t()), (a.int()[:, None] * a.int()).sum(2, dtype=torch.int32))
+    assert torch.equal(
+        compat.int8_product(a, a.t()), (a.int()[:, None] * a.int()).sum(2, dtype=torch.int32)
+    )
     monkeypatch.delattr(torch._C, "_current_autograd_node")
     with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has [^\n]*\.$"):
         compat.autograd_node()
@@ -140,7 +149,9 @@ def test_ops_are_registered_by_the_public_function_where_the_dispatcher_has_othe
         "(torch.nn.functional.silu(x) * y).sum().backward()\n"
         "assert torch.allclose(g, x.grad, atol=1e-6)"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-1500:]
 
 
@@ -149,7 +160,12 @@ def test_fake_tensors_modes_and_trees(monkeypatch):
 
     with FakeTensorMode():
         fake = torch.ones(2)
-    without_imports(monkeypatch, "torch._subclasses.fake_tensor", "torch.utils._python_dispatch", "torch.utils._pytree")
+    without_imports(
+        monkeypatch,
+        "torch._subclasses.fake_tensor",
+        "torch.utils._python_dispatch",
+        "torch.utils._pytree",
+    )
     assert compat.is_fake(fake) and not compat.is_fake(torch.ones(2))
     with compat.real_tensors():
         pass
@@ -159,9 +175,15 @@ def test_fake_tensors_modes_and_trees(monkeypatch):
 
 
 def test_kernels_that_are_gone():
-    with pytest.raises(RuntimeError, match=r'^hfpatch: expected a torch that has aten::no_such[^\n]*"off"\)\.$'):
+    with pytest.raises(
+        RuntimeError, match=r'^hfpatch: expected a torch that has aten::no_such[^\n]*"off"\)\.$'
+    ):
         getattr(compat.aten, "no_such")  # noqa: B009
-    assert compat.aten.mm is torch.ops.aten.mm and compat.has_kernel("mm") and not compat.has_kernel("no_such")
+    assert (
+        compat.aten.mm is torch.ops.aten.mm
+        and compat.has_kernel("mm")
+        and not compat.has_kernel("no_such")
+    )
 
 
 def test_flex_attention_without_its_names(monkeypatch):
@@ -170,13 +192,19 @@ def test_flex_attention_without_its_names(monkeypatch):
 
     from hfpatch.attention import attention
 
-    without_imports(monkeypatch, "torch.nn.attention.flex_attention", "torch.fx.experimental.proxy_tensor")
+    without_imports(
+        monkeypatch, "torch.nn.attention.flex_attention", "torch.fx.experimental.proxy_tensor"
+    )
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert compat.flex_operators() is None
     with pytest.raises(RuntimeError, match="hfpatch: expected a torch that has"):
         compat.compiled_for(lambda x: x, [torch.zeros(1)])
-    reason = attention.supported(64, torch.bfloat16, torch.device("cuda:7"), attention.Pattern(softcap=7.0))
-    assert reason == "soft caps of scores need flex_attention, and torch 0.0 has no operators for it"
+    reason = attention.supported(
+        64, torch.bfloat16, torch.device("cuda:7"), attention.Pattern(softcap=7.0)
+    )
+    assert (
+        reason == "soft caps of scores need flex_attention, and torch 0.0 has no operators for it"
+    )
 
 
 def test_attention_without_the_cpu_kernel_is_exact(monkeypatch):
@@ -199,15 +227,22 @@ def test_storages_are_told_apart_without_their_names(monkeypatch):
 
     x = torch.ones(4)
     a, b = x.as_subclass(Nameless), x[1:].as_subclass(Nameless)
-    assert compat.same_storage(a, b) and not compat.same_storage(a, torch.ones(4).as_subclass(Nameless))
+    assert compat.same_storage(a, b) and not compat.same_storage(
+        a, torch.ones(4).as_subclass(Nameless)
+    )
 
 
 def test_modules():
     module = nn.Linear(2, 2)
     bare = type("Bare", (), {})()
     assert compat.parameters_of(module)["weight"] is module.weight
-    assert compat.forward_hooks(bare) == compat.other_hooks(bare) == [] and compat.buffers_of(bare) == {}
-    with pytest.raises(RuntimeError, match=r"^hfpatch: expected a torch that has Module._parameters"):
+    assert (
+        compat.forward_hooks(bare) == compat.other_hooks(bare) == []
+        and compat.buffers_of(bare) == {}
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^hfpatch: expected a torch that has Module._parameters"
+    ):
         compat.parameters_of(bare)
     del vars(module)["_modules"]
     module.named_children = lambda: [("child", None)]
@@ -235,7 +270,9 @@ def test_names_of_transformers(monkeypatch):
 
     config = LlamaConfig()
     config._attn_implementation = "sdpa"
-    assert compat.name_attention(config, "other") == "sdpa" and compat.attention_of(config) == "other"
+    assert (
+        compat.name_attention(config, "other") == "sdpa" and compat.attention_of(config) == "other"
+    )
     plain = Config()
     plain._attn_implementation = "sdpa"
     assert compat.name_attention(plain, "other") == "sdpa" and compat.attention_of(plain) == "other"
@@ -243,7 +280,9 @@ def test_names_of_transformers(monkeypatch):
     assert not compat.carries_states(Config) and compat.carries_states(MambaModel)
     compat.run_experts_plainly(plain)
     assert not hasattr(plain, "_experts_implementation_internal")
-    assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(nn.Linear(1, 1))
+    assert compat.own_loss(nn.Linear(1, 1)) is None and not compat.asks_inputs_for_gradients(
+        nn.Linear(1, 1)
+    )
     without_imports(monkeypatch, "transformers.modeling_utils._CAN_RECORD_REGISTRY",
                     "transformers.utils.output_capturing._active_collector")  # fmt: skip
     compat.record_outputs_like(Config, Config)
@@ -263,7 +302,9 @@ def test_names_of_the_engines(monkeypatch):
     )
     assert compat.local_part(module.weight) is module.weight
     compat.gather_as_one(module, False)
-    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", type(sys)("renamed"))
+    monkeypatch.setitem(
+        sys.modules, "deepspeed.runtime.zero.partition_parameters", type(sys)("renamed")
+    )
     with compat.plain_construction():
         pass
 
@@ -287,12 +328,19 @@ print("exact")
 
 
 def called_by(trainer: str):
-    """step_under_ulysses() as transformers' own loss for Ulysses sees it, below a Trainer's loop of these lines."""
-    loss, loop = {"__name__": "transformers.integrations.deepspeed"}, {"__name__": "transformers.trainer"}
+    """step_under_ulysses() as transformers' own loss for Ulysses sees it, below a Trainer's loop of
+    these lines.
+    """
+    loss, loop = (
+        {"__name__": "transformers.integrations.deepspeed"},
+        {"__name__": "transformers.trainer"},
+    )
     exec("def deepspeed_sp_compute_loss(ask): return ask()", loss)
     exec(f"def loop(self, loss, ask):\n {trainer}", loop)
     found = loop["loop"](
-        SimpleNamespace(args="arguments"), loss["deepspeed_sp_compute_loss"], compat.step_under_ulysses
+        SimpleNamespace(args="arguments"),
+        loss["deepspeed_sp_compute_loss"],
+        compat.step_under_ulysses,
     )
     return found and (found[0], getattr(found[1], "args", None))
 
@@ -301,18 +349,24 @@ def test_the_step_under_ulysses(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", sys.modules.get("deepspeed", SimpleNamespace()))
     assert called_by("batch_samples = [1, 2]; return loss(ask)") == ([1, 2], "arguments")
     assert called_by("return ask()") is None  # somebody else's loss
-    assert called_by("return loss(ask)") == ((), None)  # a Trainer that keeps a step's batches elsewhere
-    assert called_by("found = loss(ask); batch_samples = [1]; return found") == ((), "arguments")  # or has none yet
+    # a Trainer that keeps a step's batches elsewhere
+    assert called_by("return loss(ask)") == ((), None)
+    # or has none yet
+    assert called_by("found = loss(ask); batch_samples = [1]; return found") == ((), "arguments")
     assert called_by("batch_samples = [1]; self = None; return loss(ask)") == ((), None)
 
 
 def test_the_group_of_context_parallelism(monkeypatch):
     """From accelerate's state, also where its context is not entered."""
-    mesh = type("Mesh", (dict,), {"mesh_dim_names": ("cp",)})(cp=SimpleNamespace(get_group=lambda: "group"))
+    mesh = type("Mesh", (dict,), {"mesh_dim_names": ("cp",)})(
+        cp=SimpleNamespace(get_group=lambda: "group")
+    )
     state = type("State", (), {"_shared_state": {"there": True}, "device_mesh": mesh})
     monkeypatch.setattr("accelerate.state.AcceleratorState", state)
     assert compat.context_parallel_group() is None  # no ParallelismConfig at all
-    for state.parallelism_config, wanted in ((SimpleNamespace(cp_enabled=n), n and "group") for n in (False, True)):
+    for state.parallelism_config, wanted in (
+        (SimpleNamespace(cp_enabled=n), n and "group") for n in (False, True)
+    ):
         assert compat.context_parallel_group() == (wanted or None)
 
 
@@ -332,6 +386,7 @@ def test_a_step_is_exact_where_private_names_are_gone():
     """All of them at once that torch itself can go without, before hfpatch is imported."""
     tests = Path(__file__).parent
     paths = os.pathsep.join([str(tests), str(tests.parent)])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LESS], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LESS], capture_output=True,
+                          text=True,
                           env=os.environ | {"PYTHONPATH": paths})  # fmt: skip
     assert done.stdout.strip().endswith("exact"), done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""Imports point down, in no circle, and the heavy packages are imported in their own places alone (read with ast)."""
+"""Imports point down, in no circle, and the heavy packages are imported in their own places alone
+(read with ast).
+"""
 
 import ast
 import graphlib
@@ -32,9 +34,21 @@ ROWS = (
     ("cli",),
     ("run", "__main__"),
 )
-CORE = tuple(name for row in ROWS[:13] for name in row)  # knows nothing of the neighbours in the rows below
+# knows nothing of the neighbours in the rows below
+CORE = tuple(name for row in ROWS[:13] for name in row)
 TRITON = ("kernels", "lab.simulate.liger")  # the simulator stands in for Liger's kernels
-TRANSFORMERS = ("compat", "context", "parts", "layer", "decoder", "loss", "patch", "lab", "trainer", "cli")
+TRANSFORMERS = (
+    "compat",
+    "context",
+    "parts",
+    "layer",
+    "decoder",
+    "loss",
+    "patch",
+    "lab",
+    "trainer",
+    "cli",
+)
 STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "cli.main")
 
 
@@ -57,15 +71,27 @@ def sources():
         if not name:
             continue  # hfpatch/__init__.py is lazy: tested below
         tree = ast.parse(path.read_text())
-        inner = {n for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+        inner = {
+            n
+            for f in ast.walk(tree)
+            if isinstance(f, (ast.FunctionDef, ast.Lambda))
+            for n in ast.walk(f)
+        }
         imports = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imports += [(alias.name, node not in inner) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: write imports in full"
-                imports += [(_loaded(f"{node.module}.{alias.name}"), node not in inner) for alias in node.names]
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hfpatch":
+                imports += [
+                    (_loaded(f"{node.module}.{alias.name}"), node not in inner)
+                    for alias in node.names
+                ]
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "hfpatch"
+            ):
                 imports.append((_loaded(f"hfpatch.{node.attr}"), node not in inner))
         yield name, imports
 
@@ -80,11 +106,18 @@ MODULES = dict(sources())
 
 
 def targets(name: str, above: bool = False) -> set[str]:
-    """The modules of ours that a module imports, anywhere in its text or at module level alone, itself left out."""
+    """The modules of ours that a module imports, anywhere in its text or at module level alone,
+    itself left out.
+    """
     found = set()
     for full, top in MODULES[name]:
         parts = full.split(".")
-        if above and not top or parts[0] != "hfpatch" or parts[1:] in (["__version__"], ["OLDEST"], ["__file__"]):
+        if (
+            above
+            and not top
+            or parts[0] != "hfpatch"
+            or parts[1:] in (["__version__"], ["OLDEST"], ["__file__"])
+        ):
             continue  # the package's own __init__ holds these two
         ends = [".".join(parts[1:n]) for n in range(len(parts), 1, -1)]
         found.add(next((end for end in ends if end in MODULES), ends[-1] if ends else ""))
@@ -94,7 +127,9 @@ def targets(name: str, above: bool = False) -> set[str]:
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_down(name):
     for target in targets(name):
-        assert row(target) <= row(name), f"hfpatch.{name} imports hfpatch.{target}, which stands above it"
+        assert row(target) <= row(name), (
+            f"hfpatch.{name} imports hfpatch.{target}, which stands above it"
+        )
 
 
 def circle(graph: dict) -> list | None:
@@ -107,7 +142,9 @@ def circle(graph: dict) -> list | None:
 
 
 def test_no_imports_in_a_circle():
-    """Imports inside functions count: what works for their sake alone is still two things that are one."""
+    """Imports inside functions count: what works for their sake alone is still two things that are
+    one.
+    """
     assert circle({name: targets(name) for name in MODULES}) is None
 
 
@@ -121,7 +158,9 @@ def test_no_packages_in_a_circle():
 
 
 def test_circles_are_found_and_lazy_names_followed():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle({"a": {"b", "c"}, "b": {"c"}})
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle(
+        {"a": {"b", "c"}, "b": {"c"}}
+    )
     assert targets("lab.simulate.rivals") >= {"patch", "lab.simulate.liger"}
 
 
@@ -137,11 +176,14 @@ def test_heavy_packages_in_their_places(name):
         own = {full for full, _ in MODULES[name] if full.startswith("hfpatch.")}
         assert above <= set(sys.stdlib_module_names) | {"hfpatch"}
         assert (
-            all(within(full.removeprefix("hfpatch."), STANDARD_LIBRARY_ONLY) for full in own) or name == "cli.main"
+            all(within(full.removeprefix("hfpatch."), STANDARD_LIBRARY_ONLY) for full in own)
+            or name == "cli.main"
         )
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if within(n, CORE) and not within(n, ("kernels",))])
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if within(n, CORE) and not within(n, ("kernels",))]
+)
 def test_what_apply_needs_imports_no_triton_at_module_level(name):
     """Triton is absent on macOS and Windows: kernels are imported where they are launched."""
     above = [full for full, top in MODULES[name] if top and full.startswith("hfpatch.kernels")]
@@ -150,14 +192,21 @@ def test_what_apply_needs_imports_no_triton_at_module_level(name):
 
 def test_import_hfpatch_loads_nothing():
     """`hfpatch plan` answers without torch."""
-    code = "import sys, hfpatch; print([m for m in ('torch', 'transformers', 'triton', 'numpy') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    code = (
+        "import sys, hfpatch; print([m for m in ('torch', 'transformers', 'triton', 'numpy') if m "
+        "in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
     assert out.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if within(n, ("cli",))])
 def test_a_commands_flags_are_known_without_the_layers(name):
-    """Their modules load transformers and what it finds: seconds, and other libraries' warnings before a line of help."""
+    """Their modules load transformers and what it finds: seconds, and other libraries' warnings
+    before a line of help.
+    """
     loaded, new = set(), {name}
     while new:
         loaded |= new

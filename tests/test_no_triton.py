@@ -1,4 +1,6 @@
-"""Where Triton is not installed (macOS, Windows, plain CPU), hfpatch imports and trains on its plain path."""
+"""Where Triton is not installed (macOS, Windows, plain CPU), hfpatch imports and trains on its
+plain path.
+"""
 
 import os
 import subprocess
@@ -41,7 +43,9 @@ def test_trains_without_triton():
     tests = Path(__file__).parent
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     env.pop("TRITON_INTERPRET", None)
     out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)

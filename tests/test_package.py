@@ -1,4 +1,6 @@
-"""What someone gets who installs hfpatch: names that tools can see, bounds that are said, a wheel that needs no checkout."""
+"""What someone gets who installs hfpatch: names that tools can see, bounds that are said, a wheel
+that needs no checkout.
+"""
 
 import ast
 import configparser
@@ -32,7 +34,9 @@ def setup() -> configparser.ConfigParser:
 
 def test_completion_and_type_checkers_see_the_names_that_python_loads():
     tree = ast.parse(Path(hfpatch.__file__).read_text())
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    block = next(
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
     assert seen == {**hfpatch._PUBLIC, "ops": "hfpatch"}
     assert {*seen, "__version__"} == set(hfpatch.__all__) == set(dir(hfpatch))
@@ -68,19 +72,33 @@ def test_a_type_checker_reads_a_users_script(tmp_path):
     # The stack's own types are not read: torch alone takes a minute.
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nignore_missing_imports = True\n"
-        "[mypy-torch.*,transformers.*,numpy.*,triton.*,accelerate.*,datasets.*]\nfollow_imports = skip\n"
+        "[mypy-torch.*,transformers.*,numpy.*,triton.*,accelerate.*,datasets.*]\nfollow_imports = "
+        "skip\n"
     )
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--follow-imports=silent", "script.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "mypy.ini",
+        "--follow-imports=silent",
+        "script.py",
+    ]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     wrong = [line for line in done.stdout.splitlines() if ": error: " in line]
     begin = SNIPPET.splitlines().index("hfpatch.aply") + 1
-    assert [int(line.split(":")[1]) for line in wrong] == [*range(begin, begin + 5)], done.stdout + done.stderr
-    for line, word in zip(wrong, ('maybe "apply"', 'mean "rope"', 'mean "tile"', '"epsilon"', '"list[str]"')):
+    assert [int(line.split(":")[1]) for line in wrong] == [*range(begin, begin + 5)], (
+        done.stdout + done.stderr
+    )
+    for line, word in zip(
+        wrong, ('maybe "apply"', 'mean "rope"', 'mean "tile"', '"epsilon"', '"list[str]"')
+    ):
         assert word in line
 
 
-# What a reader of help() must find without the source: every parameter and field, and what is raised.
+# What a reader of help() must find without the source: every parameter and field, and what is
+# raised.
 @pytest.mark.parametrize("name", ["apply", "verify", "Report", "Checkpointing"])
 def test_docstrings_name_every_argument(name):
     thing = getattr(hfpatch, name)
@@ -103,19 +121,31 @@ def test_the_oldest_versions_are_those_of_the_metadata(setup):
     needs = setup["options"]["install_requires"].split()
     assert needs == ["torch>=2.11", "transformers>=5.0,<6"]
     assert hfpatch.OLDEST == {"torch": (2, 11), "transformers": (5, 0)}
-    assert doctor.SUPPORTED["torch"][0] == (2, 11) and doctor.SUPPORTED["transformers"] == ((5, 0), (6,))
-    assert setup["options"]["python_requires"] == ">=3.10" and doctor.SUPPORTED["python"][0] == (3, 10)
+    assert doctor.SUPPORTED["torch"][0] == (2, 11) and doctor.SUPPORTED["transformers"] == (
+        (5, 0),
+        (6,),
+    )
+    assert setup["options"]["python_requires"] == ">=3.10" and doctor.SUPPORTED["python"][0] == (
+        3,
+        10,
+    )
     assert "HFPATCH_OLDEST_TORCH=2.11 " in (ROOT / "scripts" / "env.sh").read_text()
     script = (ROOT / "scripts" / "test.sh").read_text()
     for oldest in ("python3.10", "torch==2.11.*", "transformers==5.0.*"):
         assert oldest in script, f"test.sh --all does not run {oldest}"
 
 
-@pytest.mark.parametrize("package, version", [("transformers", "4.57.6"), ("torch", "2.10.1+cu128")])
+@pytest.mark.parametrize(
+    "package, version", [("transformers", "4.57.6"), ("torch", "2.10.1+cu128")]
+)
 def test_an_old_package_is_refused_with_a_sentence(package, version, monkeypatch):
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else real(name))
-    with pytest.raises(ImportError, match=f"^hfpatch: expected {package} .* or newer, .*{version[:4]}.*pip install"):
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == package else real(name)
+    )
+    with pytest.raises(
+        ImportError, match=f"^hfpatch: expected {package} .* or newer, .*{version[:4]}.*pip install"
+    ):
         _ = hfpatch.apply
 
 
@@ -126,26 +156,38 @@ case "$*" in *torch.__version__*) [ -n "$TORCH" ] && echo "$TORCH" ;; esac
 """
 
 
-@pytest.mark.parametrize("torch, code", [("2.11.0+cu130", 0), ("2.9.1+cu128", 2), ("2.13.0a0+git1", 0)])
+@pytest.mark.parametrize(
+    "torch, code", [("2.11.0+cu130", 0), ("2.9.1+cu128", 2), ("2.13.0a0+git1", 0)]
+)
 def test_installing_never_replaces_the_torch_that_is_there(torch, code, tmp_path):
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").write_text(FAKE_PYTHON)
     (folder / "bin" / "python").chmod(0o755)
     log = tmp_path / "log"
-    environment = {**os.environ, "HFPATCH_VENV": str(folder), "LOG": str(log), "TORCH": torch, "PYTHON": sys.executable}
+    environment = {
+        **os.environ,
+        "HFPATCH_VENV": str(folder),
+        "LOG": str(log),
+        "TORCH": torch,
+        "PYTHON": sys.executable,
+    }
     script = f"source {ROOT}/scripts/env.sh; make_env train"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
     assert done.returncode == code, done.stderr
     installs = [line for line in log.read_text().splitlines() if "pip install" in line]
     if code:
-        assert f"expected torch 2.11 or newer, {torch} is here and is not replaced" in done.stderr and not installs
+        assert (
+            f"expected torch 2.11 or newer, {torch} is here and is not replaced" in done.stderr
+            and not installs
+        )
     else:
         assert installs == [f"-m pip install -q -c {folder}/.hfpatch-torch -e {ROOT}[train]"]
         assert (folder / ".hfpatch-torch").read_text() == f"torch=={torch}\n"
 
 
-# Of a machine with two cores: one where pytest-xdist is there, one where pip gets it, one whose index lacks it.
+# Of a machine with two cores: one where pytest-xdist is there, one where pip gets it, one whose
+#     index lacks it.
 @pytest.mark.parametrize("there, comes, shared", [(0, 1, True), (1, 0, True), (1, 1, False)])
 def test_the_suite_runs_where_no_package_shares_it_out(there, comes, shared, tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
@@ -154,37 +196,68 @@ def test_the_suite_runs_where_no_package_shares_it_out(there, comes, shared, tmp
     python.write_text(FAKE_PYTHON + f'case "$*" in {cases} *is_available*) echo cpu ;; esac\n')
     python.chmod(0o755)
     log = tmp_path / "log"
-    environment = {**os.environ, "HFPATCH_VENV": str(python.parent.parent), "LOG": str(log), "TORCH": "2.13.0"}
+    environment = {
+        **os.environ,
+        "HFPATCH_VENV": str(python.parent.parent),
+        "LOG": str(log),
+        "TORCH": "2.13.0",
+    }
     environment |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "HFPATCH_TEST_WORKERS": "2"}
-    done = subprocess.run(["bash", ROOT / ".ci" / "run"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["bash", ROOT / ".ci" / "run"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     runs = [line for line in log.read_text().splitlines() if line.startswith("-m pytest")]
-    assert runs[-1] == ("-m pytest -n 2 --dist worksteal -p no:benchmark" if shared else "-m pytest")
+    assert runs[-1] == (
+        "-m pytest -n 2 --dist worksteal -p no:benchmark" if shared else "-m pytest"
+    )
     assert ("one process runs all tests" in done.stdout) == (not shared)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of this tree, built without a network; of a copy, since a build leaves folders behind."""
+    """The wheel of this tree, built without a network; of a copy, since a build leaves folders
+    behind.
+    """
     if tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2])) < (70, 1):
         pytest.importorskip("wheel", reason="older setuptools make wheels by the package wheel")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("hfpatch", "ds_configs", "fsdp_configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    built = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    built = subprocess.run(
+        [*command, "-w", str(folder), str(source)], capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stderr
     return next(folder.glob("*.whl"))
 
 
 def distribution(folder: Path, name: str, version: str, *needs: str) -> Path:
-    """What pip reads of a package, installed or in a wheel: its metadata, as if its files stood beside them."""
+    """What pip reads of a package, installed or in a wheel: its metadata, as if its files stood
+    beside them.
+    """
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {n}" for n in needs),
+    ]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
     (info / "RECORD").touch()
@@ -192,7 +265,9 @@ def distribution(folder: Path, name: str, version: str, *needs: str) -> Path:
 
 
 def test_pip_leaves_a_cuda_build_of_torch_alone(wheel, tmp_path):
-    """Its index has a newer torch, and a package that wants it: pip fails, it puts no other build in the place of one."""
+    """Its index has a newer torch, and a package that wants it: pip fails, it puts no other build
+    in the place of one.
+    """
     venv.create(tmp_path / "venv", with_pip=False)
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
     distribution(site, "torch", "2.11.0+cu130")
@@ -203,32 +278,56 @@ def test_pip_leaves_a_cuda_build_of_torch_alone(wheel, tmp_path):
         (tmp_path / f"{name}.zip").rename(tmp_path / f"{name}-{version}-py3-none-any.whl")
     (tmp_path / "keep").write_text("torch==2.11.0+cu130\n")  # what scripts/env.sh writes
 
-    environment = {n: value for n, value in os.environ.items() if not n.startswith(("PIP_", "PYTHONPATH"))}
+    environment = {
+        n: value for n, value in os.environ.items() if not n.startswith(("PIP_", "PYTHONPATH"))
+    }
     environment["PIP_CONFIG_FILE"] = os.devnull  # what this machine adds to every index
 
     def installed(*arguments):
-        command = [sys.executable, "-m", "pip", "--python", str(site.parents[2]), "install", "--dry-run", "--no-index"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(site.parents[2]),
+            "install",
+            "--dry-run",
+            "--no-index",
+        ]
         done = subprocess.run(
-            [*command, "-f", ".", *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment
+            [*command, "-f", ".", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
         )
         said = [line for line in done.stdout.splitlines() if line.startswith("Would install")]
         return said[0].split()[2:] if done.returncode == 0 else done.stdout
 
     assert installed(wheel) == ["hfpatch-0.1.0"]
     assert "torch-2.13.0" in installed(wheel, "greedy"), "nothing was at stake"
-    assert "The user requested (constraint) torch==2.11.0+cu130" in installed("-c", "keep", wheel, "greedy")
+    assert "The user requested (constraint) torch==2.11.0+cu130" in installed(
+        "-c", "keep", wheel, "greedy"
+    )
 
 
 def test_the_wheel_holds_the_package_and_its_configs(wheel):
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
         metadata = file.read(next(n for n in file.namelist() if n.endswith("METADATA"))).decode()
-    code = {p for p in (ROOT / "hfpatch").rglob("*") if p.suffix in (".py", ".typed", ".json") and p.is_file()}
+    code = {
+        p
+        for p in (ROOT / "hfpatch").rglob("*")
+        if p.suffix in (".py", ".typed", ".json") and p.is_file()
+    }
     wanted = {p.relative_to(ROOT).as_posix() for p in code}
     for kind in ("ds_configs", "fsdp_configs"):
         wanted |= {f"hfpatch/{kind}/{p.name}" for p in (ROOT / kind).iterdir()}
     assert held == wanted
-    assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
+    assert (
+        "Description-Content-Type: text/markdown" in metadata
+        and "Classifier: Typing :: Typed" in metadata
+    )
 
 
 def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
@@ -239,29 +338,45 @@ def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
             file.extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site), "USE_TF": "0"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, **kwargs)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, **kwargs
+    )
 
 
 def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
-    code = "from hfpatch.trainer.configs import find, load; print(find('zero3')); print(load('fsdp2').engine)"
+    code = (
+        "from hfpatch.trainer.configs import find, load; print(find('zero3')); "
+        "print(load('fsdp2').engine)"
+    )
     done = run_from(wheel, tmp_path, "-c", code)
     assert done.returncode == 0, done.stderr
     where, engine = done.stdout.split()
-    assert where.startswith(str(wheel.parent)) and where.endswith("hfpatch/ds_configs/zero3.json") and engine == "fsdp"
+    assert (
+        where.startswith(str(wheel.parent))
+        and where.endswith("hfpatch/ds_configs/zero3.json")
+        and engine == "fsdp"
+    )
 
 
 def test_train_runs_without_a_checkout(wheel, tmp_path):
-    (tmp_path / "text.txt").write_text("one line of words to train a tokenizer on, again and again\n" * 40)
+    (tmp_path / "text.txt").write_text(
+        "one line of words to train a tokenizer on, again and again\n" * 40
+    )
     flags = "--model llama-tiny --train_tokenizer 300 --data text.txt --packing --seq-len 32"
     flags += " --max_steps 2 --logging_steps 1 --save_strategy no --output_dir out --use_cpu --report_to none"
     done = run_from(wheel, tmp_path, "-m", "hfpatch", "train", *flags.split())
     assert done.returncode == 0, done.stderr
-    assert "hfpatch: 2 steps" in done.stdout + done.stderr and (tmp_path / "out" / "model.safetensors").is_file()
+    assert (
+        "hfpatch: 2 steps" in done.stdout + done.stderr
+        and (tmp_path / "out" / "model.safetensors").is_file()
+    )
 
 
 def test_prove_needs_no_checkout(wheel, tmp_path):
     """Its imports and its files; without time it leaves every piece out, which is no success."""
-    done = run_from(wheel, tmp_path, "-m", "hfpatch", "prove", "--small", "--seconds", "0", "--out", "out")
+    done = run_from(
+        wheel, tmp_path, "-m", "hfpatch", "prove", "--small", "--seconds", "0", "--out", "out"
+    )
     assert done.returncode == 1, done.stderr
     assert "0 of 0 comparisons" in done.stdout and "Traceback" not in done.stderr
     assert "the time was over" in (tmp_path / "out" / "prove.md").read_text()

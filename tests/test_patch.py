@@ -16,7 +16,10 @@ from hfpatch.layer.layer import TiledLayer
 
 
 def counts(report):
-    return {option: report.count(option) for option in ("rope", "rms_norm", "mlp", "loss", "checkpointing")}
+    return {
+        option: report.count(option)
+        for option in ("rope", "rms_norm", "mlp", "loss", "checkpointing")
+    }
 
 
 def test_report_counts_every_swap():
@@ -24,13 +27,24 @@ def test_report_counts_every_swap():
     assert counts(report) == {"rope": 2, "rms_norm": 5, "mlp": 2, "loss": 1, "checkpointing": 2}
     assert not report.skipped
     text = str(report)
-    for line in ("LlamaForCausalLM", "2 x LlamaAttention", "5 x LlamaRMSNorm", "2 x LlamaMLP", "2 x LlamaDecoderLayer"):
+    for line in (
+        "LlamaForCausalLM",
+        "2 x LlamaAttention",
+        "5 x LlamaRMSNorm",
+        "2 x LlamaMLP",
+        "2 x LlamaDecoderLayer",
+    ):
         assert line in text
 
 
 @pytest.mark.parametrize(
     "option, name",
-    [("rope", "LlamaAttention"), ("rms_norm", "LlamaRMSNorm"), ("mlp", "LlamaMLP"), ("loss", "LlamaForCausalLM")],
+    [
+        ("rope", "LlamaAttention"),
+        ("rms_norm", "LlamaRMSNorm"),
+        ("mlp", "LlamaMLP"),
+        ("loss", "LlamaForCausalLM"),
+    ],
 )
 def test_option_turned_off_leaves_its_class_and_is_reported(option, name):
     model = tiny.llama()
@@ -55,9 +69,13 @@ def test_checkpointing_off_leaves_layers_and_transformers_own_checkpointing():
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_exact_in_float64(way):
-    """The whole model, every gradient: algebra without rounding (transformers' own norm and loss round to float32)."""
+    """The whole model, every gradient: algebra without rounding (transformers' own norm and loss
+    round to float32).
+    """
     stock = tiny.llama(dtype=torch.float64, num_hidden_layers=3)
-    tiny.assert_equal_in_double(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+    tiny.assert_equal_in_double(
+        tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled()
+    )
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
@@ -79,11 +97,17 @@ def test_gradcheck_of_the_whole_model(way, monkeypatch):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }
-    model = tiny.llama(dtype=torch.float64, pad_token_id=None, bos_token_id=1, eos_token_id=2, **small)
+    model = tiny.llama(
+        dtype=torch.float64, pad_token_id=None, bos_token_id=1, eos_token_id=2, **small
+    )
     hfpatch.apply(model, checkpointing="off" if way == "off" else hfpatch.Checkpointing(tile=2))
-    names, values = zip(*((n, p.detach().clone()) for n, p in model.named_parameters() if "embed" not in n))
+    names, values = zip(
+        *((n, p.detach().clone()) for n, p in model.named_parameters() if "embed" not in n)
+    )
     labels = torch.tensor([[1, 2, 6, -100, 0]])
-    embeds = 0.5 * torch.randn(1, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    embeds = 0.5 * torch.randn(
+        1, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
 
     def loss(embeds, *values):
         # Parameters proper, not functional_call: the layer's stand-ins take the parameters' places.
@@ -92,9 +116,12 @@ def test_gradcheck_of_the_whole_model(way, monkeypatch):
         return _Whole.apply(model, labels, names, embeds, *values)
 
     inputs = [t.requires_grad_() for t in (embeds, *values)]
-    # What a difference of two losses loses to rounding, of a hundred steps each, and to the third derivative.
+    # What a difference of two losses loses to rounding, of a hundred steps each, and to the third
+    # derivative.
     apart, lost = 1e-6, 100 * torch.finfo(torch.float64).eps * loss(*inputs).item()
-    assert torch.autograd.gradcheck(loss, inputs, eps=apart, atol=lost / apart, rtol=apart, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        loss, inputs, eps=apart, atol=lost / apart, rtol=apart, fast_mode=True
+    )
 
 
 class _Whole(torch.autograd.Function):
@@ -120,7 +147,9 @@ def snapshot(model):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_undo_is_bit_identical(trained):
-    """Outputs, gradients, classes and __dict__ keys; also after steps, when engines and caches have been in use."""
+    """Outputs, gradients, classes and __dict__ keys; also after steps, when engines and caches have
+    been in use.
+    """
     stock = tiny.llama()
     ours, batch = copy.deepcopy(stock), tiny.labelled()
     keys = list(ours.state_dict())
@@ -162,9 +191,16 @@ def test_apply_twice_is_apply_once_and_the_second_settings_count():
 
 
 def test_only_this_instance_changes():
-    """Naive: rebinding module-level names or class methods (Liger's `model=` does) changes every model in the process."""
+    """Naive: rebinding module-level names or class methods (Liger's `model=` does) changes every
+    model in the process.
+    """
     functions = {n: v for n, v in vars(hf).items() if callable(v)}
-    methods = {(k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()}
+    methods = {
+        (k, n): v
+        for k, kind in functions.items()
+        if isinstance(kind, type)
+        for n, v in vars(kind).items()
+    }
     before, ours = tiny.llama(), tiny.llama()
     expected = tiny.step(before, tiny.labelled())
     hfpatch.apply(ours, checkpointing=tiny.TILED)
@@ -176,11 +212,14 @@ def test_only_this_instance_changes():
         assert all(torch.equal(got[n], expected[n]) for n in expected)
     assert {n: v for n, v in vars(hf).items() if callable(v)} == functions
     assert {
-        (k, n): v for k, kind in functions.items() if isinstance(kind, type) for n, v in vars(kind).items()
+        (k, n): v
+        for k, kind in functions.items()
+        if isinstance(kind, type)
+        for n, v in vars(kind).items()
     } == methods
 
 
-# --- refused, with the fix named -------------------------------------------------------------------------------------------
+# --- refused, with the fix named ------------------------------------------------------------------
 
 
 def refused(model, *words, **options):
@@ -198,7 +237,12 @@ def test_unknown_checkpointing_refused(value):
 
 
 def test_a_misspelt_option_names_the_nearest():
-    refused(tiny.llama(), "apply() takes rope, ", "chekpointing came; did you mean checkpointing", chekpointing="off")
+    refused(
+        tiny.llama(),
+        "apply() takes rope, ",
+        "chekpointing came; did you mean checkpointing",
+        chekpointing="off",
+    )
 
 
 def test_unknown_logits_refused():
@@ -211,18 +255,25 @@ def test_options_that_are_no_yes_or_no_refused(option):
 
 
 @pytest.mark.parametrize(
-    "model, word", [("gpt2", "str"), (None, "NoneType"), (LlamaForCausalLM, "the class LlamaForCausalLM")]
+    "model, word",
+    [("gpt2", "str"), (None, "NoneType"), (LlamaForCausalLM, "the class LlamaForCausalLM")],
 )
 def test_what_is_no_model_refused(model, word):
-    with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
+    with pytest.raises(
+        ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"
+    ):
         hfpatch.apply(model)
     for call in (hfpatch.undo, hfpatch.freeze_base):
-        with pytest.raises(ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"):
+        with pytest.raises(
+            ValueError, match=f"^hfpatch: expected a transformers model .*, {word} came; pass"
+        ):
             call(model)
 
 
 class Fabric(nn.Module):
-    """As Lightning's Fabric wraps a model: what it lacks it takes from the model inside, its config too."""
+    """As Lightning's Fabric wraps a model: what it lacks it takes from the model inside, its config
+    too.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -239,8 +290,16 @@ Fabric.__module__ = "lightning.fabric.wrappers"
 
 
 def test_another_librarys_module_is_refused_with_the_name_of_the_model_inside():
-    for outer, path in ((Fabric(tiny.llama()), "_forward_module"), (nn.Sequential(tiny.llama()), "0")):
-        refused(outer, f"{type(outer).__name__} came", f"its {path} (LlamaForCausalLM)", "before another library wraps")
+    for outer, path in (
+        (Fabric(tiny.llama()), "_forward_module"),
+        (nn.Sequential(tiny.llama()), "0"),
+    ):
+        refused(
+            outer,
+            f"{type(outer).__name__} came",
+            f"its {path} (LlamaForCausalLM)",
+            "before another library wraps",
+        )
 
 
 def test_plain_torch_module_refused():
@@ -251,7 +310,11 @@ def test_plain_torch_module_refused():
 def test_model_without_decoder_layers_refused():
     from transformers import ResNetConfig, ResNetModel
 
-    refused(ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])), "ResNetModel", "list of layers")
+    refused(
+        ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])),
+        "ResNetModel",
+        "list of layers",
+    )
 
 
 def test_compiled_model_refused():
@@ -275,7 +338,11 @@ def one_process(tmp_path):
 
 
 def test_ddp_refused(one_process):
-    refused(nn.parallel.DistributedDataParallel(tiny.llama()), "DistributedDataParallel", "call apply() before")
+    refused(
+        nn.parallel.DistributedDataParallel(tiny.llama()),
+        "DistributedDataParallel",
+        "call apply() before",
+    )
 
 
 @pytest.mark.parametrize("where", ["root", "layer"])
@@ -284,15 +351,24 @@ def test_fully_sharded_refused(one_process, where):
     from torch.distributed.fsdp import fully_shard
 
     model = tiny.llama()
-    fully_shard(model if where == "root" else model.model.layers[0], mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(
+        model if where == "root" else model.model.layers[0], mesh=init_device_mesh("cpu", (1,))
+    )
     refused(model, "FSDPLlama", "call apply() before fully_shard()")
-    model.config.distributed_config = SimpleNamespace(fsdp_size=2)  # transformers sharded it while it was loaded
-    refused(model, "FSDPLlama", "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it")
+    # transformers sharded it while it was loaded
+    model.config.distributed_config = SimpleNamespace(fsdp_size=2)
+    refused(
+        model,
+        "FSDPLlama",
+        "load it without DistributedConfig(fsdp_size=), and have accelerate's FSDP2 shard it",
+    )
 
 
 @pytest.mark.parametrize("around", [True, False], ids=["layers too", "inside alone"])
 def test_modules_sharded_inside_a_layer(one_process, around, capsys):
-    """FSDP2 reduces the gradients of such a module at the first backward through it, which is a tile's."""
+    """FSDP2 reduces the gradients of such a module at the first backward through it, which is a
+    tile's.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -306,15 +382,21 @@ def test_modules_sharded_inside_a_layer(one_process, around, capsys):
     wanted = tiny.step(tiny.exact(stock), tiny.labelled())
     for _ in range(2):
         got = {
-            n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in tiny.step(ours, tiny.labelled()).items()
+            n: v.full_tensor() if hasattr(v, "full_tensor") else v
+            for n, v in tiny.step(ours, tiny.labelled()).items()
         }
         tiny.assert_same_in_double(got, wanted)
     said = capsys.readouterr().err
-    assert "run whole, their inputs offloaded: hooks on mlp." in said and "asked, it raised" not in said
+    assert (
+        "run whole, their inputs offloaded: hooks on mlp." in said
+        and "asked, it raised" not in said
+    )
 
 
 def test_liger_refused():
-    """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is not done."""
+    """Liger binds its forwards on the instance: a class swap under them would do nothing, so it is
+    not done.
+    """
     liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
     model = tiny.llama()
     kept = {n: getattr(hf, n) for n in dir(hf)}
@@ -329,7 +411,7 @@ def test_liger_refused():
             setattr(hf, name, value)
 
 
-# --- models other than LlamaForCausalLM --------------------------------------------------------------------------------------
+# --- models other than LlamaForCausalLM -----------------------------------------------------------
 
 
 def test_base_model_gets_the_parts_it_has():
@@ -343,7 +425,10 @@ def test_base_model_gets_the_parts_it_has():
 def test_base_model_trains_exactly():
     stock = tiny.llama(LlamaModel)
     tiny.assert_as_good(
-        tiny.patched(stock), stock, {"input_ids": tiny.ids()}, loss=lambda out: out.last_hidden_state.pow(2).mean()
+        tiny.patched(stock),
+        stock,
+        {"input_ids": tiny.ids()},
+        loss=lambda out: out.last_hidden_state.pow(2).mean(),
     )
 
 
@@ -352,10 +437,16 @@ def test_classification_trains_exactly(head):
     stock = tiny.llama(getattr(hf, head), num_labels=3, classifier_dropout=0.0)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert ("loss", "no head with labels in this model") in report.skipped and report.count("rms_norm") == 5
+    assert ("loss", "no head with labels in this model") in report.skipped and report.count(
+        "rms_norm"
+    ) == 5
     rows = head == "LlamaForSequenceClassification"
     labels = torch.arange(8) % 3 if rows else tiny.ids(8) % 3
-    batch = {"input_ids": tiny.ids(8), "attention_mask": torch.ones(8, tiny.TOKENS, dtype=torch.long), "labels": labels}
+    batch = {
+        "input_ids": tiny.ids(8),
+        "attention_mask": torch.ones(8, tiny.TOKENS, dtype=torch.long),
+        "labels": labels,
+    }
     tiny.assert_as_good(ours, stock, batch)
 
 

@@ -29,7 +29,9 @@ def one_by_one(batch: dict):
             ids, labels = (batch[k][:, start : start + n] for k in ("input_ids", "labels"))
             logits = model(ids, use_cache=False).logits[0, :-1]
             total = total + torch.nn.functional.cross_entropy(
-                logits.to(torch.promote_types(logits.dtype, torch.float32)), labels[0, 1:], reduction="sum"
+                logits.to(torch.promote_types(logits.dtype, torch.float32)),
+                labels[0, 1:],
+                reduction="sum",
             )
             count, start = count + n - 1, start + n
         return total / count
@@ -69,7 +71,9 @@ def no_square(monkeypatch):
 @pytest.mark.parametrize("mask", [None, "ones"])
 @pytest.mark.parametrize("way", ["tiled", "segments", "whole"])
 def test_packed_documents_are_isolated(way, mask, no_square, monkeypatch):
-    """Packed position_ids with an all-ones mask: stock lets documents see each other, silently; without: a full mask."""
+    """Packed position_ids with an all-ones mask: stock lets documents see each other, silently;
+    without: a full mask.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing=WAYS[way])
     batch = packed()
@@ -84,7 +88,9 @@ def test_packed_documents_are_isolated(way, mask, no_square, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", [None, "ones"])
-@pytest.mark.parametrize("options", [{"checkpointing": "off"}, {"logits": True}, {"logits": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"checkpointing": "off"}, {"logits": True}, {"logits": False}], ids=str
+)
 def test_packed_documents_are_isolated_everywhere_else(options, mask):
     """Also where the tiled layer is off, and in evaluation."""
     stock = tiny.llama().eval()
@@ -102,13 +108,17 @@ def test_packed_documents_are_isolated_everywhere_else(options, mask):
 
 @pytest.mark.parametrize("own", ["or_mask_function", "and_mask_function"])
 def test_a_mask_function_of_ones_own_counts_inside_documents(own, monkeypatch):
-    """transformers asks it at positions inside each document where rows are packed: a prefix is one of every document."""
+    """transformers asks it at positions inside each document where rows are packed: a prefix is one
+    of every document.
+    """
     function = {
         "or_mask_function": lambda b, h, q, kv: kv < 3,
         "and_mask_function": lambda b, h, q, kv: (kv < 3) | (q - kv < 2),
     }
     create = hf.create_causal_mask
-    monkeypatch.setattr(hf, "create_causal_mask", lambda *x, **how: create(*x, **how, **{own: function[own]}))
+    monkeypatch.setattr(
+        hf, "create_causal_mask", lambda *x, **how: create(*x, **how, **{own: function[own]})
+    )
     stock = tiny.llama()
     batch = packed() | {"use_cache": False}
     plain, true = tiny.step(stock, batch), tiny.step(tiny.exact(stock), batch)
@@ -119,7 +129,9 @@ def test_a_mask_function_of_ones_own_counts_inside_documents(own, monkeypatch):
 
 
 def test_naive_way_leaks():
-    """What the two tests above guard against is real: stock differs from the documents one by one."""
+    """What the two tests above guard against is real: stock differs from the documents one by
+    one.
+    """
     stock, batch = tiny.llama(), packed()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     reference = one_by_one(batch)
@@ -132,7 +144,12 @@ def test_cu_seq_lens_isolate_too():
     stock = tiny.llama()
     batch = packed()
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    more = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 11, "max_length_k": 11}
+    more = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 11,
+        "max_length_k": 11,
+    }
     got = gradients(tiny.patched(stock), lambda m: m(**batch, **more).loss)
     reference = one_by_one(batch)
     plain, true = gradients(stock, reference), gradients(tiny.exact(stock), reference)
@@ -150,7 +167,9 @@ def test_packed_rows_of_a_batch():
     """Documents of one row never see another row's, wherever the borders are."""
     stock = tiny.llama()
     ours = tiny.patched(stock)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((10, 14), (24,), (8, 8, 8))])
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in row]) for row in ((10, 14), (24,), (8, 8, 8))]
+    )
     batch = {"input_ids": tiny.ids(3), "labels": tiny.ids(3), "position_ids": positions}
     # Without a mask and without a cache transformers isolates them by a [T, T] mask: the reference.
     tiny.assert_as_good(ours, stock, batch, against={**batch, "use_cache": False})
@@ -159,7 +178,9 @@ def test_packed_rows_of_a_batch():
 @pytest.mark.parametrize("mask", [None, "ones"])
 @pytest.mark.parametrize("given", [True, False])
 def test_packed_with_a_cache_is_refused(given, mask):
-    """With a cache transformers lets documents see each other; the cache cannot be right for the next token either."""
+    """With a cache transformers lets documents see each other; the cache cannot be right for the
+    next token either.
+    """
     ours = tiny.patched(tiny.llama()).eval()
     batch = packed()
     del batch["labels"]
@@ -169,13 +190,15 @@ def test_packed_with_a_cache_is_refused(given, mask):
         from transformers import DynamicCache
 
         batch["past_key_values"] = DynamicCache(config=ours.config)
-    with pytest.raises(ValueError, match="^hfpatch: expected one document a row where a KV cache.*use_cache=False"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected one document a row where a KV cache.*use_cache=False"
+    ):
         ours(**batch, use_cache=True)
     batch.pop("past_key_values", None)
     assert ours(**batch, use_cache=False).logits.shape == (1, tiny.TOKENS, tiny.VOCAB)
 
 
-# --- padding -----------------------------------------------------------------------------------------------------------------
+# --- padding --------------------------------------------------------------------------------------
 
 
 def padded(side: str, batch: int = 3) -> dict:
@@ -189,16 +212,25 @@ def padded(side: str, batch: int = 3) -> dict:
         )  # not pad_token_id: its embedding is zeros, which hide what it does
     labels = input_ids.masked_fill(mask == 0, -100)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "position_ids": positions,
+    }
 
 
 @pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("way", [*WAYS, "no attention row"])
 def test_padded_batches(way, side, positions):
-    """Stock builds a [B, 1, T, T] mask. What padded tokens compute is nobody's business, their gradient is zero."""
+    """Stock builds a [B, 1, T, T] mask. What padded tokens compute is nobody's business, their
+    gradient is zero.
+    """
     stock = tiny.llama()
-    options = {"rope": False, "checkpointing": "off"} if way not in WAYS else {"checkpointing": WAYS[way]}
+    options = (
+        {"rope": False, "checkpointing": "off"} if way not in WAYS else {"checkpointing": WAYS[way]}
+    )
     batch = padded(side)
     if not positions:
         del batch["position_ids"]
@@ -254,7 +286,10 @@ def test_attention_implementations(name, way):
 @pytest.mark.parametrize("way", ["off", "tiled"])
 def test_plain_batch_builds_no_mask(way, no_square):
     ours = tiny.patched(tiny.llama(), checkpointing=WAYS[way])
-    for batch in (tiny.labelled(), {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}):
+    for batch in (
+        tiny.labelled(),
+        {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)},
+    ):
         ours(**batch).loss.backward()
         with torch.no_grad():
             ours.eval()(**batch)
@@ -269,7 +304,8 @@ def test_packed_with_hidden_states(extra):
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     reference = one_by_one(batch)
     got = gradients(
-        tiny.patched(stock), lambda m: m(**batch, **{"output_hidden_states": extra == "output_hidden_states"}).loss
+        tiny.patched(stock),
+        lambda m: m(**batch, **{"output_hidden_states": extra == "output_hidden_states"}).loss,
     )
     plain, true = gradients(stock, reference), gradients(tiny.exact(stock), reference)
     for key in got:
@@ -277,7 +313,9 @@ def test_packed_with_hidden_states(extra):
 
 
 def test_packed_with_padding_after():
-    """Documents and then padding, both said: the mask marks the padding, the positions the documents."""
+    """Documents and then padding, both said: the mask marks the padding, the positions the
+    documents.
+    """
     stock = tiny.llama()
     batch = packed()
     reference = one_by_one(batch)
@@ -298,7 +336,9 @@ def test_packed_with_padding_after():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("options", [{"checkpointing": "off"}, {}], ids=["off", "tiled"])
 def test_packed_base_model_without_a_word_on_the_cache(options, training):
-    """use_cache defaults to True, and with a cache transformers isolates nothing: packed rows keep none."""
+    """use_cache defaults to True, and with a cache transformers isolates nothing: packed rows keep
+    none.
+    """
     stock = tiny.llama(hf.LlamaModel).train(training)
     ours = tiny.patched(stock, **options)
     batch = packed()
@@ -306,12 +346,17 @@ def test_packed_base_model_without_a_word_on_the_cache(options, training):
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     got = ours(**batch).last_hidden_state
     for model, outs in ((stock, plain := []), (tiny.exact(stock), true := [])):
-        outs += [model(batch["input_ids"][:, a:b], use_cache=False)[0] for a, b in zip(starts, starts[1:])]
+        outs += [
+            model(batch["input_ids"][:, a:b], use_cache=False)[0]
+            for a, b in zip(starts, starts[1:])
+        ]
     assert_close(got, torch.cat(plain, 1), torch.cat(true, 1))
 
 
 def test_packed_with_attentions():
-    """Attentions asked for through the config: transformers' own layers, still one document at a time."""
+    """Attentions asked for through the config: transformers' own layers, still one document at a
+    time.
+    """
     ours = tiny.patched(tiny.llama(attn_implementation="eager")).eval()
     ours.config.output_attentions = True
     batch = packed()
@@ -342,7 +387,11 @@ def test_compiled_with_a_mask(kind, way):
         for key in got:
             assert_close(got[key], plain[key], true[key], key)
         return
-    batch = padded("left") if kind == "left" else {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS)}
+    batch = (
+        padded("left")
+        if kind == "left"
+        else {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS)}
+    )
     tiny.assert_as_good(ours, stock, batch)
 
 

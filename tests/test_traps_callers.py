@@ -20,7 +20,9 @@ from hfpatch.loss import causal_model as loss_module
 
 @pytest.fixture(autouse=True)
 def no_precision_left_behind():
-    """accelerate keeps the mixed precision of the first Trainer for the process, 4.57's arguments in the environment."""
+    """accelerate keeps the mixed precision of the first Trainer for the process, 4.57's arguments
+    in the environment.
+    """
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -38,18 +40,28 @@ class Rows(Dataset):
     def __getitem__(self, i):
         labels = self.ids[i].clone()
         labels[: (5 * i) % 17] = -100
-        return {"input_ids": self.ids[i], "attention_mask": torch.ones_like(labels), "labels": labels}
+        return {
+            "input_ids": self.ids[i],
+            "attention_mask": torch.ones_like(labels),
+            "labels": labels,
+        }
 
 
 def train(model, path, trainer=Trainer, **arguments):
-    """Two optimizer steps and an evaluation on the CPU. Returns the trainer and the training losses."""
+    """Two optimizer steps and an evaluation on the CPU. Returns the trainer and the training
+    losses.
+    """
     settings = {
-        "output_dir": str(path), "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
-        "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
+        "output_dir": str(path), "max_steps": 2, "per_device_train_batch_size": 2,
+        "logging_steps": 1, "report_to": [],
+        "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True,
+        "seed": 3,
         "dataloader_pin_memory": False,
     }  # fmt: skip
     more = {
-        n: arguments.pop(n) for n in ("callbacks", "compute_metrics", "preprocess_logits_for_metrics") if n in arguments
+        n: arguments.pop(n)
+        for n in ("callbacks", "compute_metrics", "preprocess_logits_for_metrics")
+        if n in arguments
     }
     made = trainer(
         model=model,
@@ -63,12 +75,16 @@ def train(model, path, trainer=Trainer, **arguments):
 
 
 def same_training(stock, ours, tmp_path, **arguments):
-    """Losses, and every weight after two steps as long as its gradients, err at most as numerics.budget allows."""
-    arguments |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # clipping hides a factor
+    """Losses, and every weight after two steps as long as its gradients, err at most as
+    numerics.budget allows.
+    """
+    # clipping hides a factor
+    arguments |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
     true = tiny.exact(stock)
     runs = [(model, train(model, tmp_path / "run", **arguments)) for model in (ours, stock, true)]
     got, plain, _ = (losses for _, (_, losses) in runs)
-    assert len(got) == 2 and got == pytest.approx(plain, rel=0, abs=1e-4)  # Trainer logs four decimals
+    # Trainer logs four decimals
+    assert len(got) == 2 and got == pytest.approx(plain, rel=0, abs=1e-4)
     tiny.assert_within(*({n: p.detach() for n, p in model.named_parameters()} for model, _ in runs))
 
 
@@ -76,7 +92,12 @@ def same_training(stock, ours, tmp_path, **arguments):
 def test_gradient_accumulation(tmp_path, way):
     """num_items_in_batch ignored: a loss of 19.4 instead of 4.85."""
     stock = tiny.llama()
-    same_training(stock, tiny.patched(stock, checkpointing=tiny.WAYS[way]), tmp_path, gradient_accumulation_steps=2)
+    same_training(
+        stock,
+        tiny.patched(stock, checkpointing=tiny.WAYS[way]),
+        tmp_path,
+        gradient_accumulation_steps=2,
+    )
 
 
 def test_num_items_in_batch_counts():
@@ -88,7 +109,9 @@ def test_num_items_in_batch_counts():
         true = tiny.step(tiny.exact(stock), {**tiny.labelled(), "num_items_in_batch": 37})
         plain = tiny.step(stock, {**tiny.labelled(), "num_items_in_batch": torch.tensor(37)})
         for name in got:
-            tiny.numerics.assert_close(got[name].reshape(true[name].shape), plain[name], true[name], name)
+            tiny.numerics.assert_close(
+                got[name].reshape(true[name].shape), plain[name], true[name], name
+            )
 
 
 def test_shift_labels():
@@ -102,17 +125,24 @@ def test_shift_labels():
 
 
 def test_label_smoothing_factor(tmp_path):
-    """Trainer looks the class name up to know whether to shift: a renamed class gives 5.220 for 4.851."""
+    """Trainer looks the class name up to know whether to shift: a renamed class gives 5.220 for
+    4.851.
+    """
     stock = tiny.llama()
     same_training(stock, tiny.patched(stock), tmp_path, label_smoothing_factor=0.1)
 
 
 def test_gradient_checkpointing_argument(tmp_path, monkeypatch):
-    """Trainer turns transformers' own on after apply; each layer still runs once forward and is not recomputed whole."""
+    """Trainer turns transformers' own on after apply; each layer still runs once forward and is not
+    recomputed whole.
+    """
     calls, tiled = [], layer_module.tiled_layer
     monkeypatch.setattr(layer_module, "tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
     stock = tiny.llama()
-    arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    arguments = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
     same_training(stock, tiny.patched(stock), tmp_path, **arguments)
     assert len(calls) == 2 * 2
 
@@ -121,17 +151,26 @@ def test_columns_are_detected(tmp_path):
     """Trainer drops the dataset's columns that forward's signature lacks."""
     ours = tiny.patched(tiny.llama())
     names = set(inspect.signature(ours.forward).parameters)
-    # Up to 5.3 generate() passes cache_position; it travels in **kwargs and is no column of a dataset.
+    # Up to 5.3 generate() passes cache_position; it travels in **kwargs and is no column of a
+    # dataset.
     assert set(inspect.signature(tiny.llama().forward).parameters) - {"cache_position"} <= names
-    trainer = Trainer(model=ours, args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    trainer = Trainer(
+        model=ours, args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    )
     trainer._set_signature_columns_if_needed()
-    assert {"input_ids", "attention_mask", "position_ids", "labels"} <= set(trainer._signature_columns)
-    assert trainer.model_accepts_loss_kwargs, "else Trainer divides the loss by the accumulation once more"
+    assert {"input_ids", "attention_mask", "position_ids", "labels"} <= set(
+        trainer._signature_columns
+    )
+    assert trainer.model_accepts_loss_kwargs, (
+        "else Trainer divides the loss by the accumulation once more"
+    )
 
 
 def assert_evaluated(got: float, plain: float, stock, tmp_path):
     """A loss over Rows(4), within the budget of its float64 twin."""
-    exact = train(tiny.exact(stock), tmp_path / "exact", max_steps=1, learning_rate=0.0)[0].evaluate()["eval_loss"]
+    exact = train(tiny.exact(stock), tmp_path / "exact", max_steps=1, learning_rate=0.0)[
+        0
+    ].evaluate()["eval_loss"]
     losses = (torch.tensor(loss, dtype=torch.float64) for loss in (got, plain, exact))
     tiny.numerics.assert_close(*losses, "loss", torch.float32)
 
@@ -149,7 +188,9 @@ def test_predict_and_compute_metrics(tmp_path, logits):
 
     results = []
     for model, name in ((stock, "stock"), (ours, "ours")):
-        trainer, _ = train(model, tmp_path / name, max_steps=1, learning_rate=0.0, compute_metrics=metrics)
+        trainer, _ = train(
+            model, tmp_path / name, max_steps=1, learning_rate=0.0, compute_metrics=metrics
+        )
         predicted = trainer.predict(Rows(4))
         results.append((trainer.evaluate(), predicted.metrics, predicted.predictions.shape))
     (plain, plain_predicted, shape), (got, got_predicted, got_shape) = results
@@ -169,9 +210,13 @@ def test_evaluation_without_logits_beyond_a_size(tmp_path, monkeypatch):
         monkeypatch.setattr(loss_module, "EVAL_LOGITS_BYTES", limit)
         assert (ours(**tiny.labelled()).logits is not None) == given
     monkeypatch.setattr(loss_module, "EVAL_LOGITS_BYTES", 0)
-    plain = train(stock, tmp_path / "stock", max_steps=1, learning_rate=0.0)[0].evaluate()["eval_loss"]
+    plain = train(stock, tmp_path / "stock", max_steps=1, learning_rate=0.0)[0].evaluate()[
+        "eval_loss"
+    ]
     ours.train()
-    got = train(ours, tmp_path / "ours", max_steps=1, learning_rate=0.0, prediction_loss_only=True)[0].evaluate()
+    got = train(ours, tmp_path / "ours", max_steps=1, learning_rate=0.0, prediction_loss_only=True)[
+        0
+    ].evaluate()
     assert_evaluated(got["eval_loss"], plain, stock, tmp_path)
 
 
@@ -191,21 +236,29 @@ def test_skip_logits():
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_a_copy_of_a_layer_in_the_list(way):
-    """Models are made deeper so; the copy brings a config of its own, whose attention is asked by that."""
+    """Models are made deeper so; the copy brings a config of its own, whose attention is asked by
+    that.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
     for model in (stock, ours):
         model.model.layers.append(copy.deepcopy(model.model.layers[0]))
         model.config.num_hidden_layers += 1
-    hidden = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long), "use_cache": False}
+    hidden = {
+        **tiny.labelled(),
+        "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long),
+        "use_cache": False,
+    }
     hidden["attention_mask"][1, -5:] = 0
     tiny.assert_as_good(ours, stock, hidden)
     with torch.no_grad():
-        got, plain, true = (m.eval()(tiny.ids(), use_cache=False).logits for m in (ours, stock, tiny.exact(stock)))
+        got, plain, true = (
+            m.eval()(tiny.ids(), use_cache=False).logits for m in (ours, stock, tiny.exact(stock))
+        )
     tiny.numerics.assert_close(got, plain, true)
 
 
-# --- autocast ----------------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
@@ -216,7 +269,9 @@ def test_autocast_has_the_dtypes_of_stock(way):
     seen = {}
     for label, model in (("stock", stock), ("ours", ours)):
         hooks = [
-            model.get_submodule(n).register_forward_hook(lambda m, i, o, k=(label, n): seen.__setitem__(k, o.dtype))
+            model.get_submodule(n).register_forward_hook(
+                lambda m, i, o, k=(label, n): seen.__setitem__(k, o.dtype)
+            )
             for n in ("model.norm", "model.embed_tokens")
         ]
         with torch.autocast("cpu", torch.bfloat16):
@@ -225,7 +280,10 @@ def test_autocast_has_the_dtypes_of_stock(way):
             seen[label, "hidden"] = model.model(tiny.ids()).last_hidden_state.dtype
         for hook in hooks:
             hook.remove()
-    by_model = {label: {k: v for (which, k), v in seen.items() if which == label} for label in ("stock", "ours")}
+    by_model = {
+        label: {k: v for (which, k), v in seen.items() if which == label}
+        for label in ("stock", "ours")
+    }
     assert by_model["ours"] == by_model["stock"]
 
     def run(model, autocast=True):
@@ -246,7 +304,9 @@ def test_autocast_leaves_float64_as_it_is(way):
     """As torch has it: a model in float64 computes there what it computes elsewhere."""
     stock = tiny.llama(dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        tiny.assert_equal_in_double(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
+        tiny.assert_equal_in_double(
+            tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled()
+        )
 
 
 @pytest.mark.parametrize("way", ["off", "tiled"])
@@ -263,11 +323,15 @@ def test_fp32_norms_in_a_bf16_model():
     with torch.autocast("cpu", torch.bfloat16):
         got, plain = (m(**tiny.labelled()).loss for m in (tiny.patched(stock), stock))
     assert got.dtype == plain.dtype
-    tiny.numerics.assert_close(got, plain, tiny.exact(stock)(**tiny.labelled()).loss, dtype=torch.bfloat16)
+    tiny.numerics.assert_close(
+        got, plain, tiny.exact(stock)(**tiny.labelled()).loss, dtype=torch.bfloat16
+    )
 
 
 def test_trainer_with_bf16_then_undo(tmp_path):
-    """accelerate wraps forward on the instance; undo gives a model that computes as before apply."""
+    """accelerate wraps forward on the instance; undo gives a model that computes as before
+    apply.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock)
     train(ours, tmp_path, bf16=True)
@@ -278,19 +342,23 @@ def test_trainer_with_bf16_then_undo(tmp_path):
 
 
 def test_apply_between_two_trainings(tmp_path):
-    """A model that stock Trainer has trained in bf16 carries accelerate's wrapper: the fused forward must not hide under it."""
+    """A model that stock Trainer has trained in bf16 carries accelerate's wrapper: the fused
+    forward must not hide under it.
+    """
     model = tiny.llama()
     train(model, tmp_path / "a", bf16=True)
     plain = copy.deepcopy(model)
     report = hfpatch.apply(model, checkpointing=tiny.TILED)
-    assert report.count("loss") == 1 or any(o == "loss" and "forward" in why for o, why in report.skipped)
+    assert report.count("loss") == 1 or any(
+        o == "loss" and "forward" in why for o, why in report.skipped
+    )
     true = tiny.llama()
     true.load_state_dict(plain.state_dict())
     losses = (tiny.step(m, tiny.labelled())["loss"] for m in (model, plain, tiny.exact(true)))
     tiny.numerics.assert_close(*losses, "loss", torch.bfloat16)
 
 
-# --- PEFT --------------------------------------------------------------------------------------------------------------------
+# --- PEFT -----------------------------------------------------------------------------------------
 
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -301,7 +369,13 @@ def adapt(model, adapter="default", **settings):
     """LoRA with weights that matter."""
     from peft import LoraConfig, get_peft_model
 
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "task_type": "CAUSAL_LM", **settings}
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ATTENTION,
+        "task_type": "CAUSAL_LM",
+        **settings,
+    }
     torch.manual_seed(2)
     peft = get_peft_model(model, LoraConfig(**settings), adapter_name=adapter)
     generator = torch.Generator().manual_seed(6)
@@ -346,18 +420,26 @@ def test_lora_with_transformers_checkpointing_and_frozen_embeddings(order):
 def test_lora_on_lm_head_falls_back_and_says_so(order):
     """Liger reads lm_head.weight and ignores the adapter."""
     ours, stock = adapted(order, target_modules=[*ATTENTION, "lm_head"])
-    with pytest.warns(UserWarning, match="hfpatch: the loss runs through whole logits, as lm_head is a peft"):
+    with pytest.warns(
+        UserWarning, match="hfpatch: the loss runs through whole logits, as lm_head is a peft"
+    ):
         ours(**tiny.labelled())
     tiny.assert_as_good(ours, stock, tiny.labelled())
-    assert any("lm_head" in n and "lora_" in n and p.grad is not None for n, p in ours.named_parameters())
+    assert any(
+        "lm_head" in n and "lora_" in n and p.grad is not None for n, p in ours.named_parameters()
+    )
     if order == "peft first":
         report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-        assert not report.count("loss") and any("lm_head is a peft" in why for _, why in report.skipped)
+        assert not report.count("loss") and any(
+            "lm_head is a peft" in why for _, why in report.skipped
+        )
 
 
 @pytest.mark.parametrize("adapter", ["default", "mine"])
 @pytest.mark.parametrize("order", ["apply first", "peft first"])
-@pytest.mark.parametrize("modules", [["lm_head"], ["lm_head", "embed_tokens"]], ids=["head", "both"])
+@pytest.mark.parametrize(
+    "modules", [["lm_head"], ["lm_head", "embed_tokens"]], ids=["head", "both"]
+)
 def test_modules_to_save(order, adapter, modules):
     """Under another adapter name Liger raises. The copy that trains gets the gradient."""
     ours, stock = adapted(order, adapter=adapter, modules_to_save=modules)
@@ -375,7 +457,9 @@ def test_adapters_disabled_merged_and_saved(order, tmp_path):
     ours, stock = adapted(order, target_modules=ALL)
     true = tiny.exact(stock)
     with ours.disable_adapter(), stock.disable_adapter(), true.disable_adapter():
-        tiny.numerics.assert_close(*(m(**tiny.labelled()).loss.detach() for m in (ours, stock, true)))
+        tiny.numerics.assert_close(
+            *(m(**tiny.labelled()).loss.detach() for m in (ours, stock, true))
+        )
     ours.save_pretrained(tmp_path / "ours")
     stock.save_pretrained(tmp_path / "stock")
     for name in ("adapter_model.safetensors",):
@@ -408,10 +492,12 @@ def test_an_adapter_without_the_head_that_another_has():
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
-# --- Liger -------------------------------------------------------------------------------------------------------------------
+# --- Liger ----------------------------------------------------------------------------------------
 
 
 def test_callback_refuses_liger(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], use_liger_kernel=True)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], use_liger_kernel=True
+    )
     with pytest.raises(ValueError, match="^hfpatch: .*use_liger_kernel"):
         hfpatch.Callback(apply=True).on_init_end(arguments, None, None, model=tiny.llama())

@@ -1,4 +1,6 @@
-"""What Liger and others get wrong, one test each: the loss, the head, autograd, and what must not be computed or held."""
+"""What Liger and others get wrong, one test each: the loss, the head, autograd, and what must not
+be computed or held.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -25,7 +27,10 @@ class HeadMatmuls(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
-        if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and out.shape[-1] == self.vocab:
+        if (
+            op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            and out.shape[-1] == self.vocab
+        ):
             self.rows.append(out.shape[0])
         return out
 
@@ -34,15 +39,21 @@ def patched_both(stock):
     return {way: tiny.patched(stock, checkpointing=setting) for way, setting in tiny.WAYS.items()}
 
 
-# --- labels ------------------------------------------------------------------------------------------------------------------
+# --- labels ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 @pytest.mark.parametrize("num_items", [None, torch.tensor(5.0)], ids=["mean", "num_items"])
 def test_no_valid_label(way, num_items):
-    """stock: nan for a mean, 0.0 with num_items_in_batch; sequence-parallel ranks hit it. Gradients are zeros, not NaN."""
+    """stock: nan for a mean, 0.0 with num_items_in_batch; sequence-parallel ranks hit it. Gradients
+    are zeros, not NaN.
+    """
     stock = tiny.llama()
-    batch = {"input_ids": tiny.ids(), "labels": torch.full((2, tiny.TOKENS), -100), "num_items_in_batch": num_items}
+    batch = {
+        "input_ids": tiny.ids(),
+        "labels": torch.full((2, tiny.TOKENS), -100),
+        "num_items_in_batch": num_items,
+    }
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
     got = tiny.step(ours, batch)
     plain = stock(**batch).loss
@@ -58,7 +69,9 @@ def test_no_valid_label(way, num_items):
 @pytest.mark.parametrize("way", tiny.WAYS)
 @pytest.mark.parametrize("label", [tiny.VOCAB, tiny.VOCAB + 1000, -1, -101])
 def test_label_out_of_range_raises(label, way):
-    """Liger accepts a label equal to the vocabulary's size, and a larger one crashes the process."""
+    """Liger accepts a label equal to the vocabulary's size, and a larger one crashes the
+    process.
+    """
     batch = tiny.labelled()
     batch["labels"][1, 3] = label
     ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
@@ -76,7 +89,9 @@ def test_ignore_index_is_honoured():
 
 
 def test_ignored_tokens_skip_the_matmul():
-    """Liger sends every token through the head. Rows that reach a matmul with the vocabulary's side are counted."""
+    """Liger sends every token through the head. Rows that reach a matmul with the vocabulary's side
+    are counted.
+    """
     batch = tiny.labelled()
     batch["labels"][:, 4:] = -100
     batch["labels"][1, 1:4] = 7
@@ -85,16 +100,25 @@ def test_ignored_tokens_skip_the_matmul():
     assert 0 < sum(seen.rows) <= 3, seen.rows
 
 
-# --- frozen parts ------------------------------------------------------------------------------------------------------------
+# --- frozen parts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 @pytest.mark.parametrize(
     "trains",
-    ["lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn.q_proj", "layernorm", "embed_tokens"],
+    [
+        "lm_head",
+        "model.norm",
+        "model.layers.0.mlp",
+        "model.layers.1.self_attn.q_proj",
+        "layernorm",
+        "embed_tokens",
+    ],
 )
 def test_only_one_part_trains(trains, way):
-    """Frozen hidden states with a trainable lm_head leave Liger's weight.grad None; others go through a frozen layer."""
+    """Frozen hidden states with a trainable lm_head leave Liger's weight.grad None; others go
+    through a frozen layer.
+    """
     stock = tiny.llama()
     for name, p in stock.named_parameters():
         p.requires_grad_(trains in name)
@@ -115,7 +139,9 @@ def test_hidden_without_gradient_at_the_op():
     labels = torch.tensor([1, 5, -100, 0, 10, 3])
     ops.linear_cross_entropy(hidden, weight, labels).backward()
     plain, exact = (
-        torch.autograd.grad(nn.functional.cross_entropy(hidden.to(dtype) @ weight.to(dtype).T, labels), weight)[0]
+        torch.autograd.grad(
+            nn.functional.cross_entropy(hidden.to(dtype) @ weight.to(dtype).T, labels), weight
+        )[0]
         for dtype in (torch.float32, torch.float64)
     )
     tiny.numerics.assert_close(weight.grad, plain, exact)
@@ -127,10 +153,12 @@ def test_all_frozen_and_no_grad(way):
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
     loss = ours(**tiny.labelled()).loss
     assert not loss.requires_grad
-    tiny.numerics.assert_close(loss, stock(**tiny.labelled()).loss, tiny.exact(stock)(**tiny.labelled()).loss)
+    tiny.numerics.assert_close(
+        loss, stock(**tiny.labelled()).loss, tiny.exact(stock)(**tiny.labelled()).loss
+    )
 
 
-# --- autograd ----------------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
@@ -164,9 +192,13 @@ def test_loss_scaled_and_added(way):
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
 
     def loss(model):
-        return lambda out: 1024.0 * out.loss + model(tiny.ids(seed=9), labels=tiny.ids(seed=9)).loss / 3
+        return lambda out: (
+            1024.0 * out.loss + model(tiny.ids(seed=9), labels=tiny.ids(seed=9)).loss / 3
+        )
 
-    got, plain, exact = (tiny.step(m, tiny.labelled(), loss(m)) for m in (ours, stock, tiny.exact(stock)))
+    got, plain, exact = (
+        tiny.step(m, tiny.labelled(), loss(m)) for m in (ours, stock, tiny.exact(stock))
+    )
     for name in got:
         tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
 
@@ -185,18 +217,29 @@ def test_gradients_by_torch_func_are_refused_by_a_sentence():
     ours = tiny.patched(tiny.llama())
     parameters = {name: p.detach() for name, p in ours.named_parameters()}
     loss = lambda parameters: torch.func.functional_call(ours, parameters, (), tiny.labelled()).loss  # noqa: E731
-    with pytest.raises(RuntimeError, match="hfpatch: expected torch.autograd's own backward, a gradient by torch.func"):
+    with pytest.raises(
+        RuntimeError,
+        match="hfpatch: expected torch.autograd's own backward, a gradient by torch.func",
+    ):
         torch.func.grad(loss)(parameters)
 
 
 def test_forward_mode_derivatives_are_refused_by_a_sentence():
-    """Without a graph, in evaluation too: patched operators would hand on no tangent, and say nothing."""
+    """Without a graph, in evaluation too: patched operators would hand on no tangent, and say
+    nothing.
+    """
     ours = tiny.patched(tiny.llama(), checkpointing="off").eval()
     embeds = ours.get_input_embeddings()(tiny.ids()).detach()
     forward = lambda x: ours(inputs_embeds=x).logits  # noqa: E731
-    with pytest.raises(RuntimeError, match="forward-mode differentiation .* came; call hfpatch.undo"):
+    with pytest.raises(
+        RuntimeError, match="forward-mode differentiation .* came; call hfpatch.undo"
+    ):
         torch.func.jvp(forward, (embeds,), (embeds,))
-    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode differentiation"):
+    with (
+        torch.no_grad(),
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="forward-mode differentiation"),
+    ):
         forward(forward_ad.make_dual(embeds, embeds))
     forward(embeds)
 
@@ -211,7 +254,9 @@ def test_a_batch_of_gradients_is_refused_by_a_sentence(way, start):
         if start == "loss"
         else ours(inputs_embeds=embeds).logits.sum()
     )
-    with pytest.raises(RuntimeError, match="hfpatch: expected one gradient at a time, a batch of them came"):
+    with pytest.raises(
+        RuntimeError, match="hfpatch: expected one gradient at a time, a batch of them came"
+    ):
         torch.autograd.grad(out, embeds, torch.ones(3), is_grads_batched=True)
 
 
@@ -234,7 +279,9 @@ def test_double_backward_is_refused_by_a_sentence(way):
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_backward_twice_through_different_batches_interleaved(way):
-    """Two graphs alive, walked back in the order they were made (not the reverse), as contrastive losses do."""
+    """Two graphs alive, walked back in the order they were made (not the reverse), as contrastive
+    losses do.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
 
@@ -250,7 +297,7 @@ def test_backward_twice_through_different_batches_interleaved(way):
         tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
 
 
-# --- hooks -------------------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
@@ -282,8 +329,16 @@ def test_a_backward_hook_on_lm_head_gets_the_logits_gradient(kind):
     ours = tiny.patched(stock)
     for model in (ours, stock, tiny.exact(stock)):
         register, seen = getattr(model.lm_head, f"register_full_backward_{kind}"), {}
-        register(lambda _, *grads, seen=seen: seen.update(seen=grads[-1][0]) or (grads[0][0].clamp(-1e-3, 1e-3),))
-        with pytest.warns(UserWarning, match="lm_head has a hook") if model is ours else nullcontext():
+        register(
+            lambda _, *grads, seen=seen: (
+                seen.update(seen=grads[-1][0]) or (grads[0][0].clamp(-1e-3, 1e-3),)
+            )
+        )
+        with (
+            pytest.warns(UserWarning, match="lm_head has a hook")
+            if model is ours
+            else nullcontext()
+        ):
             found.append(tiny.step(model, tiny.labelled()) | seen)
     tiny.assert_within(*found)
 
@@ -303,51 +358,71 @@ def test_parameter_hooks_fire_once_with_the_whole_gradient(way):
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_hooks_that_change_the_layer_are_honoured(way):
-    """A hook on a layer's input and output (adapters, steering vectors) takes part in forward and in gradients."""
+    """A hook on a layer's input and output (adapters, steering vectors) takes part in forward and
+    in gradients.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
     for model in (ours, stock):
         model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 1.5, *a[1:]))
-        model.model.layers[0].register_forward_hook(lambda m, a, out: out + 0.25 if torch.is_tensor(out) else out)
+        model.model.layers[0].register_forward_hook(
+            lambda m, a, out: out + 0.25 if torch.is_tensor(out) else out
+        )
         model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: 2 * out)
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
-@pytest.mark.parametrize("name", ["post_attention_layernorm", "mlp.act_fn", "mlp.down_proj", "mlp", "self_attn.v_proj"])
+@pytest.mark.parametrize(
+    "name", ["post_attention_layernorm", "mlp.act_fn", "mlp.down_proj", "mlp", "self_attn.v_proj"]
+)
 def test_hooks_inside_a_layer_get_what_stock_gives_them(way, name):
-    """The sum before the norm in the norm's own pass, an activation without its module, a product that nobody else reads."""
+    """The sum before the norm in the norm's own pass, an activation without its module, a product
+    that nobody else reads.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
     for model in (ours, stock):
         module = model.model.layers[0].get_submodule(name)
-        module.register_forward_hook(lambda m, a, out: torch.tanh(out) + a[0].mean(-1, keepdim=True))
+        module.register_forward_hook(
+            lambda m, a, out: torch.tanh(out) + a[0].mean(-1, keepdim=True)
+        )
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
 def _fired(model, names) -> dict:
-    """What hooks of each kind on modules and weights of layer 0 get in the first step: {(name, kind): tensors in order}."""
+    """What hooks of each kind on modules and weights of layer 0 get in the first step: {(name,
+    kind): tensors in order}.
+    """
     found, layer = {}, model.model.layers[0]
 
     def note(key, *values):
-        found.setdefault(key, []).extend(v.detach().clone() for v in values if isinstance(v, torch.Tensor))
+        found.setdefault(key, []).extend(
+            v.detach().clone() for v in values if isinstance(v, torch.Tensor)
+        )
 
     for name in names:
         module = layer.get_submodule(name)
         module.register_forward_pre_hook(lambda m, a, n=name: note((n, "before"), *a))
         module.register_forward_hook(lambda m, a, out, n=name: note((n, "behind"), *a, out))
         module.register_full_backward_pre_hook(lambda m, dy, n=name: note((n, "backward"), *dy))
-        module.register_full_backward_hook(lambda m, dx, dy, n=name: note((n, "gone back"), *dx, *dy))
+        module.register_full_backward_hook(
+            lambda m, dx, dy, n=name: note((n, "gone back"), *dx, *dy)
+        )
         for parameter in module.parameters():
             parameter.register_hook(lambda g, n=name: note((n, "weight"), g))
     hidden = model.model(tiny.ids(), use_cache=False).last_hidden_state
-    (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum().backward()
+    (
+        hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+    ).sum().backward()
     return found
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, capsys):
-    """From the first step on: who records or counts gets whole rows, as often, and no tokens by which a layer is asked."""
+    """From the first step on: who records or counts gets whole rows, as often, and no tokens by
+    which a layer is asked.
+    """
     names = ["post_attention_layernorm", "self_attn.v_proj", "mlp", "mlp.act_fn", "mlp.down_proj"]
     stock, ours = tiny.llama(), tiny.llama()
     hfpatch.apply(ours, checkpointing=tiny.WAYS[way], rms_norm=False)
@@ -355,7 +430,9 @@ def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, caps
         tiny.checkpoint(stock)
     true = tiny.exact(stock)
     got, plain, exact = (_fired(m, names) for m in (ours, stock, true))
-    assert {key: len(values) for key, values in got.items()} == {key: len(values) for key, values in plain.items()}
+    assert {key: len(values) for key, values in got.items()} == {
+        key: len(values) for key, values in plain.items()
+    }
     for key, values in got.items():
         for three in zip(values, plain[key], exact[key], strict=True):
             tiny.numerics.assert_close(*three, str(key))
@@ -364,7 +441,9 @@ def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, caps
 
 
 def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(capsys):
-    """None for the small instance, the parts that are tried, or the tokens by which a layer is asked; and logits are logits."""
+    """None for the small instance, the parts that are tried, or the tokens by which a layer is
+    asked; and logits are logits.
+    """
     stock, ours, seen = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64), {}
     tiny.checkpoint(stock)
 
@@ -392,7 +471,9 @@ def test_a_hook_that_mixes_tokens_sees_all_of_them():
     stock = tiny.llama(dtype=torch.float64)
     ours = tiny.patched(stock)
     for model in (ours, stock):
-        model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out - out.mean(1, keepdim=True))
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda m, a, out: out - out.mean(1, keepdim=True)
+        )
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
 
 
@@ -403,7 +484,9 @@ def test_a_product_without_a_derivative_gives_no_gradient(tile):
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=tile))
     for model in (ours, stock):
         for layer in model.model.layers:
-            layer.self_attn.o_proj.register_forward_hook(tiny.OfAnEngine(lambda m, a, out: out.detach()))
+            layer.self_attn.o_proj.register_forward_hook(
+                tiny.OfAnEngine(lambda m, a, out: out.detach())
+            )
     got, plain, true = (tiny.step(m, tiny.labelled()) for m in (ours, stock, tiny.exact(stock)))
     left = got.keys() - plain.keys()
     assert left and not any(got[n].any() for n in left)
@@ -411,7 +494,9 @@ def test_a_product_without_a_derivative_gives_no_gradient(tile):
 
 
 def test_a_hook_gets_what_transformers_makes_of_padding():
-    """Of hidden tokens behind a row that nothing reads our layers make something of their own, at no cost."""
+    """Of hidden tokens behind a row that nothing reads our layers make something of their own, at
+    no cost.
+    """
     stock, seen = tiny.llama(), []
     batch = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}
     batch["attention_mask"][1, -9:], batch["labels"][1, -9:] = 0, -100
@@ -422,9 +507,9 @@ def test_a_hook_gets_what_transformers_makes_of_padding():
 
 
 def _squashed(function):
-    return lambda *args, **kwargs: (lambda y: (torch.tanh(y[0]), *y[1:]) if isinstance(y, tuple) else torch.tanh(y))(
-        function(*args, **kwargs)
-    )
+    return lambda *args, **kwargs: (
+        lambda y: (torch.tanh(y[0]), *y[1:]) if isinstance(y, tuple) else torch.tanh(y)
+    )(function(*args, **kwargs))
 
 
 def _replace(model, what: str, patch):
@@ -435,7 +520,9 @@ def _replace(model, what: str, patch):
         layer.mlp = nn.Sequential(layer.mlp, nn.Tanh())
     elif what == "rotation":
         rotate = hf.apply_rotary_pos_emb
-        patch.setattr(hf, "apply_rotary_pos_emb", lambda q, *args, **kwargs: rotate(1.3 * q, *args, **kwargs))
+        patch.setattr(
+            hf, "apply_rotary_pos_emb", lambda q, *args, **kwargs: rotate(1.3 * q, *args, **kwargs)
+        )
     elif what == "class":
         patch.setattr(hf.LlamaAttention, "forward", _squashed(hf.LlamaAttention.forward))
     else:
@@ -444,9 +531,13 @@ def _replace(model, what: str, patch):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("what", ["self_attn", "mlp", "activation", "mlp module", "rotation", "class"])
+@pytest.mark.parametrize(
+    "what", ["self_attn", "mlp", "activation", "mlp module", "rotation", "class"]
+)
 def test_what_is_replaced_before_or_after_apply_runs(monkeypatch, what, before):
-    """A block's parts are called without what lies around them, an activation not at all: another one is another function."""
+    """A block's parts are called without what lies around them, an activation not at all: another
+    one is another function.
+    """
     ours = tiny.llama(dtype=torch.float64)
     true = tiny.exact(ours)
     hfpatch.apply(ours, checkpointing=tiny.TILED)  # a verdict of the classes as they are
@@ -459,12 +550,16 @@ def test_what_is_replaced_before_or_after_apply_runs(monkeypatch, what, before):
             _replace(ours, what, patch)
         if not (before and what in ("rotation", "class")):  # of the whole process: once
             _replace(true, what, patch)
-        tiny.assert_same_in_double(tiny.step(ours, tiny.labelled()), tiny.step(true, tiny.labelled()))
+        tiny.assert_same_in_double(
+            tiny.step(ours, tiny.labelled()), tiny.step(true, tiny.labelled())
+        )
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_gradients_that_a_hook_keeps_stay_what_they_were(way):
-    """The layer writes dx over the gradient that comes in, but never over one that somebody else holds."""
+    """The layer writes dx over the gradient that comes in, but never over one that somebody else
+    holds.
+    """
     stock = tiny.llama(num_hidden_layers=3)
     ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
 
@@ -491,7 +586,7 @@ def test_gradients_that_a_hook_keeps_stay_what_they_were(way):
         tiny.numerics.assert_close(got[name], plain[name], true[name], str(name))
 
 
-# --- precision ---------------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def test_head_gradient_is_accumulated_wide():
@@ -502,7 +597,10 @@ def test_head_gradient_is_accumulated_wide():
     weight = (0.2 * torch.randn(V, D, generator=generator)).bfloat16()
     labels = torch.randint(0, V, (N,), generator=generator)
     grads, chunks = [], []
-    for w, options in ((weight, {"workspace_bytes": N * BYTES_PER_TOKEN + 200 * V * 4}), (weight.double(), {})):
+    for w, options in (
+        (weight, {"workspace_bytes": N * BYTES_PER_TOKEN + 200 * V * 4}),
+        (weight.double(), {}),
+    ):
         w = w.detach().clone().requires_grad_()
         with HeadMatmuls(V) as seen:
             ops.linear_cross_entropy(hidden.to(w.dtype), w, labels, **options).backward()
@@ -513,32 +611,45 @@ def test_head_gradient_is_accumulated_wide():
 
 
 def test_layer_gradients_are_accumulated_wide():
-    """128 tiles differ from one by no more than each tile's own rounding: half a step of bf16; a bf16 sum is off by more
-    than one. The last layer's gradients: what reaches it is the same to the bit.
+    """128 tiles differ from one by no more than each tile's own rounding: half a step of bf16; a
+    bf16 sum is off by more than one. The last layer's gradients: what reaches it is the same to the
+    bit.
     """
     stock, batch = tiny.llama(dtype=torch.bfloat16), tiny.labelled(2, 256)
-    many, one = (tiny.step(tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=t)), batch) for t in (4, 512))
+    many, one = (
+        tiny.step(tiny.patched(stock, checkpointing=hfpatch.Checkpointing(tile=t)), batch)
+        for t in (4, 512)
+    )
     for name in (n for n in one if ".layers.1." in n):
         difference = (many[name].double() - one[name].double()).norm() / one[name].double().norm()
         assert difference <= torch.finfo(torch.bfloat16).eps / 2, name
 
 
 def test_one_token_more_costs_no_more():
-    """Liger's number of chunks jumps at 131,073 tokens: here the chunk depends on the workspace, not on the count."""
+    """Liger's number of chunks jumps at 131,073 tokens: here the chunk depends on the workspace,
+    not on the count.
+    """
     sizes = []
     for N in (128, 129):
-        hidden, weight = torch.randn(N, 8, requires_grad=True), torch.randn(61, 8, requires_grad=True)
+        hidden, weight = (
+            torch.randn(N, 8, requires_grad=True),
+            torch.randn(61, 8, requires_grad=True),
+        )
         with HeadMatmuls(61) as seen:
-            ops.linear_cross_entropy(hidden, weight, torch.arange(N) % 61, workspace_bytes=16 * 61 * 8).backward()
+            ops.linear_cross_entropy(
+                hidden, weight, torch.arange(N) % 61, workspace_bytes=16 * 61 * 8
+            ).backward()
         sizes.append((max(seen.rows), len(seen.rows)))
     assert sizes[0][0] == sizes[1][0] < 128 and sizes[1][1] - sizes[0][1] <= 1, sizes
 
 
-# --- no surprises for others -------------------------------------------------------------------------------------------------
+# --- no surprises for others ----------------------------------------------------------------------
 
 
 def test_no_host_read_of_a_device_tensor():
-    """`.item()` and `torch.equal` in Liger wait for the device: none of the ops reads a tensor on the host."""
+    """`.item()` and `torch.equal` in Liger wait for the device: none of the ops reads a tensor on
+    the host.
+    """
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):

@@ -1,4 +1,6 @@
-"""Traps that gave other numbers without a word: masks, positions, hooks, the user's own loss, labels that are all ignored."""
+"""Traps that gave other numbers without a word: masks, positions, hooks, the user's own loss,
+labels that are all ignored.
+"""
 
 import copy
 import functools
@@ -31,9 +33,13 @@ def positions(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["jump", "repeat", "doubled", "fraction"])
 def test_positions_that_do_not_restart_start_no_document(kind, way):
-    """PoSE, skip-wise and interpolated positions beside a mask: one document, as transformers has it."""
+    """PoSE, skip-wise and interpolated positions beside a mask: one document, as transformers has
+    it.
+    """
     stock = tiny.llama()
-    given = batch(position_ids=positions(kind), attention_mask=torch.ones(1, tiny.TOKENS, dtype=torch.long))
+    given = batch(
+        position_ids=positions(kind), attention_mask=torch.ones(1, tiny.TOKENS, dtype=torch.long)
+    )
     tiny.assert_as_good(tiny.patched(stock, checkpointing=WAYS[way]), stock, given)
 
 
@@ -41,8 +47,9 @@ def test_positions_that_do_not_restart_start_no_document(kind, way):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["jump", "repeat"])
 def test_positions_beside_the_cache_that_transformers_makes(kind, checkpointed, way):
-    """A loop of one's own says nothing of a cache, so transformers makes one and looks for no documents, in training too; but
-    under its own checkpointing it makes none."""
+    """A loop of one's own says nothing of a cache, so transformers makes one and looks for no
+    documents, in training too; but under its own checkpointing it makes none.
+    """
     stock = tiny.llama(dtype=torch.float64)
     ids, found = tiny.ids(1), []
     for model in (tiny.patched(stock, checkpointing=WAYS[way]), tiny.exact(stock)):
@@ -56,7 +63,9 @@ def test_positions_beside_the_cache_that_transformers_makes(kind, checkpointed, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("counted", [False, True])
 def test_prompt_padding_completion(counted, way):
-    """What preference trainers build: the completion still sees the prompt before the padding between them."""
+    """What preference trainers build: the completion still sees the prompt before the padding
+    between them.
+    """
     stock = tiny.llama()
     mask = torch.ones(1, tiny.TOKENS, dtype=torch.long)
     mask[:, 7:12] = 0
@@ -69,14 +78,18 @@ def test_prompt_padding_completion(counted, way):
 
 @pytest.mark.parametrize("length", [tiny.TOKENS - 4, tiny.TOKENS + 6])
 def test_a_mask_of_another_length(length):
-    """Beside the cache that it makes in training too, transformers cuts it, or hides what it is short of."""
+    """Beside the cache that it makes in training too, transformers cuts it, or hides what it is
+    short of.
+    """
     stock = tiny.llama()
     given = batch(attention_mask=torch.ones(1, length, dtype=torch.long))
     tiny.assert_as_good(tiny.patched(stock), stock, given)
 
 
 def test_padding_with_labels_counts_as_in_stock():
-    """Labels that nobody masked: what padded positions predict is in transformers' loss, so it is in ours."""
+    """Labels that nobody masked: what padded positions predict is in transformers' loss, so it is
+    in ours.
+    """
     stock = tiny.llama()
     mask = torch.ones(1, tiny.TOKENS, dtype=torch.long)
     mask[:, -6:] = 0
@@ -84,7 +97,8 @@ def test_padding_with_labels_counts_as_in_stock():
     tiny.assert_as_good(tiny.patched(stock), stock, given)
 
 
-# transformers passes hidden states by keyword, of which such hooks know nothing: torch says so with any model.
+# transformers passes hidden states by keyword, of which such hooks know nothing: torch says so with
+#     any model.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_a_backward_hook_on_attention_fires():
     stock, fired = tiny.llama(), []
@@ -119,19 +133,25 @@ LOSSES = {
     # how the model's loss is set -> whether the fused one may run in its place
     "stock": (lambda model: None, True),
     "stock, set": (lambda model: setattr(model, "loss_function", ForCausalLMLoss), True),
-    "stock, wrapped": (lambda model: setattr(model, "loss_function", functools.wraps(ForCausalLMLoss)(mean_square)), False),
+    "stock, wrapped": (lambda model: setattr(model, "loss_function",
+                                             functools.wraps(ForCausalLMLoss)(mean_square)), False),
     "theirs": (lambda model: setattr(model, "loss_function", under_its_own_name()), False),
     "loss_type": (lambda model: setattr(model, "loss_type", "ForMaskedLM"), False),
-    "a loss_type nobody knows": (lambda model: setattr(model, "loss_type", "Mine"), True),  # transformers: the causal one
+    # transformers: the causal one
+    "a loss_type nobody knows": (lambda model: setattr(model, "loss_type", "Mine"), True),
 }  # fmt: skip
 
 
 # transformers says it of every loss_type that it does not know.
-@pytest.mark.filterwarnings("ignore:.*loss_type:UserWarning", "ignore:hfpatch. the loss runs through:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*loss_type:UserWarning", "ignore:hfpatch. the loss runs through:UserWarning"
+)
 @pytest.mark.parametrize("when", ["before apply", "after apply"])
 @pytest.mark.parametrize("how", LOSSES)
 def test_whose_loss_runs(how, when, monkeypatch):
-    """The fused loss only in place of transformers' causal one, and what the report says is what runs."""
+    """The fused loss only in place of transformers' causal one, and what the report says is what
+    runs.
+    """
     put, fused = LOSSES[how]
     whole = tiny.llama()
     ours, true = copy.deepcopy(whole), tiny.with_exact_norms(whole).double()
@@ -155,7 +175,9 @@ def test_no_label_at_all_is_as_in_stock():
     given["labels"] = torch.full_like(given["labels"], -100)
     for more in ({}, {"num_items_in_batch": 3}):
         got, wanted = tiny.step(ours, {**given, **more}), tiny.step(stock, {**given, **more})
-        assert got["loss"].isnan() == wanted["loss"].isnan() and bool(got["loss"].isnan()) == (not more)
+        assert got["loss"].isnan() == wanted["loss"].isnan() and bool(got["loss"].isnan()) == (
+            not more
+        )
         assert all((got[n] == 0).all() for n in got if n != "loss")
 
 
@@ -171,13 +193,19 @@ def test_training_logits_when_asked_for():
     stock = tiny.llama()
     assert tiny.patched(stock)(**batch()).logits is None
     ours = tiny.patched(stock, logits=True)
-    tiny.numerics.assert_close(*(m(**batch()).logits.detach() for m in (ours, stock, tiny.exact(stock))))
+    tiny.numerics.assert_close(
+        *(m(**batch()).logits.detach() for m in (ours, stock, tiny.exact(stock)))
+    )
 
 
 def test_nothing_says_our_attention_outside_of_a_forward(tmp_path):
-    """What TRL and transformers read of the config is the user's choice, also after an exception, and config.json says neither."""
+    """What TRL and transformers read of the config is the user's choice, also after an exception,
+    and config.json says neither.
+    """
     ours = tiny.patched(tiny.llama())
-    ours.model.layers[1].mlp.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    ours.model.layers[1].mlp.register_forward_hook(
+        lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         ours(**batch())
     assert ours.config._attn_implementation == "sdpa"

@@ -1,4 +1,6 @@
-"""Traps of patching transformers: names, copies, checkpoints, configurations, outputs, generation, compilation."""
+"""Traps of patching transformers: names, copies, checkpoints, configurations, outputs, generation,
+compilation.
+"""
 
 import copy
 import io
@@ -35,13 +37,15 @@ def count_tiled(monkeypatch) -> list:
     return calls
 
 
-# --- names and copies --------------------------------------------------------------------------------------------------------
+# --- names and copies -----------------------------------------------------------------------------
 
 
 def test_class_names_stay():
     """FSDP's wrap policies, accelerate's _find_final_norm, PEFT and quantisers read them."""
     stock = tiny.llama()
-    assert [k.__name__ for k in tiny.classes(tiny.patched(stock))] == [k.__name__ for k in tiny.classes(stock)]
+    assert [k.__name__ for k in tiny.classes(tiny.patched(stock))] == [
+        k.__name__ for k in tiny.classes(stock)
+    ]
     assert all(isinstance(m, k) for m, k in zip(tiny.patched(stock).modules(), tiny.classes(stock)))
 
 
@@ -56,7 +60,9 @@ def test_save_pretrained_is_byte_equal_to_stock(tmp_path, tied):
     names = sorted(os.listdir(tmp_path / "stock"))
     assert sorted(os.listdir(tmp_path / "ours")) == names and "model.safetensors" in names
     for name in names:
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+        assert (tmp_path / "ours" / name).read_bytes() == (
+            tmp_path / "stock" / name
+        ).read_bytes(), name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(loaded) is hf.LlamaForCausalLM
     assert torch.equal(loaded(tiny.ids()).logits, stock.eval()(tiny.ids()).logits)
@@ -64,24 +70,33 @@ def test_save_pretrained_is_byte_equal_to_stock(tmp_path, tied):
 
 @tiny.not_with_transformers_5_0("has no is_custom_code")
 def test_a_mixture_of_experts_is_saved_as_the_hub_has_it(tmp_path):
-    """transformers keeps experts in one tensor and writes one each, but not for a class that is no module of its own."""
+    """transformers keeps experts in one tensor and writes one each, but not for a class that is no
+    module of its own.
+    """
     stock = Qwen3MoeForCausalLM(scaled_config(Qwen3MoeConfig(), 1))
     ours = tiny.patched(stock)
     stock.save_pretrained(tmp_path / "stock")
     ours.save_pretrained(tmp_path / "ours")
     for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
-    assert type(ours).__module__ == type(stock).__module__  # PEFT's adapter_config.json names it "parent_library"
+        assert (tmp_path / "ours" / name).read_bytes() == (
+            tmp_path / "stock" / name
+        ).read_bytes(), name
+    # PEFT's adapter_config.json names it "parent_library"
+    assert type(ours).__module__ == type(stock).__module__
     assert pickle.loads(pickle.dumps(ours)).is_custom_code() is False
 
 
 @pytest.mark.parametrize("place", ["model.layers.1.mlp", "lm_head"])
 def test_two_threads_at_one_model(place):
-    """What one thread's forward sets on modules and configs for itself (attention, stand-ins, labels) is no other's."""
+    """What one thread's forward sets on modules and configs for itself (attention, stand-ins,
+    labels) is no other's.
+    """
     torch.manual_seed(0)
     stock = Gemma2ForCausalLM(scaled_config(Gemma2Config(), 2)).eval()
     ours, true = tiny.patched(stock), tiny.exact(stock)
-    ids, other = (torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(2))
+    ids, other = (
+        torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(2)
+    )
     there, go_on, got = threading.Event(), threading.Event(), {}
 
     def wait_there(*_):
@@ -111,15 +126,21 @@ def test_two_threads_at_one_model(place):
     plain, exact = ((*ask(m, other), ask(m, ids)[0]) for m in (stock, true))
     for three in zip((*found, got["loss"]), plain, exact):
         tiny.numerics.assert_close(*three)
-    assert not any("forward" in vars(m) for m in ours.modules()) and ours.config._attn_implementation == "eager"
+    assert (
+        not any("forward" in vars(m) for m in ours.modules())
+        and ours.config._attn_implementation == "eager"
+    )
 
 
 def test_another_default_device():
-    """torch.set_default_device("cuda") is for the user's tensors: what is made on the host beside them says so."""
+    """torch.set_default_device("cuda") is for the user's tensors: what is made on the host beside
+    them says so.
+    """
     batch = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}
     batch["attention_mask"][1, :5] = 0
     wanted, ours = tiny.step(tiny.patched(tiny.llama()), batch), tiny.llama()
-    torch.set_default_device("meta")  # what forgets to say is without data, as on a GPU on the wrong device
+    # what forgets to say is without data, as on a GPU on the wrong device
+    torch.set_default_device("meta")
     try:
         report = hfpatch.apply(ours, checkpointing=tiny.TILED)
         got = tiny.step(ours, batch)
@@ -130,7 +151,9 @@ def test_another_default_device():
 
 
 def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):
-    """type(model).from_pretrained, as TRL and PEFT call it, must not give a class whose settings were never made."""
+    """type(model).from_pretrained, as TRL and PEFT call it, must not give a class whose settings
+    were never made.
+    """
     stock = tiny.llama()
     stock.save_pretrained(tmp_path)
     again = type(tiny.patched(stock)).from_pretrained(tmp_path).train()
@@ -188,7 +211,7 @@ def test_patched_model_is_freed():
     assert gone() is None
 
 
-# --- configurations ----------------------------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["off", "tiled"])
@@ -226,7 +249,9 @@ def test_unknown_activation_keeps_the_mlp_and_says_so():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resized_embeddings(when, tied):
-    """resize_token_embeddings makes a new Linear: a weight captured at patch time would be the old one."""
+    """resize_token_embeddings makes a new Linear: a weight captured at patch time would be the old
+    one.
+    """
     stock = tiny.llama(tie_word_embeddings=tied)
     ours = copy.deepcopy(stock)
     if when == "after":
@@ -263,7 +288,9 @@ def test_new_head_falls_back_and_says_so():
 
 
 def test_dropout_is_drawn_again_in_backward():
-    """attention_dropout: whole-layer checkpoints with the generator's state brought back; same draws, same numbers as stock."""
+    """attention_dropout: whole-layer checkpoints with the generator's state brought back; same
+    draws, same numbers as stock.
+    """
     stock = tiny.llama(attention_dropout=0.3)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
@@ -282,12 +309,14 @@ def test_dropout_is_drawn_again_in_backward():
         tiny.numerics.assert_close(got[name], plain[name], exact[name], name)
 
 
-# --- transformers' own checkpointing -----------------------------------------------------------------------------------------
+# --- transformers' own checkpointing --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_transformers_checkpointing_is_replaced_and_comes_back(when, monkeypatch):
-    """Trainer turns it on after apply; the session must stay in place, and undo must leave theirs working."""
+    """Trainer turns it on after apply; the session must stay in place, and undo must leave theirs
+    working.
+    """
     stock = tiny.llama()
     ours = copy.deepcopy(stock)
     if when == "before":
@@ -305,12 +334,14 @@ def test_transformers_checkpointing_is_replaced_and_comes_back(when, monkeypatch
     assert len(runs) == 2
 
 
-# --- what callers ask of the outputs -----------------------------------------------------------------------------------------
+# --- what callers ask of the outputs --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_hidden_states(training, monkeypatch):
-    """Recorded by class name, through hooks that stay: asking once must not turn the tiled layer off for good."""
+    """Recorded by class name, through hooks that stay: asking once must not turn the tiled layer
+    off for good.
+    """
     stock = tiny.llama().train(training)
     ours = tiny.patched(stock).train(training)
     for _ in range(2):
@@ -328,8 +359,12 @@ def test_hidden_states(training, monkeypatch):
 
 def test_hidden_states_with_labels_carry_gradients():
     stock = tiny.llama()
-    loss = lambda out: out.loss + out.hidden_states[1].pow(2).mean() + out.hidden_states[-1].pow(2).mean()  # noqa: E731
-    tiny.assert_as_good(tiny.patched(stock), stock, {**tiny.labelled(), "output_hidden_states": True}, loss)
+    loss = lambda out: (  # noqa: E731
+        out.loss + out.hidden_states[1].pow(2).mean() + out.hidden_states[-1].pow(2).mean()
+    )
+    tiny.assert_as_good(
+        tiny.patched(stock), stock, {**tiny.labelled(), "output_hidden_states": True}, loss
+    )
 
 
 def test_attentions_then_training_is_tiled_again(monkeypatch):
@@ -342,7 +377,9 @@ def test_attentions_then_training_is_tiled_again(monkeypatch):
         torch.testing.assert_close(g, p)
     calls = count_tiled(monkeypatch)
     tiny.assert_as_good(ours, tiny.llama(attn_implementation="eager"), tiny.labelled())
-    assert len(calls) == 2, "the recording hooks that transformers leaves behind count as hooks on self_attn"
+    assert len(calls) == 2, (
+        "the recording hooks that transformers leaves behind count as hooks on self_attn"
+    )
     hfpatch.undo(ours)
     tiny.assert_as_good(ours, tiny.llama(attn_implementation="eager"), tiny.labelled())
 
@@ -369,7 +406,9 @@ def test_logits_to_keep(keep):
     ours = tiny.patched(stock)
     got, plain = (m(tiny.ids(), logits_to_keep=keep).logits for m in (ours, stock))
     assert got.shape == (2, keep if isinstance(keep, int) else len(keep), tiny.VOCAB)
-    tiny.numerics.assert_close(got, plain, tiny.exact(stock)(tiny.ids(), logits_to_keep=keep).logits)
+    tiny.numerics.assert_close(
+        got, plain, tiny.exact(stock)(tiny.ids(), logits_to_keep=keep).logits
+    )
 
 
 def test_logits_to_keep_with_labels():
@@ -381,7 +420,9 @@ def test_logits_to_keep_with_labels():
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_inputs_embeds(way):
-    """The gradient of the embeddings passed in, which the caller still holds: it must not be overwritten, nor the input."""
+    """The gradient of the embeddings passed in, which the caller still holds: it must not be
+    overwritten, nor the input.
+    """
     stock = tiny.llama(dtype=torch.float32)
     embeds = torch.randn(2, tiny.TOKENS, 64, generator=torch.Generator().manual_seed(2))
     kept = embeds.clone()
@@ -406,12 +447,14 @@ def test_no_labels_gives_logits():
         tiny.numerics.assert_close(got, plain, true)
 
 
-# --- generation --------------------------------------------------------------------------------------------------------------
+# --- generation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("apply_options", [{}, {"checkpointing": "off"}], ids=["tiled", "off"])
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"use_cache": False}, {"do_sample": True}], ids=str
+)
 def test_generate_gives_the_same_tokens(padding, options, apply_options):
     """Bit-equal tokens in fp32, with the KV cache, batched, padded on the left."""
     stock = tiny.llama().eval()
@@ -433,7 +476,11 @@ def test_generate_gives_the_same_tokens(padding, options, apply_options):
 def test_a_cache_that_training_asks_for_is_filled(way):
     """Dropped without a word it would leave the tokens that follow without those before them."""
     stock = tiny.llama(dtype=torch.float64)
-    ours, true, ids = tiny.patched(stock, checkpointing=tiny.WAYS[way]), tiny.exact(stock), tiny.ids()
+    ours, true, ids = (
+        tiny.patched(stock, checkpointing=tiny.WAYS[way]),
+        tiny.exact(stock),
+        tiny.ids(),
+    )
     for model in (ours, true):
         past = model(ids[:, :9], use_cache=True).past_key_values
         assert past.get_seq_length() == 9
@@ -442,7 +489,9 @@ def test_a_cache_that_training_asks_for_is_filled(way):
 
 
 def test_a_chunk_of_a_prompt_may_begin_inside_its_padding():
-    """Its mask tells of the tokens before it too; the positions of padding are no document of their own."""
+    """Its mask tells of the tokens before it too; the positions of padding are no document of their
+    own.
+    """
     stock = tiny.llama().eval()
     ours = tiny.patched(stock)
     ids, mask = tiny.ids(1, 9), torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1]])
@@ -476,7 +525,7 @@ def test_cache_step_by_step_equals_one_pass():
     tiny.numerics.assert_close(torch.cat(parts, 1), whole, tiny.exact(stock)(tiny.ids()).logits)
 
 
-# --- torch.compile -----------------------------------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 def test_compile_fullgraph_logits():
@@ -489,21 +538,29 @@ def test_compile_fullgraph_logits():
 
 
 # Where a graph breaks, Dynamo reads .grad of what comes in.
-breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+breaks = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 
 MASKED = pytest.mark.xfail(
-    torch.__version__ < "2.12", reason="in torch 2.11's graphs transformers builds it all the same", strict=True
+    torch.__version__ < "2.12",
+    reason="in torch 2.11's graphs transformers builds it all the same",
+    strict=True,
 )
 
 
 @breaks
 @pytest.mark.parametrize("way", [pytest.param("off", marks=MASKED), "tiled"])
 def test_compile_never_builds_a_mask(way, monkeypatch):
-    """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart from every other size."""
+    """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart
+    from every other size.
+    """
     tokens = 211
     stock = tiny.llama()
-    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way] if way == "off" else hfpatch.Checkpointing(tile=64))
+    ours = tiny.patched(
+        stock, checkpointing=tiny.WAYS[way] if way == "off" else hfpatch.Checkpointing(tile=64)
+    )
     seen = []
 
     def backend(graph, inputs):
@@ -521,13 +578,17 @@ def test_compile_never_builds_a_mask(way, monkeypatch):
 
 @breaks
 def test_compile_with_labels():
-    """checkpointing="off": the layers are one graph, from the ops' fakes; the loss runs outside of graphs."""
+    """checkpointing="off": the layers are one graph, from the ops' fakes; the loss runs outside of
+    graphs.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock, checkpointing="off")
     attention = []
 
     def backend(graph, inputs):
-        attention.append(sum("scaled_dot_product" in str(node.target) for node in graph.graph.nodes))
+        attention.append(
+            sum("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
+        )
         return graph.forward
 
     torch._dynamo.reset()
@@ -545,12 +606,14 @@ def test_compile_with_the_tiled_layer():
     tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
-# --- other architectures -----------------------------------------------------------------------------------------------------
+# --- other architectures --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", ["gpu", "host"])
 def test_layers_of_another_kind_are_checkpointed_whole(offload):
-    """Bloom's attention is no function of transformers': whole, inputs offloaded, said in the report, gradients as stock's."""
+    """Bloom's attention is no function of transformers': whole, inputs offloaded, said in the
+    report, gradients as stock's.
+    """
     config = scaled_config(BloomConfig(), 3)
     torch.manual_seed(0)
     stock = BloomForCausalLM(config).train()
@@ -579,11 +642,17 @@ def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():
     graphs = []
     torch._dynamo.reset()
     compiled = torch.compile(
-        ours, fullgraph=True, dynamic=True, backend=lambda graph, inputs: graphs.append(graph) or graph
+        ours,
+        fullgraph=True,
+        dynamic=True,
+        backend=lambda graph, inputs: graphs.append(graph) or graph,
     )
     for tokens in (12, 17):
         ids = tiny.ids()[:, :1].expand(2, tokens).contiguous()
-        visible, positions = torch.ones_like(ids), torch.arange(tokens).expand(2, tokens).contiguous()
+        visible, positions = (
+            torch.ones_like(ids),
+            torch.arange(tokens).expand(2, tokens).contiguous(),
+        )
         visible[0, -3:] = 0
         batch = {
             "input_ids": ids,
@@ -604,7 +673,9 @@ def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():
     reason="export of torch 2.11 asks that min(16 T, 32 T) be 16 T, and cannot tell that it is",
 )
 def test_exported_evaluation_takes_masks_positions_and_any_length():
-    """As transformers' own model: torch.export with a mask, positions and a dynamic number of tokens."""
+    """As transformers' own model: torch.export with a mask, positions and a dynamic number of
+    tokens.
+    """
     stock = tiny.llama().eval()
 
     class Logits(torch.nn.Module):
@@ -613,7 +684,9 @@ def test_exported_evaluation_takes_masks_positions_and_any_length():
             self.model = tiny.patched(stock).eval()
 
         def forward(self, ids, mask, positions):
-            return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            return self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).logits
 
     def given(tokens):
         ids = tiny.ids()[:, :1].expand(2, tokens).contiguous()
@@ -623,8 +696,12 @@ def test_exported_evaluation_takes_masks_positions_and_any_length():
 
     length = {1: torch.export.Dim("tokens", min=4, max=64)}
     with torch.no_grad():
-        made = torch.export.export(Logits(), given(12), dynamic_shapes=(length, length, length), strict=False).module()
+        made = torch.export.export(
+            Logits(), given(12), dynamic_shapes=(length, length, length), strict=False
+        ).module()
         for tokens in (12, 17):
             ids, mask, positions = given(tokens)
-            want = stock(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            want = stock(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).logits
             torch.testing.assert_close(made(ids, mask, positions), want)

@@ -1,4 +1,6 @@
-"""TRL's trainers on a patched model: losses, rewards and weights as without hfpatch, its fused head through ops.linear_log_prob."""
+"""TRL's trainers on a patched model: losses, rewards and weights as without hfpatch, its fused head
+through ops.linear_log_prob.
+"""
 
 import copy
 import subprocess
@@ -22,8 +24,11 @@ peft = pytest.importorskip("peft")
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
 
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
-of_the_head = pytest.mark.skipif(add_fused_lm_head is None, reason=f"trl {trl.__version__} has no fused head")
-pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and datasets' own, about settings that tiny runs do not have
+of_the_head = pytest.mark.skipif(
+    add_fused_lm_head is None, reason=f"trl {trl.__version__} has no fused head"
+)
+# TRL's and datasets' own, about settings that tiny runs do not have
+pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 4
 ORDERS = ("apply first", "trainer first")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -42,7 +47,9 @@ def tokenizer():
 
     inner = Tokenizer(WordLevel({f"t{i}": i for i in range(tiny.VOCAB)}, unk_token="t3"))
     inner.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t2", unk_token="t3")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="t0", eos_token="t2", unk_token="t3"
+    )
 
 
 def words(seed: int, n: int) -> str:
@@ -51,11 +58,16 @@ def words(seed: int, n: int) -> str:
 
 def rows(**columns):
     """16 rows; each column is a function of the row's number, its texts of uneven lengths."""
-    return datasets.Dataset.from_dict({name: [of(i) for i in range(16)] for name, of in columns.items()})
+    return datasets.Dataset.from_dict(
+        {name: [of(i) for i in range(16)] for name, of in columns.items()}
+    )
 
 
 PROMPT = {"prompt": lambda i: words(i, 3 + i % 3)}
-PAIRS = PROMPT | {"chosen": lambda i: words(50 + i, 4 + i % 5), "rejected": lambda i: words(90 + i, 3 + i % 7)}
+PAIRS = PROMPT | {
+    "chosen": lambda i: words(50 + i, 4 + i % 5),
+    "rejected": lambda i: words(90 + i, 3 + i % 7),
+}
 TRAINERS = {
     "SFT": {"prompt": PROMPT["prompt"], "completion": PAIRS["chosen"]},
     "DPO": PAIRS,
@@ -83,11 +95,17 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
-    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+    return (
+        (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter)
+        .detach()
+        .clone()
+    )
 
 
 def trained(name, path, order="stock", lora=False, dtype=torch.float32, **settings):
-    """(trainer, what it logged, the trained weights) of a short run. order: "stock", or whether apply or the trainer came first."""
+    """(trainer, what it logged, the trained weights) of a short run. order: "stock", or whether
+    apply or the trainer came first.
+    """
     if not (path / "model").exists():
         base(name).save_pretrained(path / "model")
     model = type(base(name)).from_pretrained(path / "model", dtype=dtype).train()
@@ -96,18 +114,32 @@ def trained(name, path, order="stock", lora=False, dtype=torch.float32, **settin
     more = {}
     if lora:
         kind = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
-        more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type=kind)
+        more["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "up_proj"], task_type=kind
+        )
     if name in ("GRPO", "RLOO"):
         more["reward_funcs"] = reward
-        settings = {"max_completion_length": 6, "num_generations": 2, "beta": 0.0, "use_vllm": False, **settings}
+        settings = {
+            "max_completion_length": 6,
+            "num_generations": 2,
+            "beta": 0.0,
+            "use_vllm": False,
+            **settings,
+        }
     torch.manual_seed(5)
     arguments = getattr(trl, f"{name}Config")(
-        output_dir=str(path), max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+        output_dir=str(path), max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1,
+        report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, seed=3, dataloader_pin_memory=False, optim="sgd",
-        lr_scheduler_type="constant", **{"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2, **settings},
+        lr_scheduler_type="constant", **{"bf16": False, "gradient_checkpointing": False,
+                                         "learning_rate": 1e-2, **settings},
     )  # fmt: skip
     trainer = getattr(trl, f"{name}Trainer")(
-        model=model, args=arguments, train_dataset=rows(**TRAINERS[name]), processing_class=tokenizer(), **more
+        model=model,
+        args=arguments,
+        train_dataset=rows(**TRAINERS[name]),
+        processing_class=tokenizer(),
+        **more,
     )
     if order == "trainer first":
         for made in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -117,13 +149,17 @@ def trained(name, path, order="stock", lora=False, dtype=torch.float32, **settin
     trainer.train()
     timed = ("runtime", "per_second", "time", "flos")
     logged = [
-        {k: v for k, v in e.items() if not any(t in k for t in timed)} for e in trainer.state.log_history if "loss" in e
+        {k: v for k, v in e.items() if not any(t in k for t in timed)}
+        for e in trainer.state.log_history
+        if "loss" in e
     ]
     return trainer, logged, {n: whole(p) - before[n] for n, p in trainer.model.named_parameters()}
 
 
 def assert_same_run(got, wanted):
-    """Each number that a trainer logs, and every weight's step, to rounding of float32 carried through four steps."""
+    """Each number that a trainer logs, and every weight's step, to rounding of float32 carried
+    through four steps.
+    """
     (_, ours, steps), (_, stock, plain) = got, wanted
     assert len(ours) == len(stock) == STEPS
     for a, b in zip(ours, stock):
@@ -142,8 +178,9 @@ def assert_same_run(got, wanted):
 
 @pytest.fixture
 def heads(monkeypatch):
-    """Which model answered each call with fused_lm_head=True: counts of ours (by model) and of TRL's own; None where
-    there is no such head."""
+    """Which model answered each call with fused_lm_head=True: counts of ours (by model) and of
+    TRL's own; None where there is no such head.
+    """
     if add_fused_lm_head is None:
         return None
     ran = {"theirs": 0}
@@ -173,7 +210,10 @@ CASES = [
     ("GRPO", "trainer first", {"cast_lm_head_to_fp32": True, "beta": 0.1}),
     *(
         pytest.param(
-            name, order, {"lora": lora, "gradient_checkpointing": checkpointed, **packed}, marks=pytest.mark.long
+            name,
+            order,
+            {"lora": lora, "gradient_checkpointing": checkpointed, **packed},
+            marks=pytest.mark.long,
         )
         for name in TRAINERS
         for order in ORDERS
@@ -195,8 +235,12 @@ def test_trainer(name, order, settings, tmp_path, heads):
     trainer = got[0]
     policy = trainer.model.get_base_model() if settings.get("lora") else trainer.model
     models = [m for m in (policy, getattr(trainer, "ref_model", None)) if m is not None]
-    assert len(models) == (2 if name in ("DPO", "KTO") and not settings.get("lora") or settings.get("beta") else 1)
-    assert heads == {"theirs": 0} | ({id(m): heads.get(id(m)) for m in models} if name != "Reward" else {})
+    assert len(models) == (
+        2 if name in ("DPO", "KTO") and not settings.get("lora") or settings.get("beta") else 1
+    )
+    assert heads == {"theirs": 0} | (
+        {id(m): heads.get(id(m)) for m in models} if name != "Reward" else {}
+    )
     assert all(heads[id(m)] >= STEPS for m in models if name != "Reward")
     heads["theirs"] = 0
     assert_same_run(got, trained(name, tmp_path / "stock", **settings))
@@ -206,18 +250,28 @@ def test_trainer(name, order, settings, tmp_path, heads):
 @of_the_head
 @pytest.mark.parametrize("bf16", [True, False], ids=["autocast", "weights"])
 def test_equal_policy_and_reference_give_equal_log_probs(bf16, tmp_path):
-    """A reference that stays stock differs by bf16's rounding, which the loss takes for a reward."""
+    """A reference that stays stock differs by bf16's rounding, which the loss takes for a
+    reward.
+    """
     dtype = torch.float32 if bf16 else torch.bfloat16
-    trainer, logged, _ = trained("DPO", tmp_path, "apply first", dtype=dtype, bf16=bf16, learning_rate=0.0)
+    trainer, logged, _ = trained(
+        "DPO", tmp_path, "apply first", dtype=dtype, bf16=bf16, learning_rate=0.0
+    )
     assert is_mixed(trainer.ref_model)
-    assert [e["rewards/chosen"] for e in logged] == [e["rewards/margins"] for e in logged] == [0.0] * STEPS
+    assert (
+        [e["rewards/chosen"] for e in logged]
+        == [e["rewards/margins"] for e in logged]
+        == [0.0] * STEPS
+    )
 
 
 @of_the_head
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
 def test_every_field_of_trls_head(order, changes):
-    """Values and gradients of all outputs, with a temperature, shifted here or beforehand, against TRL's own in float64."""
+    """Values and gradients of all outputs, with a temperature, shifted here or beforehand, against
+    TRL's own in float64.
+    """
     stock = tiny.llama(**changes)
     true, ours = tiny.exact(stock), copy.deepcopy(stock)
     if order == "apply first":
@@ -241,11 +295,16 @@ def test_every_field_of_trls_head(order, changes):
         got, plain, exact = (run(model, more) for model in (ours, stock, true))
         assert got.keys() == plain.keys() >= set(OUTPUTS)
         for name in got:
-            assert got[name].dtype == plain[name].dtype and got[name].requires_grad == plain[name].requires_grad, name
+            assert (
+                got[name].dtype == plain[name].dtype
+                and got[name].requires_grad == plain[name].requires_grad
+            ), name
             if got[name].dtype == torch.bool:
                 assert torch.equal(got[name], plain[name]), name
             else:
-                tiny.numerics.assert_close(got[name].detach(), plain[name].detach(), exact[name].detach(), name)
+                tiny.numerics.assert_close(
+                    got[name].detach(), plain[name].detach(), exact[name].detach(), name
+                )
     assert ours(**batch).logits is None
     tiny.numerics.assert_close(*(m(tiny.ids()).logits.detach() for m in (ours, stock, true)))
     hfpatch.undo(ours)
@@ -260,9 +319,13 @@ def test_every_field_of_trls_head(order, changes):
 @of_the_head
 @pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "Cohere", "Granite"])
 def test_what_a_family_does_to_its_logits(family):
-    """A soft cap, a scale, a divisor, and the experts' load balance beside the loss: read from the config as TRL reads them."""
-    extra = {"Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 16}, "Mixtral": {"output_router_logits": True},
-             "Cohere": {"logit_scale": 0.25}, "Granite": {"logits_scaling": 3.0}}[family]  # fmt: skip
+    """A soft cap, a scale, a divisor, and the experts' load balance beside the loss: read from the
+    config as TRL reads them.
+    """
+    extra = {"Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 16},
+             "Mixtral": {"output_router_logits": True},
+             "Cohere": {"logit_scale": 0.25},
+             "Granite": {"logits_scaling": 3.0}}[family]  # fmt: skip
     sizes = {
         "vocab_size": tiny.VOCAB,
         "hidden_size": 64,
@@ -270,7 +333,9 @@ def test_what_a_family_does_to_its_logits(family):
         "num_hidden_layers": 1,
         "pad_token_id": 0,
     }
-    made = getattr(transformers, f"{family}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2, **extra)
+    made = getattr(transformers, f"{family}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, **extra
+    )
     torch.manual_seed(0)
     stock = getattr(transformers, f"{family}ForCausalLM")(made).train()
     ours = tiny.patched(stock)
@@ -279,7 +344,10 @@ def test_what_a_family_does_to_its_logits(family):
     outs = [model(**tiny.labelled(), fused_lm_head=True) for model in (ours, stock)]
     for out in outs:
         (out.log_probs.sin().sum() + out.entropy.sum() + out.loss).backward()
-    got, plain = (dict(o.items()) | {n: p.grad for n, p in m.named_parameters()} for o, m in zip(outs, (ours, stock)))
+    got, plain = (
+        dict(o.items()) | {n: p.grad for n, p in m.named_parameters()}
+        for o, m in zip(outs, (ours, stock))
+    )
     assert got.keys() == plain.keys() and ("aux_loss" in got) == (family == "Mixtral")
     for name, value in plain.items():
         value, close = value.detach().float(), 50 * torch.finfo(torch.float32).eps
@@ -288,7 +356,9 @@ def test_what_a_family_does_to_its_logits(family):
 
 @of_the_head
 def test_where_our_head_cannot_serve_trls_does():
-    """LoRA on the head: TRL's own head, which reads the base's weight alone, and a sentence that says so."""
+    """LoRA on the head: TRL's own head, which reads the base's weight alone, and a sentence that
+    says so.
+    """
     stock = tiny.llama()
     ours = tiny.patched(stock)
     models = [ours, stock, tiny.exact(stock)]
@@ -298,7 +368,11 @@ def test_where_our_head_cannot_serve_trls_does():
         for name in ("weight", "bias"):
             setattr(model.lm_head, name, getattr(model.lm_head[0], name))
     with pytest.warns(
-        UserWarning, match="hfpatch: TRL's own fused head runs, as lm_head is a torch.nn.modules.container.Sequential"
+        UserWarning,
+        match=(
+            "hfpatch: TRL's own fused head runs, as lm_head is a "
+            "torch.nn.modules.container.Sequential"
+        ),
     ):
         got = ours(**tiny.labelled(), fused_lm_head=True)
     plain, exact = (m(**tiny.labelled(), fused_lm_head=True).loss.detach() for m in models[1:])
@@ -307,7 +381,9 @@ def test_where_our_head_cannot_serve_trls_does():
 
 @of_the_head
 def test_a_trl_that_asks_otherwise_keeps_its_head(monkeypatch):
-    """Where the closure has other names, TRL's forward stays on the model, and the report says whose it is."""
+    """Where the closure has other names, TRL's forward stays on the model, and the report says
+    whose it is.
+    """
     monkeypatch.delattr(trl.trainer.utils, "FusedCausalLMOutput")
     model = tiny.llama()
     add_fused_lm_head(model)
@@ -349,7 +425,9 @@ os._exit(0)
 @of_the_head
 @pytest.mark.long
 def test_a_head_that_fsdp_shards_by_itself():
-    """Its weight is whole within a call of the head alone, in forward and, for the logits' second time, in backward."""
+    """Its weight is whole within a call of the head alone, in forward and, for the logits' second
+    time, in backward.
+    """
     command, here = [sys.executable, "-W", "ignore", "-c", SHARDED], Path(__file__).parent
     done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     assert done.stdout.strip() == "same None", done.stdout + done.stderr
@@ -358,10 +436,13 @@ def test_a_head_that_fsdp_shards_by_itself():
 @of_the_head
 @pytest.mark.parametrize("name, order", [
     ("SFT", "apply first"), ("SFT", "trainer first"),
-    *(pytest.param(n, o, marks=pytest.mark.long) for n in ("DPO", "KTO", "GRPO", "RLOO", "Reward") for o in ORDERS),
+    *(pytest.param(n, o, marks=pytest.mark.long) for n in ("DPO", "KTO", "GRPO", "RLOO", "Reward")
+      for o in ORDERS),
 ])  # fmt: skip
 def test_undo_and_a_second_apply_after_training(name, order, tmp_path, heads):
-    """What the trainer left on the model (its head, accelerate's forward) runs on with our classes gone, and with them back."""
+    """What the trainer left on the model (its head, accelerate's forward) runs on with our classes
+    gone, and with them back.
+    """
     trainer, *_ = trained(name, tmp_path, order)
     model, batch, loss, stock = trainer.model, tiny.labelled(), lambda out: out.loss, base(name)
     if name == "Reward":

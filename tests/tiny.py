@@ -1,4 +1,6 @@
-"""The tiny Llama of all tests, and the comparisons: ours against stock, both against a float64 twin (hfpatch/lab/twin.py)."""
+"""The tiny Llama of all tests, and the comparisons: ours against stock, both against a float64 twin
+(hfpatch/lab/twin.py).
+"""
 
 import copy
 
@@ -20,7 +22,9 @@ WAYS = {"off": "off", "tiled": TILED, "segments": hfpatch.Checkpointing(tile=8, 
 def not_before_transformers(version: tuple, reason: str):
     """A mark for what an older transformers does in another way; `reason` says which."""
     here = transformers.__version__
-    return pytest.mark.skipif(tuple(map(int, here.split(".")[:2])) < version, reason=f"transformers {here} {reason}")
+    return pytest.mark.skipif(
+        tuple(map(int, here.split(".")[:2])) < version, reason=f"transformers {here} {reason}"
+    )
 
 
 def not_with_transformers_5_0(reason: str):
@@ -34,15 +38,19 @@ FSDP_FILES = not_before_transformers((5, 17), "has a Trainer that reads no FSDP 
 
 def config(**changes) -> LlamaConfig:
     settings = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
         "initializer_range": 0.1, "attn_implementation": "sdpa",
     }  # fmt: skip
     return LlamaConfig(**{**settings, **changes})
 
 
 def llama(cls=LlamaForCausalLM, dtype=torch.float32, **changes) -> nn.Module:
-    """A stock model in training mode; the same weights for the same arguments, biases and norms not trivial."""
+    """A stock model in training mode; the same weights for the same arguments, biases and norms not
+    trivial.
+    """
     torch.manual_seed(0)
     model = cls(config(**changes)).to(dtype).train()
     with torch.no_grad():
@@ -72,7 +80,9 @@ class Shift(nn.Module):
 
 
 class OfAnEngine:
-    """A hook that layers in tiles run, as they run those of engines: for one of a user's own they run whole."""
+    """A hook that layers in tiles run, as they run those of engines: for one of a user's own they
+    run whole.
+    """
 
     __module__ = "deepspeed"
 
@@ -85,7 +95,10 @@ class OfAnEngine:
 
 def checkpoint(model: nn.Module, **kwargs) -> None:
     """transformers' own checkpointing, by the name it has in this version."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable(kwargs or {"use_reentrant": False})
 
 
@@ -102,7 +115,10 @@ def labelled(batch: int = 2, tokens: int = TOKENS) -> dict:
 
 
 def as_double(batch: dict) -> dict:
-    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in batch.items()}
+    return {
+        n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for n, v in batch.items()
+    }
 
 
 def step(model: nn.Module, batch: dict, loss=lambda out: out.loss) -> dict[str, torch.Tensor]:
@@ -120,8 +136,11 @@ def step(model: nn.Module, batch: dict, loss=lambda out: out.loss) -> dict[str, 
     return found
 
 
-def assert_as_good(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss, against=None) -> None:
-    """Loss and gradients of `ours` err at most as numerics.budget allows; the same parameters have gradients.
+def assert_as_good(
+    ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss, against=None
+) -> None:
+    """Loss and gradients of `ours` err at most as numerics.budget allows; the same parameters have
+    gradients.
 
     against: batch of the float64 twin where it is not the same (documents one by one, say).
     """
@@ -130,32 +149,49 @@ def assert_as_good(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda o
 
 
 def assert_within(got: dict, plain: dict, true: dict, dtype=None) -> None:
-    """The same of what each of the three gave, by name. dtype: the working one, where it is not plain's."""
+    """The same of what each of the three gave, by name. dtype: the working one, where it is not
+    plain's.
+    """
     assert got.keys() == plain.keys() == true.keys()
     for name, value in got.items():
         numerics.assert_close(value, plain[name], true[name], name, dtype)
 
 
-def assert_equal_in_double(ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss) -> None:
+def assert_equal_in_double(
+    ours: nn.Module, stock: nn.Module, batch: dict, loss=lambda out: out.loss
+) -> None:
     """Loss and gradients are those of the float64 twin, as `assert_same_in_double` has it."""
-    assert_same_in_double(step(ours, as_double(batch), loss), step(exact(stock), as_double(batch), loss))
+    assert_same_in_double(
+        step(ours, as_double(batch), loss), step(exact(stock), as_double(batch), loss)
+    )
 
 
 def assert_same_in_double(got: dict, true: dict) -> None:
-    """The same in float64, to a thousand rounding steps of the largest value: algebra, with nothing left to rounding."""
+    """The same in float64, to a thousand rounding steps of the largest value: algebra, with nothing
+    left to rounding.
+    """
     assert got.keys() == true.keys()
     for name, value in got.items():
-        dtype = torch.float32 if name == "loss" else torch.float64  # the loss as transformers gives it
+        # the loss as transformers gives it
+        dtype = torch.float32 if name == "loss" else torch.float64
         assert value.dtype == dtype, name
-        allowed = (1000 if name != "loss" else 1) * torch.finfo(dtype).eps * true[name].abs().max().item()
+        allowed = (
+            (1000 if name != "loss" else 1) * torch.finfo(dtype).eps * true[name].abs().max().item()
+        )
         error = (value - true[name]).abs().max().item()
         assert error <= allowed, f"{name}: error {error:.2e} exceeds {allowed:.2e}"
 
 
-def stock_loss(model: nn.Module, labels: torch.Tensor, num_items_in_batch=None, **inputs) -> torch.Tensor:
-    """The model's causal loss; in float64 without transformers' rounding of the logits to float32."""
+def stock_loss(
+    model: nn.Module, labels: torch.Tensor, num_items_in_batch=None, **inputs
+) -> torch.Tensor:
+    """The model's causal loss; in float64 without transformers' rounding of the logits to
+    float32.
+    """
     if next(model.parameters()).dtype != torch.float64:
-        return model(labels=labels, num_items_in_batch=num_items_in_batch, use_cache=False, **inputs).loss
+        return model(
+            labels=labels, num_items_in_batch=num_items_in_batch, use_cache=False, **inputs
+        ).loss
     logits = model(use_cache=False, **inputs).logits
     return exact_loss(logits, labels, logits.shape[-1], num_items_in_batch)
 
@@ -165,7 +201,9 @@ def gradients(model: nn.Module) -> dict:
 
 
 def largest_difference(a: dict, b: dict) -> float:
-    """The largest absolute difference of two dicts of gradients, which must have the same None entries."""
+    """The largest absolute difference of two dicts of gradients, which must have the same None
+    entries.
+    """
     assert {n for n, g in a.items() if g is None} == {n for n, g in b.items() if g is None}
     return max((a[n].double() - b[n].double()).abs().max().item() for n in a if a[n] is not None)
 

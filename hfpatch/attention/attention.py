@@ -1,11 +1,13 @@
-"""Causal attention with its two directions apart: forward gives out and lse, backward takes them back.
+"""Causal attention with its two directions apart: forward gives out and lse, backward takes them
+back.
 
-`scaled_dot_product_attention` hides the log-sum-exp, so a checkpointed layer runs its forward twice. Here both directions
-are called directly, and the backward for a group of KV heads at a time where the caller wants, so that its scratch (an fp32 dq
-accumulator and dk, dv expanded to the query heads; Dao, FlashAttention-2, 2023) is one group's, not the whole layer's.
+`scaled_dot_product_attention` hides the log-sum-exp, so a checkpointed layer runs its forward
+twice. Here both directions are called directly, and the backward for a group of KV heads at a time
+where the caller wants, so that its scratch (an fp32 dq accumulator and dk, dv expanded to the query
+heads; Dao, FlashAttention-2, 2023) is one group's, not the whole layer's.
 
-B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a group is some KV heads and their query heads.
-Layout in memory is [B, T, heads, E]; the kernels get transposed views.
+B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a group is some KV heads
+and their query heads. Layout in memory is [B, T, heads, E]; the kernels get transposed views.
 """
 
 import torch
@@ -36,9 +38,11 @@ def attention_ref(
     pattern: Pattern = CAUSAL,
     sinks_H: Tensor | None = None,
 ):
-    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests. Returns out_BTHE, lse_BHT.
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests. Returns
+    out_BTHE, lse_BHT.
 
-    sinks_H: a score a head that takes part in the softmax and has no value (Xiao et al., 2023; gpt-oss).
+    sinks_H: a score a head that takes part in the softmax and has no value (Xiao et al., 2023;
+        gpt-oss).
     """
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     B, T, H, E = q_BTHE.shape
@@ -61,7 +65,11 @@ def _fa2_arguments(T: int, pattern: Pattern):
     """What FA2's own entry wants: (cu_q, cu_k, longest, longest) and the window's keywords."""
     documents = pattern.documents
     cu, longest = (None, T) if documents is None else (documents.cu_seqlens, documents.longest)
-    window = {} if pattern.window is None else {"window_size_left": pattern.window - 1, "window_size_right": 0}
+    window = (
+        {}
+        if pattern.window is None
+        else {"window_size_left": pattern.window - 1, "window_size_right": 0}
+    )
     return (cu, cu, longest, longest), window
 
 
@@ -84,27 +92,44 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
     shapes = [x.shape for x in (q, k, v)]
     if pattern.documents is not None:
         dout, q, k, v, out = (x.reshape(B * T, *x.shape[2:]) for x in (dout, q, k, v, out))
-    grads = aten._flash_attention_backward(dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale, **window)
+    grads = aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale, **window
+    )
     return [g.view(shape) for g, shape in zip(grads, shapes)]
 
 
-def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL) -> str | None:
-    """None where this module has fast kernels for such an attention, else the reason in a few words."""
+def supported(
+    head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL
+) -> str | None:
+    """None where this module has fast kernels for such an attention, else the reason in a few
+    words.
+    """
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":
         return f"no direct attention kernels on {device.type}"
     if _by_flex(pattern, head_dim):
-        what = "soft caps of scores" if pattern.softcap is not None else f"hidden keys at head_dim {head_dim}"
+        what = (
+            "soft caps of scores"
+            if pattern.softcap is not None
+            else f"hidden keys at head_dim {head_dim}"
+        )
         reason = why_no_flex(device, dtype, head_dim, pattern.softcap)
         return reason and f"{what} need flex_attention, and {reason}"
     if dtype not in HALF or not has_flash(device):
         what = (
-            "packed documents" if pattern.documents is not None else "a window" if pattern.window is not None else None
+            "packed documents"
+            if pattern.documents is not None
+            else "a window"
+            if pattern.window is not None
+            else None
         )
         if dtype == torch.bfloat16:
             what = what or "bf16"
-        return what and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
+        return (
+            what
+            and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
+        )
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
     if head_dim <= WIDEST_HEAD:
@@ -116,22 +141,31 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device, pattern: 
 
 
 def _by_flex(pattern: Pattern, head_dim: int) -> bool:
-    """Whether no other kernel does it: it caps scores, or hides keys, for which others take a column, where there is no room."""
-    return pattern.softcap is not None or (pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD)
+    """Whether no other kernel does it: it caps scores, or hides keys, for which others take a
+    column, where there is no room.
+    """
+    return pattern.softcap is not None or (
+        pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD
+    )
 
 
 def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
-    """Whether some kernel for these is given wider, longer or expanded copies of its inputs, which are small of a group alone."""
+    """Whether some kernel for these is given wider, longer or expanded copies of its inputs, which
+    are small of a group alone.
+    """
     E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
     if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
         return True
     return q_BTHE.dtype not in HALF and q_BTHE.device.type != "cpu"
 
 
-def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int) -> int:
+def deterministic_scratch(
+    batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int
+) -> int:
     """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
 
-    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each with a dq of its own.
+    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each
+    with a dq of its own.
     """
     splits = max(1, -(-multiprocessors // (batch * group_heads)))
     rows = -(-tokens // 128) * 128
@@ -139,7 +173,9 @@ def deterministic_scratch(batch: int, tokens: int, group_heads: int, head_dim: i
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
-    """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where no kernel serves."""
+    """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where
+    no kernel serves.
+    """
     if backend in ("blocks", "flex"):
         return backend
     if backend == "cpu":
@@ -152,13 +188,15 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # Widened heads (_widened) are none that others were tried with, and few of theirs are known; FA2 takes any multiple of 8.
+    # Widened heads (_widened) are none that others were tried with, and few of theirs are known;
+    # FA2 takes any multiple of 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend
 
 
 def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
-    """(q, k, v of one head dimension): a column of k lowers hidden keys' scores, zeros fill up to a multiple of 8.
+    """(q, k, v of one head dimension): a column of k lowers hidden keys' scores, zeros fill up to a
+    multiple of 8.
 
     q's column is a power of two large enough that k's stays within float16.
     """
@@ -169,7 +207,10 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     if wide > E or wide > E_v:
         wide = -(-wide // 8) * 8
     if hidden_BT is None:
-        return tuple(x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+        return tuple(
+            x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3]))
+            for x in (q, k, v)
+        )
     lift = 256.0
     q, k, v = (torch.nn.functional.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
     q[..., E] = lift
@@ -181,14 +222,21 @@ def _packed_forward(q, k, v, documents: Documents, scale: float, backend: str):
     """A backend that knows no documents, on one after the other: out_BTHE, lse [H, N], state."""
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
-    out_NHE, lse_HN = torch.empty_like(q), q.new_empty(H, B * T, dtype=torch.promote_types(q.dtype, torch.float32))
+    out_NHE, lse_HN = (
+        torch.empty_like(q),
+        q.new_empty(H, B * T, dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     for a, b in zip(documents.bounds, documents.bounds[1:]):
-        out, lse, state = BACKENDS[backend][0](*(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale)
+        out, lse, state = BACKENDS[backend][0](
+            *(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale
+        )
         out_NHE[a:b], lse_HN[:, a:b] = out[0].transpose(0, 1), lse[0, :, : b - a]
     return out_NHE.view(B, T, H, E), lse_HN, state
 
 
-def _packed_backward(dout, q, k, v, out, lse, state, documents: Documents, scale: float, backend: str):
+def _packed_backward(
+    dout, q, k, v, out, lse, state, documents: Documents, scale: float, backend: str
+):
     shapes = [x.shape for x in (q, k, v)]
     flat = [x.reshape(-1, *x.shape[2:]) for x in (dout, q, k, v, out)]
     grads = [torch.empty_like(x) for x in flat[1:4]]
@@ -201,7 +249,9 @@ def _packed_backward(dout, q, k, v, out, lse, state, documents: Documents, scale
 
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
-    """lse as [B, H, T], a view: packed kernels give [H, N], cuDNN [B, H, T, 1], some pad the tokens."""
+    """lse as [B, H, T], a view: packed kernels give [H, N], cuDNN [B, H, T, 1], some pad the
+    tokens.
+    """
     lse = lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
@@ -214,11 +264,20 @@ def _blind(pattern: Pattern, lse: Tensor, out_BTHE: Tensor) -> Tensor | None:
 
 
 def attention_forward(
-    q_BTHE, k_BTKE, v_BTKE, *, scale: float, pattern: Pattern = CAUSAL, sinks_H: Tensor | None = None, backend: str
+    q_BTHE,
+    k_BTKE,
+    v_BTKE,
+    *,
+    scale: float,
+    pattern: Pattern = CAUSAL,
+    sinks_H: Tensor | None = None,
+    backend: str,
 ):
-    """Causal attention of one group: out_BTHE, lse ([B, H, T] or, packed in a kernel, [H, N]; float32 or wider), state.
+    """Causal attention of one group: out_BTHE, lse ([B, H, T] or, packed in a kernel, [H, N];
+    float32 or wider), state.
 
-    v's head dimension may differ from that of q and k. sinks_H: see attention_ref; they take part in out and lse.
+    v's head dimension may differ from that of q and k. sinks_H: see attention_ref; they take part
+    in out and lse.
     """
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
     if chosen == "blocks":
@@ -236,7 +295,9 @@ def attention_forward(
         elif pattern.documents is not None:
             out, lse, state = _packed_forward(q, k, v, pattern.documents, scale, chosen)
         else:
-            out, lse, state = BACKENDS[chosen][0](q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
+            out, lse, state = BACKENDS[chosen][0](
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale
+            )
             out = out.transpose(1, 2)
         if out.shape[3] != v_BTKE.shape[3]:
             out = out[..., : v_BTKE.shape[3]].contiguous()
@@ -253,22 +314,32 @@ def attention_forward(
 
 
 def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
-    """In how many parts of equally many query heads a backward must go for each to have fewer than 2^31 elements and than 32 heads
-    of 524,288 rows: some versions of FA2 form offsets in their dq in 32 bits, and nobody has shown that cuDNN does not."""
+    """In how many parts of equally many query heads a backward must go for each to have fewer than
+    2^31 elements and than 32 heads of 524,288 rows: some versions of FA2 form offsets in their dq
+    in 32 bits, and nobody has shown that cuDNN does not.
+    """
 
     def below(heads: int) -> bool:
         return B * T * heads * E < MOST_ELEMENTS and B * T * heads < MOST_ROWS
 
     if below(H):
         return 1
-    return next((n for n in range(2, H) if H % n == 0 and (K % n == 0 or n % K == 0) and below(H // n)), H)
+    return next(
+        (n for n in range(2, H) if H % n == 0 and (K % n == 0 or n % K == 0) and below(H // n)), H
+    )
 
 
 def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, asked: dict) -> tuple:
-    """attention_backward of some query heads after the other; those of one KV head add up to its gradients."""
+    """attention_backward of some query heads after the other; those of one KV head add up to its
+    gradients.
+    """
     H, K = q.shape[2], k.shape[2]
     wide = torch.promote_types(k.dtype, torch.float32)
-    dq, (dk, dv), dsinks = torch.empty_like(q), (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)), []
+    dq, (dk, dv), dsinks = (
+        torch.empty_like(q),
+        (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)),
+        [],
+    )
     for a in range(0, H, H // parts):
         b = a + H // parts
         hs, ks = slice(a, b), slice(a * K // H, -(-b * K // H))
@@ -284,12 +355,15 @@ def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, aske
 
 
 def attention_backward(
-    dout_BTHE, q, k, v, out, lse, state, *, scale: float, pattern: Pattern = CAUSAL, sinks_H: Tensor | None = None,
+    dout_BTHE, q, k, v, out, lse, state, *, scale: float, pattern: Pattern = CAUSAL,
+    sinks_H: Tensor | None = None,
     backend: str,
 ):  # fmt: skip
-    """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned; with sinks_H theirs as a fourth.
+    """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned; with
+    sinks_H theirs as a fourth.
 
-    out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts them in.
+    out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts
+        them in.
     """
     chosen = _chosen(q, v, pattern, backend)
     parts = 1 if chosen == "blocks" else parts_of_heads(*q.shape[:3], k.shape[2], q.shape[3])
@@ -304,14 +378,18 @@ def attention_backward(
     elif chosen == "flex":
         grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        # One layout of both on every path: FA2 copies others itself, and cuDNN's plans are cached by the strides of q, k and v
-        # alone in torch up to 2.13 (aten/native/cudnn/MHA.cpp), whose later versions expect q's layout in both.
+        # One layout of both on every path: FA2 copies others itself, and cuDNN's plans are cached
+        # by the strides of q, k and v alone in torch up to 2.13 (aten/native/cudnn/MHA.cpp), whose
+        # later versions expect q's layout in both.
         dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE.contiguous(), out.contiguous(), q, k, v
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             wide_q, wide_k, wide_v = (x.contiguous() for x in (q, k, v))
         wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v, scale, pattern.hidden_BT)
         if wide_v.shape[3] != v.shape[3]:
-            dout, wide_out = (torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3])) for x in (dout, wide_out))
+            dout, wide_out = (
+                torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3]))
+                for x in (dout, wide_out)
+            )
         args = (dout, wide_q, wide_k, wide_v, wide_out)
         if chosen == "fa2":
             grads = _fa2_backward(*args, lse, state, pattern, scale)
@@ -320,7 +398,10 @@ def attention_backward(
         else:
             grads = BACKENDS[chosen][1](*[x.transpose(1, 2) for x in args], lse, state, scale)
             grads = [x.transpose(1, 2) for x in grads]
-        grads = [g if g.shape[3] == x.shape[3] else g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
+        grads = [
+            g if g.shape[3] == x.shape[3] else g[..., : x.shape[3]]
+            for g, x in zip(grads, (q, k, v))
+        ]
     if sinks_H is None:
         return tuple(grads)
     B, T = q.shape[:2]

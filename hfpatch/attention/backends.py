@@ -1,10 +1,12 @@
 """Attention's kernels that take plain causal rows, and which of them a shape goes to.
 
-Which is fastest is tried on the device, once a shape. A trial also times the first call at an exact length that the kernel has not
-met: cuDNN makes a plan for each, in 0.4 to 1 s. What that costs counts once a process has met more than FEW_LENGTHS lengths: then
-each call is taken to be one of a new length, and batches of mixed lengths stay with kernels that plan nothing.
+Which is fastest is tried on the device, once a shape. A trial also times the first call at an exact
+length that the kernel has not met: cuDNN makes a plan for each, in 0.4 to 1 s. What that costs
+counts once a process has met more than FEW_LENGTHS lengths: then each call is taken to be one of a
+new length, and batches of mixed lengths stay with kernels that plan nothing.
 
-B batch, T tokens, H query heads, K key-value heads, E head dim. All tensors of a kernel are [B, heads, T, E] views.
+B batch, T tokens, H query heads, K key-value heads, E head dim. All tensors of a kernel are [B,
+heads, T, E] views.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +17,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hfpatch.attention.efficient import efficient_backward, efficient_forward, for_each_head, of_groups
+from hfpatch.attention.efficient import (
+    efficient_backward,
+    efficient_forward,
+    for_each_head,
+    of_groups,
+)
 from hfpatch.compat import aten, flash3, has_kernel
 from hfpatch.report import say
 
@@ -25,8 +32,9 @@ LONGEST_TRIAL = 16384  # tokens; which kernel is fastest does not change beyond
 FEW_LENGTHS = 4
 PLAN_SECONDS = 0.1  # of a first call at a new length: less than that is noise, or an allocation
 
-# --- one row a backend: forward(q, k, v, scale) -> out, lse, state; backward(dout, q, k, v, out, lse, state, scale) ---------
-# All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's state, unused without dropout).
+# --- one row a backend: forward(q, k, v, scale) -> out, lse, state; backward(dout, q, k, v, out, ls
+# All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's
+# state, unused without dropout).
 
 
 def _cpu_forward(q, k, v, scale):
@@ -80,17 +88,20 @@ BACKENDS = {
 
 @lru_cache(maxsize=16)
 def has_flash(device: torch.device) -> bool:
-    """Whether FA2 runs on a CUDA device: not on those before Ampere (V100, T4), whose one kernel takes no bf16. True where there is
-    no device to ask: then one is meant that has it."""
+    """Whether FA2 runs on a CUDA device: not on those before Ampere (V100, T4), whose one kernel
+    takes no bf16. True where there is no device to ask: then one is meant that has it.
+    """
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Of each device's trials of backends: the peak of its memory as the last one ended, and how many had no room for theirs.
+# Of each device's trials of backends: the peak of its memory as the last one ended, and how many
+# had no room for theirs.
 trial_peaks: dict[torch.device, int] = {}
 trials_without_room: Counter = Counter()
-# The exact (B, T) that this process has run attention at, on each device; no more of them than tell few from many.
+# The exact (B, T) that this process has run attention at, on each device; no more of them than tell
+# few from many.
 lengths_met: dict[torch.device, set] = defaultdict(set)
 
 
@@ -98,8 +109,8 @@ lengths_met: dict[torch.device, set] = defaultdict(set)
 class Trial:
     """What a trial of one shape found.
 
-    seconds: of one forward and backward, by backend; new_length: what a first call at an exact length costs beyond that;
-    left_out: why others cannot serve.
+    seconds: of one forward and backward, by backend; new_length: what a first call at an exact
+    length costs beyond that; left_out: why others cannot serve.
     """
 
     seconds: dict[str, float]
@@ -109,31 +120,45 @@ class Trial:
     def fastest(self, many_lengths: bool = False) -> str:
         """The backend to take; "efficient" where none of those that were tried serves."""
         cost = self.new_length if many_lengths else {}
-        return min(self.seconds, key=lambda n: self.seconds[n] + cost.get(n, 0), default="efficient")
+        return min(
+            self.seconds, key=lambda n: self.seconds[n] + cost.get(n, 0), default="efficient"
+        )
 
     def __str__(self):
-        found = [f"{n} {1e3 * s:.2f} ms" for n, s in sorted(self.seconds.items(), key=lambda row: row[1])]
+        found = [
+            f"{n} {1e3 * s:.2f} ms" for n, s in sorted(self.seconds.items(), key=lambda row: row[1])
+        ]
         first, then = self.fastest(), self.fastest(many_lengths=True)
         chosen = f"{first} is taken"
         if then != first:
             plans = self.new_length[first]
             chosen += f", and {then} beyond {FEW_LENGTHS} lengths, each of which costs {first} {plans:.1f} s"
         return "; ".join(
-            [", ".join(found) or "none serves", chosen, *(f"{n} {why}" for n, why in self.left_out.items())]
+            [
+                ", ".join(found) or "none serves",
+                chosen,
+                *(f"{n} {why}" for n, why in self.left_out.items()),
+            ]
         )
 
 
 @lru_cache(maxsize=64)
 def tried(
-    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int, groups: int
+    device: torch.device,
+    dtype: torch.dtype,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    groups: int,
 ) -> Trial:
-    """Times every backend on this CUDA device: forward of all heads, backward of each of so many groups, cut out of what forward
-    gave. Says on one line what it found.
+    """Times every backend on this CUDA device: forward of all heads, backward of each of so many
+    groups, cut out of what forward gave. Says on one line what it found.
 
     One that raises, or that differs from FA2 by more than rounding, is left out.
 
-    Raises:
-        torch.OutOfMemoryError: the device has no room for a trial; then nothing is known about any backend.
+    Raises: torch.OutOfMemoryError: the device has no room for a trial; then nothing is known about
+        any backend.
     """
     seconds, new_length, left_out, expected = {}, {}, {}, None
     inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
@@ -146,7 +171,9 @@ def tried(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            left_out[name] = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+            left_out[name] = (
+                f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+            )
             continue
         expected = expected or got
         if not all((g - e).norm() <= 2e-2 * e.norm() for g, e in zip(got, expected)):
@@ -156,11 +183,16 @@ def tried(
         new_length[name] = more if more >= PLAN_SECONDS else 0.0
     trial_peaks[device] = torch.cuda.max_memory_allocated(device)
     found = Trial(seconds, new_length, left_out)
-    say(f"attention of {n_heads} heads over {n_kv_heads} of {head_dim} at {tokens:,} tokens: {found}.")
+    say(
+        f"attention of {n_heads} heads over {n_kv_heads} of {head_dim} at {tokens:,} tokens: "
+        f"{found}."
+    )
     return found
 
 
-def _trial_inputs(device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int) -> list[Tensor]:
+def _trial_inputs(
+    device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
+) -> list[Tensor]:
     """q, k, v and dout, heads out of the middle of a wider tensor, as the layer passes them."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
@@ -185,17 +217,22 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
 
 
 def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
-    """The backend for these shapes, whose backward goes by so many groups of heads: tried once a device and shape, for the next
-    power of two of tokens up to LONGEST_TRIAL."""
+    """The backend for these shapes, whose backward goes by so many groups of heads: tried once a
+    device and shape, for the next power of two of tokens up to LONGEST_TRIAL.
+    """
     device, (B, T, H, E) = q_BTHE.device, q_BTHE.shape
     if device.type != "cuda":
-        return "cpu" if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward") else "blocks"
+        return (
+            "cpu"
+            if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
+            else "blocks"
+        )
     if q_BTHE.dtype == torch.float64:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
         return "efficient"
-    # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on later), and the one that
-    # takes a single token; what few tokens cost is the call.
+    # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on
+    # later), and the one that takes a single token; what few tokens cost is the call.
     if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
         return "flash"
     met = lengths_met[device]

@@ -1,7 +1,9 @@
-"""Tensors with heads that wait in the tier, apart by groups of their heads, where the device has no room for them whole.
+"""Tensors with heads that wait in the tier, apart by groups of their heads, where the device has no
+room for them whole.
 
-They are written and read like a tensor on the device, by tiles of tokens, x[:, a:b], or by groups of heads, x[:, :, hs]. What is
-read is followed by the next of its kind, which is on its way while the first is used.
+They are written and read like a tensor on the device, by tiles of tokens, x[:, a:b], or by groups
+of heads, x[:, :, hs]. What is read is followed by the next of its kind, which is on its way while
+the first is used.
 
 B batch, T tokens, H heads, E head dim; t tokens of a tile, G heads of a group.
 """
@@ -15,8 +17,9 @@ UNDER_WAY = 2  # copies to the tier that may go on beside what computes the next
 
 
 class ByGroups:
-    """A tensor [B, T, H, E] on the device, written by tiles of tokens and read by groups of heads, each of which lies apart: a
-    kernel that wants its input contiguous takes it without a copy."""
+    """A tensor [B, T, H, E] on the device, written by tiles of tokens and read by groups of heads,
+    each of which lies apart: a kernel that wants its input contiguous takes it without a copy.
+    """
 
     def __init__(self, like: Tensor, tokens: int, groups: int):
         B, _, H, E = like.shape

@@ -1,9 +1,12 @@
-"""Attention of one layer's call over whole rows: forward in one launch, backward a group of KV heads at a time.
+"""Attention of one layer's call over whole rows: forward in one launch, backward a group of KV
+heads at a time.
 
-Only the backward has scratch, which the group bounds. Where attention outputs come and go by groups (a policy that is short of
-memory), or a kernel is given copies of its inputs, forward goes by the same groups.
+Only the backward has scratch, which the group bounds. Where attention outputs come and go by groups
+(a policy that is short of memory), or a kernel is given copies of its inputs, forward goes by the
+same groups.
 
-Behind the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again in backward, themselves.
+Behind the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again
+in backward, themselves.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
@@ -22,7 +25,9 @@ ALL = slice(None)
 
 @dataclass
 class Heads:
-    """One call of attention: how its heads are grouped (this process's alone), and what it was asked (scale, pattern, sinks)."""
+    """One call of attention: how its heads are grouped (this process's alone), and what it was
+    asked (scale, pattern, sinks).
+    """
 
     asked: object
     groups: list[tuple[slice, slice]]  # of query heads and of KV heads
@@ -40,14 +45,20 @@ class Heads:
 def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
     """The query heads and the KV heads that go through attention together."""
     group, repeat = heads_per_group(B, T, H, K), H // K
-    return [(slice(i * repeat, (i + group) * repeat), slice(i, i + group)) for i in range(0, K, group)]
+    return [
+        (slice(i * repeat, (i + group) * repeat), slice(i, i + group)) for i in range(0, K, group)
+    ]
 
 
 class Attention:
-    """Every attention call of a layer's forward: its groups, and what the kernels keep between forward and backward."""
+    """Every attention call of a layer's forward: its groups, and what the kernels keep between
+    forward and backward.
+    """
 
     def __init__(self, apart: bool = False, wide: bool = False):
-        """apart: an output a group, for each of which forward is launched; wide: all heads are one group."""
+        """apart: an output a group, for each of which forward is launched; wide: all heads are one
+        group.
+        """
         self.apart, self.wide = apart, wide
         self.heads: list[Heads] = []
         self.states: list = []
@@ -74,12 +85,13 @@ class Attention:
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, T, H, E] and lse of every call or, apart, out [B, T, G, E] and lse of every group; behind them the mixers'
-        outs [B, T, D].
+        """out [B, T, H, E] and lse of every call or, apart, out [B, T, G, E] and lse of every
+        group; behind them the mixers' outs [B, T, D].
 
-        asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's input [B, T, D]; keep: whether
-        `backward` comes next, with nothing but other tiles in between. What is read of them may be no tensors, but
-        attention.head_groups.Grouped; then so is each out, an InTier.
+        asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's
+        input [B, T, D]; keep: whether `backward` comes next, with nothing but other tiles in
+        between. What is read of them may be no tensors, but attention.head_groups.Grouped; then so
+        is each out, an InTier.
         """
         self.heads, self.mixers, results = [], mixers, []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
@@ -107,10 +119,12 @@ class Attention:
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be `parts`, or in their place there: what
-        a kernel gives as it is needed is not copied. None in it: room is made.
+        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be
+        `parts`, or in their place there: what a kernel gives as it is needed is not copied. None in
+        it: room is made.
 
-        outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs; each is let go once it is used.
+        outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs;
+            each is let go once it is used.
 
         Returns the gradients of each call's sinks (None where it has none).
         """
@@ -127,10 +141,16 @@ class Attention:
                 mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
                 # All of them as they are: views cost the host as much as small ops.
                 plain = len(heads.groups) == 1 and isinstance(q, Tensor)
-                given = (dout, q, k, v) if plain else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
+                given = (
+                    (dout, q, k, v)
+                    if plain
+                    else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
+                )
                 grads = attention_backward(*given, *mine, state, **heads.part(hs))
                 del mine, given
-                for j, like, part, grad in zip(range(3 * n, 3 * n + 3), (q, k, v), (hs, ks, ks), grads):
+                for j, like, part, grad in zip(
+                    range(3 * n, 3 * n + 3), (q, k, v), (hs, ks, ks), grads
+                ):
                     if plain and grad.is_contiguous() and grad.dtype is like.dtype:
                         into[j] = grad
                         continue

@@ -1,4 +1,6 @@
-"""Whether a device does what a kernel of attention is for: one forward and backward of a few tokens against plain blocks there."""
+"""Whether a device does what a kernel of attention is for: one forward and backward of a few tokens
+against plain blocks there.
+"""
 
 import torch
 
@@ -6,19 +8,34 @@ from hfpatch.attention.blocks import blocks_backward, blocks_forward
 from hfpatch.attention.pattern import Pattern
 
 
-def why_not(forward, backward, device: torch.device, dtype: torch.dtype, head_dim: int, pattern: Pattern, tokens: int):
+def why_not(
+    forward,
+    backward,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    pattern: Pattern,
+    tokens: int,
+):
     """None where it does, else the reason.
 
-    forward(q, k, v, pattern, scale) -> out, lse, state; backward(dout, q, k, v, out, lse, state, pattern, scale) -> dq, dk, dv; all
-    [B, T, heads, E]. The answer stands for the process, so it is found apart from the mode of the call that asks.
-    torch.OutOfMemoryError where there is no room to find it.
+    forward(q, k, v, pattern, scale) -> out, lse, state; backward(dout, q, k, v, out, lse, state,
+    pattern, scale) -> dq, dk, dv; all [B, T, heads, E]. The answer stands for the process, so it is
+    found apart from the mode of the call that asks. torch.OutOfMemoryError where there is no room
+    to find it.
     """
     scale = head_dim**-0.5
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             generator = torch.Generator(device).manual_seed(0)
             q, k, v, dout = (
-                torch.randn(1, tokens, heads, head_dim, generator=generator, device=device, dtype=dtype)
+                torch.randn(
+                    1, tokens, heads, head_dim, generator=generator, device=device, dtype=dtype
+                )
                 for heads in (4, 2, 2, 4)
             )
             out, lse, state = forward(q, k, v, pattern, scale)

@@ -1,10 +1,13 @@
-"""LoRA and QLoRA as sizes: which Linear layers a decoder has, what adapters over them hold, and bytes of a frozen base.
-Standard library only."""
+"""LoRA and QLoRA as sizes: which Linear layers a decoder has, what adapters over them hold, and
+bytes of a frozen base. Standard library only.
+"""
 
 from dataclasses import dataclass
 
-BLOCK, NESTED = 64, 256  # NF4: weights a scale of 8 bits, and scales a second scale of float32 (double quantisation)
-# Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes keeps them. None: as it came.
+# NF4: weights a scale of 8 bits, and scales a second scale of float32 (double quantisation)
+BLOCK, NESTED = 64, 256
+# Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes keeps them. None: as
+#     it came.
 BASES = {"bf16": None, "8bit": 1.0, "4bit": 0.5 + 1 / BLOCK + 4 / (BLOCK * NESTED)}
 ALL_LINEAR = "all-linear"
 
@@ -13,10 +16,10 @@ ALL_LINEAR = "all-linear"
 class Adapters:
     """Low-rank adapters over a base whose own parameters are all frozen.
 
-    rank: LoRA's r. base: of BASES, how the weights of the base's Linear layers are kept; embedding, head, norms, biases and
-    experts (which are no Linear layers) stay in the model's dtype. targets: names of Linear layers, empty for all but the
-    head. itemsize: bytes of an adapter's element, None for the model's (PEFT makes them float32 unless told otherwise).
-    Raises ValueError.
+    rank: LoRA's r. base: of BASES, how the weights of the base's Linear layers are kept; embedding,
+    head, norms, biases and experts (which are no Linear layers) stay in the model's dtype. targets:
+    names of Linear layers, empty for all but the head. itemsize: bytes of an adapter's element,
+    None for the model's (PEFT makes them float32 unless told otherwise). Raises ValueError.
     """
 
     rank: int = 16
@@ -26,25 +29,36 @@ class Adapters:
 
     def __post_init__(self):
         if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"hfpatch: expected a LoRA rank of 1 or more, {self.rank!r} came; pass one such as 16.")
+            raise ValueError(
+                f"hfpatch: expected a LoRA rank of 1 or more, {self.rank!r} came; pass one such "
+                "as 16."
+            )
         if self.base not in BASES:
-            raise ValueError(f"hfpatch: expected a base of {', '.join(BASES)}, {self.base!r} came; pass one of them.")
+            raise ValueError(
+                f"hfpatch: expected a base of {', '.join(BASES)}, {self.base!r} came; pass one of "
+                "them."
+            )
         object.__setattr__(self, "targets", tuple(self.targets))  # a list has no hash
 
     @classmethod
     def of(cls, rank: int, base: str = "bf16", targets=ALL_LINEAR) -> "Adapters":
-        """From flags. targets: "all-linear", or names in a list or with commas. ValueError for none."""
+        """From flags. targets: "all-linear", or names in a list or with commas. ValueError for
+        none.
+        """
         names = targets.split(",") if isinstance(targets, str) else list(targets)
         named = tuple(n.strip() for n in names if n.strip())
         if not named:
             raise ValueError(
-                f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write {ALL_LINEAR}."
+                f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write "
+                f"{ALL_LINEAR}."
             )
         return cls(rank, base, () if names == [ALL_LINEAR] else named)
 
     def over(self, linears: dict) -> int:
         """Parameters of the adapters of these Linear layers {name: (columns in, columns out)}."""
-        return self.rank * sum(sum(size) for name, size in linears.items() if not self.targets or name in self.targets)
+        return self.rank * sum(
+            sum(size) for name, size in linears.items() if not self.targets or name in self.targets
+        )
 
     def packed_bytes(self, linears: dict, itemsize: int) -> int:
         """Bytes of the base's weights of these Linear layers."""
@@ -62,20 +76,35 @@ def attention_linears(shape) -> dict:
         queries = {"q_a_proj": (D, shape.q_rank), "q_b_proj": (shape.q_rank, shape.q_size)}
         queries = queries if shape.q_rank else {"q_proj": (D, shape.q_size)}
         wide = shape.q_size - heads * rope + shape.v_size
-        return queries | {"kv_a_proj_with_mqa": (D, shape.kv_rank + rope), "kv_b_proj": (shape.kv_rank, wide)} | out
+        return (
+            queries
+            | {"kv_a_proj_with_mqa": (D, shape.kv_rank + rope), "kv_b_proj": (shape.kv_rank, wide)}
+            | out
+        )
     if shape.joined_qkv:
         return {"qkv_proj": (D, shape.q_size + shape.kv_size + shape.v_size)} | out
-    return {"q_proj": (D, shape.q_size), "k_proj": (D, shape.kv_size), "v_proj": (D, shape.v_size)} | out
+    return {
+        "q_proj": (D, shape.q_size),
+        "k_proj": (D, shape.kv_size),
+        "v_proj": (D, shape.v_size),
+    } | out
 
 
 def mlp_linears(shape, layer: int) -> dict:
-    """The same of a layer's MLP: of a mixture of experts the shared ones alone, for routed experts are no Linear layers."""
-    D, F = shape.hidden_size, shape.shared_size if shape.is_sparse(layer) else shape.intermediate_size
+    """The same of a layer's MLP: of a mixture of experts the shared ones alone, for routed experts
+    are no Linear layers.
+    """
+    D, F = (
+        shape.hidden_size,
+        shape.shared_size if shape.is_sparse(layer) else shape.intermediate_size,
+    )
     if not F:
         return {}
     if not shape.gated:
         return {"c_fc": (D, F), "c_proj": (F, D)}
-    first = {"gate_up_proj": (D, 2 * F)} if shape.joined else {"gate_proj": (D, F), "up_proj": (D, F)}
+    first = (
+        {"gate_up_proj": (D, 2 * F)} if shape.joined else {"gate_proj": (D, F), "up_proj": (D, F)}
+    )
     return first | {"down_proj": (F, D)}
 
 

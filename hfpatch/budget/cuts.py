@@ -49,10 +49,16 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
     wanted = -(-512 // max(blocks, 1))
-    return next(n for n in range(1, n_kv_heads + 1) if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads))
+    return next(
+        n
+        for n in range(1, n_kv_heads + 1)
+        if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads)
+    )
 
 
-def loss_chunk_rows(shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE) -> tuple[int, int]:
+def loss_chunk_rows(
+    shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE
+) -> tuple[int, int]:
     """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
     most = max(1, (workspace - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)

@@ -1,14 +1,17 @@
-"""What a family's code in transformers fixes and its config.json does not say: one row a model type. Standard library
-only; tests hold each row against the model itself, built without memory."""
+"""What a family's code in transformers fixes and its config.json does not say: one row a model
+type. Standard library only; tests hold each row against the model itself, built without memory.
+"""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a family's layers are built. norms: of a layer. norm_bias: LayerNorm with a bias. norm_after: a norm reads down_proj's
-    output. gated: gate, up and down, not two matrices. joined: gate and up (q, k and v too where joined_qkv) are one Linear.
-    parallel: attention and MLP read the same norm."""
+    """How a family's layers are built. norms: of a layer. norm_bias: LayerNorm with a bias.
+    norm_after: a norm reads down_proj's output. gated: gate, up and down, not two matrices. joined:
+    gate and up (q, k and v too where joined_qkv) are one Linear. parallel: attention and MLP read
+    the same norm.
+    """
 
     norms: int = 2
     norm_bias: bool = False
@@ -18,18 +21,23 @@ class Layout:
     joined_qkv: bool = False
     parallel: bool = False
     sinks: bool = False
-    block: bool = True  # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
+    # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
+    block: bool = True
     local_rope: bool = False  # windows have a rotation of their own
-    wide_norms: bool = False  # norms and rotations in plain float32 operations, which keep what they make
-    heads_first: bool = False  # q and k are normed once they are heads first, which kernels take copies of
+    # norms and rotations in plain float32 operations, which keep what they make
+    wide_norms: bool = False
+    # q and k are normed once they are heads first, which kernels take copies of
+    heads_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Layout):
-    """qkv_bias, o_bias, mlp_bias: True, False, or the config key that says it. qk_norm: "head" (one weight of head_dim
-    for all heads), "full" (one a column), "" for none; qk_norm_key: the config key that switches it. experts: the config
-    key of their number. expert_size: of their width. defaults: what the config class assumes where config.json is silent,
-    other than 0, False and None."""
+    """qkv_bias, o_bias, mlp_bias: True, False, or the config key that says it. qk_norm: "head" (one
+    weight of head_dim for all heads), "full" (one a column), "" for none; qk_norm_key: the config
+    key that switches it. experts: the config key of their number. expert_size: of their width.
+    defaults: what the config class assumes where config.json is silent, other than 0, False and
+    None.
+    """
 
     qkv_bias: bool | str = False
     o_bias: bool | str = False
@@ -52,27 +60,35 @@ FAMILIES = {
     "llama": Family(**_BIASED, mlp_bias="mlp_bias"),
     "mistral": Family(windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "ministral": Family(windows="types",
-                        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 0}),
+                        defaults={"num_key_value_heads": 8, "sliding_window": 4096,
+                                  "max_window_layers": 0}),
     "qwen2": Family(qkv_bias=True, windows="types", defaults=_QWEN),
     "qwen3": Family(**_BIASED, qk_norm="head", windows="types",
                     defaults=_QWEN | {"head_dim": 128}),
     "qwen3_moe": Family(**_BIASED, qk_norm="head", windows="all", experts="num_experts",
-                        defaults=_QWEN | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+                        defaults=_QWEN | {"num_key_value_heads": 4, "num_experts": 128,
+                                          "num_experts_per_tok": 8,
                                           "moe_intermediate_size": 768, "decoder_sparse_step": 1}),
     "mixtral": Family(windows="all", experts="num_local_experts", expert_size="intermediate_size",
-                      defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "gpt_oss": Family(**_BIASED, windows="types", experts="num_local_experts", expert_size="intermediate_size",
+                      defaults={"num_key_value_heads": 8, "num_local_experts": 8,
+                                "num_experts_per_tok": 2}),
+    "gpt_oss": Family(**_BIASED, windows="types", experts="num_local_experts",
+                      expert_size="intermediate_size",
                       expert_bias=True, sinks=True,
                       defaults={"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8,
-                                "sliding_window": 128, "window_pattern": 2, "num_local_experts": 128,
+                                "sliding_window": 128, "window_pattern": 2,
+                                "num_local_experts": 128,
                                 "num_experts_per_tok": 4}),
     "gemma": Family(**_BIASED, defaults=_GEMMA),
     "gemma2": Family(**_BIASED, norms=4, norm_after=True, windows="types",
-                     defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "num_key_value_heads": 4, "sliding_window": 4096,
+                     defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "num_key_value_heads": 4,
+                                        "sliding_window": 4096,
                                         "window_pattern": 2}),
-    "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types", local_rope=True,
+    "gemma3_text": Family(**_BIASED, qk_norm="head", norms=4, norm_after=True, windows="types",
+                          local_rope=True,
                           heads_first=True,
-                          defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096, "window_pattern": 6,
+                          defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096,
+                                             "window_pattern": 6,
                                              "vocab_size": 262208, "num_attention_heads": 8}),
     "phi3": Family(joined=True, joined_qkv=True, windows="all"),
     "olmo2": Family(**_BIASED, qk_norm="full", norm_after=True),
@@ -80,33 +96,45 @@ FAMILIES = {
                     defaults={"sliding_window": 4096, "window_pattern": 4}),
     "granite": Family(**_BIASED, mlp_bias="mlp_bias", block=False),
     "smollm3": Family(**_BIASED, mlp_bias="mlp_bias", windows="types", block=False,
-                      defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "use_sliding_window": False}),
+                      defaults={"num_key_value_heads": 4, "tie_word_embeddings": True,
+                                "use_sliding_window": False}),
     "seed_oss": Family(qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias",
-                       defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128}),
+                       defaults={"attention_bias": True, "num_key_value_heads": 8,
+                                 "head_dim": 128}),
     "glm4": Family(qkv_bias="attention_bias", norms=4, norm_after=True, joined=True,
                    defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128}),
-    "starcoder2": Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", norm_bias=True, gated=False,
+    "starcoder2": Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias",
+                         norm_bias=True, gated=False,
                          windows="all",
-                         defaults={"use_bias": True, "num_key_value_heads": 2, "tie_word_embeddings": True,
+                         defaults={"use_bias": True, "num_key_value_heads": 2,
+                                   "tie_word_embeddings": True,
                                    "hidden_act": "gelu_pytorch_tanh"}),
-    "cohere": Family(**_BIASED, qk_norm="full", qk_norm_key="use_qk_norm", norms=1, parallel=True, wide_norms=True,
+    "cohere": Family(**_BIASED, qk_norm="full", qk_norm_key="use_qk_norm", norms=1, parallel=True,
+                     wide_norms=True,
                      defaults={"tie_word_embeddings": True}),
     "deepseek_v3": Family(**_BIASED, latent=True, experts="n_routed_experts",
-                          defaults={"num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
-                                    "n_shared_experts": 1, "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
-                                    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                          defaults={"num_key_value_heads": 128, "n_routed_experts": 256,
+                                    "num_experts_per_tok": 8,
+                                    "n_shared_experts": 1, "first_k_dense_replace": 3,
+                                    "moe_intermediate_size": 2048,
+                                    "q_lora_rank": 1536, "kv_lora_rank": 512,
+                                    "qk_nope_head_dim": 128,
                                     "qk_rope_head_dim": 64, "v_head_dim": 128}),
 }  # fmt: skip
 
 
 class Values:
-    """A transformers config, an object with its fields, or the dict of a config.json, with a family's defaults."""
+    """A transformers config, an object with its fields, or the dict of a config.json, with a
+    family's defaults.
+    """
 
     def __init__(self, config, family: Family | None = None):
         self.config, self.defaults = config, family.defaults if family else {}
 
     def get(self, name: str, default=None):
-        """The value; where the config is silent the family's, else default. A null counts as said."""
+        """The value; where the config is silent the family's, else default. A null counts as
+        said.
+        """
         if isinstance(self.config, dict):
             said, value = name in self.config, self.config.get(name)
         else:
@@ -124,7 +152,9 @@ class Values:
 
 
 def attention_windows(family: Family, values: Values, layers: int) -> tuple[int, ...]:
-    """Tokens that each layer's attention sees, 0 for all of them; empty where no layer has a window."""
+    """Tokens that each layer's attention sees, 0 for all of them; empty where no layer has a
+    window.
+    """
     window = values.get("sliding_window")
     if not family.windows or not window or values.get("use_sliding_window") is False:
         return ()
@@ -138,7 +168,9 @@ def attention_windows(family: Family, values: Values, layers: int) -> tuple[int,
 
 
 def _types(values: Values, layers: int) -> list[str]:
-    """layer_types as the config class fills them in: from a layer on, or all but each n-th layer."""
+    """layer_types as the config class fills them in: from a layer on, or all but each n-th
+    layer.
+    """
     pattern = values.number("sliding_window_pattern", values.get("window_pattern"))
     if pattern:
         slides = [(i + 1) % pattern != 0 for i in range(layers)]

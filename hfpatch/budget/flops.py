@@ -11,8 +11,10 @@ from hfpatch.budget.shape import ModelShape
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as the field counts. moved_forward,
-    moved_backward: bytes that all else reads and writes, where they were counted."""
+    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as
+    the field counts. moved_forward, moved_backward: bytes that all else reads and writes, where
+    they were counted.
+    """
 
     matmul: float
     attention_forward: float
@@ -28,12 +30,16 @@ class Flops:
 
 
 def attended(tokens: int, window: int) -> float:
-    """Pairs of tokens in one causal row of attention, half the square or, of a window, a band of it."""
+    """Pairs of tokens in one causal row of attention, half the square or, of a window, a band of
+    it.
+    """
     return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
 
 
 def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -> int:
-    """Weights that one token meets once more in a layer's backward; products that nobody reads are left out there."""
+    """Weights that one token meets once more in a layer's backward; products that nobody reads are
+    left out there.
+    """
     after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
     before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
     if shape.adapters:
@@ -49,22 +55,32 @@ def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -
 
 
 def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts: 6 a trained weight and
-    token, 4 a frozen one, attention three times its forward, nothing that runs again."""
+    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts:
+    6 a trained weight and token, 4 a frozen one, attention three times its forward, nothing that
+    runs again.
+    """
     rows, n = batch * tokens, shape.num_layers
     layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
 
     def attention(first=0, last=n):
-        """Of a range of layers: two products over the causal half (or a window), q with k, and with v."""
-        pairs = sum(k * attended(tokens * shape.ranks, w) for w, k in shape.window_counts(first, last).items())
+        """Of a range of layers: two products over the causal half (or a window), q with k, and with
+        v.
+        """
+        pairs = sum(
+            k * attended(tokens * shape.ranks, w)
+            for w, k in shape.window_counts(first, last).items()
+        )
         return 2 * batch * (shape.q_size + shape.out_size) * pairs / shape.ranks
 
     once = attention()
     least = 6 * rows * (layers + shape.embedding_parameters)
     if shape.adapters:
-        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and v lead nowhere.
+        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and
+        #     v lead nowhere.
         least = rows * (
-            4 * (layers + shape.embedding_parameters) + 6 * shape.trained_parameters - 2 * shape.qkv_weights
+            4 * (layers + shape.embedding_parameters)
+            + 6 * shape.trained_parameters
+            - 2 * shape.qkv_weights
         )
     again, forwards = 0.0, once
     if isinstance(policy, Policy):
@@ -78,8 +94,14 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         forwards += attention(tiled - min(policy.again, tiled) if saves else 0, tiled)
     elif policy == STOCK_CHECKPOINTING:
         # Recomputation stops before the last projection, whose output nothing needs.
-        dead = 0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
+        dead = (
+            0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
+        )
         again, forwards = layers - n * dead, 2 * once
     # Kernels take values as wide as queries: narrower ones, of latent attention, are padded.
-    padded = filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
-    return Flops(least + 2 * rows * again, padded * forwards, padded * 2.5 * once, least + 3 * once, 3 * once)
+    padded = (
+        filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
+    )
+    return Flops(
+        least + 2 * rows * again, padded * forwards, padded * 2.5 * once, least + 3 * once, 3 * once
+    )

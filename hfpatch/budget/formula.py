@@ -33,8 +33,10 @@ __all__ = ["GiB", "ModelShape", "Policy", "Moment", "StepMemory", "step_memory"]
 
 FORWARD = "last layer's forward"
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
-EMBEDDING_SLICE = 128 << 20  # ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
-WEIGHT_SLOTS = 2  # layers whose frozen weights fit on the device at once, where they wait on the host
+# ops/embedding.py: fp32 bytes of one column slice of the incoming gradient
+EMBEDDING_SLICE = 128 << 20
+# layers whose frozen weights fit on the device at once, where they wait on the host
+WEIGHT_SLOTS = 2
 RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one being copied
 
 
@@ -90,7 +92,9 @@ class StepMemory:
         return self.peak_moment.beyond
 
 
-def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2) -> StepMemory:
+def step_memory(
+    shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2
+) -> StepMemory:
     """Memory of one forward and backward.
 
     policy: a Policy, or "off" (hfpatch's kernels, layers run whole), "stock" or
@@ -108,21 +112,40 @@ def step_memory(shape: ModelShape, policy, *, batch: int, tokens: int, itemsize:
         moments, host = _untiled(sizes), 0
     else:
         raise ValueError(
-            f"hfpatch: a policy, off, stock or stock-checkpointing was expected, {policy!r} came; pass one."
+            f"hfpatch: a policy, off, stock or stock-checkpointing was expected, {policy!r} came; "
+            "pass one."
         )
     return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
 
 
 def spare_bytes(
-    memory: StepMemory, shape: ModelShape, policy: Policy, *, batch: int, tokens: int, itemsize: int = 2
+    memory: StepMemory,
+    shape: ModelShape,
+    policy: Policy,
+    *,
+    batch: int,
+    tokens: int,
+    itemsize: int = 2,
 ) -> tuple[int, ...]:
-    """Bytes that the sources of copies may take while each layer runs forward, and none behind the last: the most that the
-    step holds less what that layer's forward does. memory: of the same policy and sizes."""
+    """Bytes that the sources of copies may take while each layer runs forward, and none behind the
+    last: the most that the step holds less what that layer's forward does. memory: of the same
+    policy and sizes.
+    """
     n, tiled = shape.num_layers, shape.num_layers - min(policy.plain, shape.num_layers)
-    if policy.offload == "gpu" or policy.every > 1 or policy.by_group or shape.ranks > 1 or not tiled:
+    if (
+        policy.offload == "gpu"
+        or policy.every > 1
+        or policy.by_group
+        or shape.ranks > 1
+        or not tiled
+    ):
         return (0,) * (n + 1)
     (forward,) = (m.beyond for m in memory.moments if m.name == FORWARD)
-    left, sizes, found = max(m.beyond for m in memory.moments) - forward, Sizes(shape, batch, tokens, itemsize), []
+    left, sizes, found = (
+        max(m.beyond for m in memory.moments) - forward,
+        Sizes(shape, batch, tokens, itemsize),
+        [],
+    )
     for layer in range(n):
         left -= plain_bytes(sizes, layer) if layer >= tiled else 0
         found.append(max(0, left))
@@ -142,7 +165,9 @@ def _embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) -
         slices = (V + z.rows) * columns * z.s
         scratch = embedding_partials(z.rows, V, columns)
     slices += z.embedding if z.shape.tied else 0
-    moments = [Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)]
+    moments = [
+        Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)
+    ]
     if z.shape.tied and fused and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
         # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
         moments.append(Moment("embedding sum", z.gradients, layer=2 * z.embedding + z.always))
@@ -155,8 +180,16 @@ def _loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) ->
     wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one
     # chunk.
-    loss = 2 * z.u + z.wide_loss + 4 * z.rows + 16 * z.rows + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
-    return Moment("loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head)
+    loss = (
+        2 * z.u
+        + z.wide_loss
+        + 4 * z.rows
+        + 16 * z.rows
+        + rows * -(-z.shape.vocab_size // 8) * 8 * z.s
+    )
+    return Moment(
+        "loss", z.head, checkpoints=checkpoints, layer=z.always, loss=loss + wide - z.head
+    )
 
 
 def _tiled(z: Sizes, policy: Policy):
@@ -186,7 +219,13 @@ def _tiled(z: Sizes, policy: Policy):
     park = policy.park and off and not single
     passing = 0
     if policy.by_group and n:
-        passing = z.q + z.kv + z.out + (z.out if unsaved else 0) + (min(policy.every, n) - 1) * (each[0] + each[1])
+        passing = (
+            z.q
+            + z.kv
+            + z.out
+            + (z.out if unsaved else 0)
+            + (min(policy.every, n) - 1) * (each[0] + each[1])
+        )
     host = stored + passing + (z.u if park else 0) if off else 0
     plain = shape.over(lambda i: plain_bytes(z, i), n)
     on_device = 0 if off else stored
@@ -195,20 +234,33 @@ def _tiled(z: Sizes, policy: Policy):
         # q, k and v come back whole, for attention; the sum after attention in the place of x, but
         # where that stays.
         back = {name: kept_columns(shape, name) for name in policy.keep if name != "qkv"}
-        columns = (O if stream else 0) + sum(back.values()) + (D if single or "mid" not in back else 0)
+        columns = (
+            (O if stream else 0) + sum(back.values()) + (D if single or "mid" not in back else 0)
+        )
         ring = (2 if single else RING_SLOTS) * t * max(D, columns) * s
 
     tile_D = t * D * s
     join = t * O * s if groups > 1 and (stream or policy.by_group or shape.ranks > 1) else 0
-    fetched = z.out if save and off and not stream else 0  # the attention outputs, whole on the device
+    # the attention outputs, whole on the device
+    fetched = z.out if save and off and not stream else 0
     qkv = z.q + z.kv
     whole_outs = fetched, z.lse if save and off else 0, stream
 
-    def layer_moments(name, index, gradients, checkpoints, extra, x_resident, saved=save, ahead=False):
+    def layer_moments(
+        name, index, gradients, checkpoints, extra, x_resident, saved=save, ahead=False
+    ):
         inner, sparse = inner_bytes(z, index, t), shape.is_sparse(index)
         # An MLP without a gate has two columns fewer; frozen, it has no gradient that would stand
         # in their place.
-        beside = 0 if shape.fused_mlp else inner if shape.gated else -inner if shape.adapters else -2 * inner
+        beside = (
+            0
+            if shape.fused_mlp
+            else inner
+            if shape.gated
+            else -inner
+            if shape.adapters
+            else -2 * inner
+        )
         beside += widened(z, index, t, single)
         mlp_dw = 0 if sparse else mlp_weight(z, index)
         ring_here = 0 if x_resident else ring
@@ -222,7 +274,9 @@ def _tiled(z: Sizes, policy: Policy):
             if sparse:
                 mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in experts_tile(z, index, t)]
             else:
-                mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw)
+                mlp = max(
+                    3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + mlp_dw
+                )
                 mlps = [(mlp + beside - known, 0)]
             spared -= tile_D * (shape.norms > 2)  # what norms behind attention read
             spared += (z.u + (0 if off else qkv)) * ("qkv" in policy.keep)
@@ -232,16 +286,32 @@ def _tiled(z: Sizes, policy: Policy):
             graph = (0 if sparse else z.normed) + z.wide_tile + shape.joined_qkv * qkv
             graph += z.latent + qkv if z.latent else shape.heads_first * z.qk
             graph *= "qkv" not in policy.keep
-            held = graph - spared + (1 + ahead) * fetched + recomputed + qkv + join + lse + z.always + extra
+            held = (
+                graph
+                - spared
+                + (1 + ahead) * fetched
+                + recomputed
+                + qkv
+                + join
+                + lse
+                + z.always
+                + extra
+            )
             found = [
-                Moment(f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here)
+                Moment(
+                    f"{name}: tile", gradients + dw, checkpoints, mlp + held, workspace=ring_here
+                )
                 for mlp, dw in mlps
             ]
             c = 2 * (z.u + z.out + qkv) + lse + z.always + extra + grads
             if shape.ranks == 1:
                 gradients += shape.trained_after(index) * z.g
                 c += z.u + graph - grads - (0 if saved else z.out)
-            found.append(Moment(f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch))
+            found.append(
+                Moment(
+                    f"{name}: attention", gradients, checkpoints, c, workspace=ring_here + scratch
+                )
+            )
             return found
         after = shape.trained_after(index)
         wide = 4 * after
@@ -251,13 +321,27 @@ def _tiled(z: Sizes, policy: Policy):
         else:
             # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
             own = mlp_dw if shape.adapters or s > 2 else 0
-            made = 5 * inner + written_out(z, index) if policy.dense else max(5 * inner, 4 * inner + own)
-            tile = made + beside + z.wide_tile * t // z.rows + (4 if known else 3) * tile_D + join - known - spared
-        early = "qkv" in policy.keep and off or not saved  # q, k and v are there before they are wanted
+            made = (
+                5 * inner + written_out(z, index)
+                if policy.dense
+                else max(5 * inner, 4 * inner + own)
+            )
+            tile = (
+                made
+                + beside
+                + z.wide_tile * t // z.rows
+                + (4 if known else 3) * tile_D
+                + join
+                - known
+                - spared
+            )
+        # q, k and v are there before they are wanted
+        early = "qkv" in policy.keep and off or not saved
         a = z.u + z.out + fetched + recomputed + qkv * early + wide + tile + lse + z.always + extra
         outs = (2 * z.out // groups if stream else fetched) + recomputed
         if shape.ranks > 1 and not stream and groups > 2:
-            outs -= 2 * min(outs, z.out) // groups  # those of the rounds that are under way have gone
+            # those of the rounds that are under way have gone
+            outs -= 2 * min(outs, z.out) // groups
         whole = 0 if "qkv" in policy.keep and not off else qkv
         # A parked dx comes back tile by tile: one in use, one on its way.
         c = (0 if park else z.u) + z.out + whole + outs + lse + z.always + extra + grads
@@ -265,7 +349,14 @@ def _tiled(z: Sizes, policy: Policy):
             # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients
             # on their way.
             a = z.u + wide + tile + 4 * t * O * s + z.lse + z.always + extra
-            c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * grads + z.lse + z.always + extra
+            c = (
+                z.u
+                + min(2, groups) * (qkv + 2 * z.out) // groups
+                + 2 * grads
+                + z.lse
+                + z.always
+                + extra
+            )
         done = after * z.g  # this layer's gradients that are rounded by then
         # A tile's latents, and the heads that are joined of them, while q, k and v are made again.
         joined = (z.latent + 2 * z.q + z.kv) * t // z.rows + 4 * tile_D if z.latent else 0
@@ -289,7 +380,9 @@ def _tiled(z: Sizes, policy: Policy):
         # their phase.
         leaving = qkv if off and "qkv" in policy.keep else 0
         leaving += written_out(z, n - 1) if policy.dense else 0
-        forward = _forward_moment(z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups, leaving)
+        forward = _forward_moment(
+            z, n - 1, t, single, join, 0 if off else on_device - twice, by_groups, leaving
+        )
         moments.append(forward)
     if policy.plain:
         moments += _plain_moments(z, n, on_device, plain, ring + fetched if policy.plain > 1 else 0)
@@ -297,7 +390,9 @@ def _tiled(z: Sizes, policy: Policy):
         return moments + _embedding_moments(z, True, policy.loss_bytes), 0
     after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
     if not off or policy.plain:
-        moments += layer_moments("last layer", n - 1, after, on_device, 0, not off, save and not unsaved)
+        moments += layer_moments(
+            "last layer", n - 1, after, on_device, 0, not off, save and not unsaved
+        )
     if 0 < unsaved < n:
         here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, kept_out + 1) * z.g
         moments += layer_moments("attention again", kept_out, here, on_device, 0, not off, False)
@@ -315,7 +410,8 @@ def _tiled(z: Sizes, policy: Policy):
     again = z.out + z.lse if k > 1 and not policy.by_group else 0
     here = z.head_gradient + z.body - z.first
     moments += layer_moments("first layer", 0, here, first, again, not off, unsaved < n or k > 1)
-    if single and fetched and kept_out > 1:  # the first layer's attention outputs are on their way already
+    # the first layer's attention outputs are on their way already
+    if single and fetched and kept_out > 1:
         here -= shape.trained_of(1) * z.g
         moments += layer_moments("second layer", 1, here, first, again, not off, ahead=True)
     moments += _embedding_moments(z, True, policy.loss_bytes)
@@ -323,7 +419,14 @@ def _tiled(z: Sizes, policy: Policy):
 
 
 def _forward_moment(
-    z: Sizes, layer: int, t: int, single: bool, join: int, on_device: int, by_groups: int = 0, leaving: int = 0
+    z: Sizes,
+    layer: int,
+    t: int,
+    single: bool,
+    join: int,
+    on_device: int,
+    by_groups: int = 0,
+    leaving: int = 0,
 ) -> Moment:
     """The last tiled layer's forward.
 
@@ -340,7 +443,11 @@ def _forward_moment(
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is
     # made.
     wide = z.g // z.s
-    acts = 3 if not shape.adapters else (2 if shape.joined else 1) * (1 + 2 * wide) + (shape.gated and not shape.joined)
+    acts = (
+        3
+        if not shape.adapters
+        else (2 if shape.joined else 1) * (1 + 2 * wide) + (shape.gated and not shape.joined)
+    )
     beside += wide * tile_D * (wide > 1)  # the copy that the adapter reads
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
     working, out = max(z.q + z.kv, leaving + z.u + mlp), z.out
@@ -362,15 +469,25 @@ def _plain_moments(z: Sizes, n: int, on_device: int, plain: int, coming: int = 0
         working, mlp = [((1 + shape.gated) * inner_bytes(z, i, z.rows), 0)], mlp_kept(z, i)
         if shape.is_sparse(i):
             working = [(nbytes - mlp, dw) for nbytes, dw in experts_tile(z, i, z.rows)]
-        found = [Moment(name, gradients + dw, checkpoints, b + z.u + z.always, workspace=coming) for b, dw in working]
+        found = [
+            Moment(name, gradients + dw, checkpoints, b + z.u + z.always, workspace=coming)
+            for b, dw in working
+        ]
         gradients += shape.trained_after(i) * z.g
         attention = z.out + z.q + z.kv + z.always - mlp
-        return [*found, Moment(f"{name}: attention", gradients, checkpoints, attention, workspace=scratch + coming)]
+        return [
+            *found,
+            Moment(
+                f"{name}: attention", gradients, checkpoints, attention, workspace=scratch + coming
+            ),
+        ]
 
     done = shape.over(shape.trained_of, n + 1) * z.g
     return [
         *layer_moments("last layer, plain", last, z.head_gradient, on_device + plain),
-        *layer_moments("first plain layer", n, z.head_gradient + done, on_device + plain_bytes(z, n), coming),
+        *layer_moments(
+            "first plain layer", n, z.head_gradient + done, on_device + plain_bytes(z, n), coming
+        ),
     ]
 
 
@@ -385,10 +502,13 @@ def _stock(z: Sizes, checkpointing: bool):
     final = wide + z.u
     last = z.u + final + z.always
     moments = [Moment("loss", 0, checkpoints=kept, layer=last, loss=3 * 4 * logits)]
-    working = saved - z.f + 3 * z.f + z.u + z.always  # gate, silu, up, their gradients and that of the product
+    # gate, silu, up, their gradients and that of the product
+    working = saved - z.f + 3 * z.f + z.u + z.always
     others = kept if checkpointing else kept - saved + z.u
     moments.append(Moment("last layer", z.head_gradient, checkpoints=others, layer=working))
-    moments.append(Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working))
+    moments.append(
+        Moment("first layer", z.head_gradient + z.body - z.first, checkpoints=z.u, layer=working)
+    )
     moments += _embedding_moments(z, fused=False)
     return moments
 
@@ -396,4 +516,8 @@ def _stock(z: Sizes, checkpointing: bool):
 def _untiled(z: Sizes):
     """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
     plain = z.shape.over(lambda i: plain_bytes(z, i))
-    return [_loss_moment(z, plain), *_plain_moments(z, 0, 0, plain), *_embedding_moments(z, fused=True)]
+    return [
+        _loss_moment(z, plain),
+        *_plain_moments(z, 0, 0, plain),
+        *_embedding_moments(z, fused=True),
+    ]

@@ -38,7 +38,13 @@ def _cgroup_paths(root: Path) -> list:
         elif "memory" in controllers.split(","):
             v1 = path
     kinds = (
-        ("sys/fs/cgroup/memory", v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (
+            "sys/fs/cgroup/memory",
+            v1,
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
         ("sys/fs/cgroup", v2, "memory.max", "memory.current", "inactive_file"),
     )
     for base, path, limit, usage, cache in kinds:
@@ -72,7 +78,8 @@ def host_free(root: str = "/") -> int | None:
     if given is not None:
         if not (given.isascii() and given.isdigit()):
             raise ValueError(
-                f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; for 110 GiB write 118111600640."
+                f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; "
+                "for 110 GiB write 118111600640."
             )
         return int(given)
     root = Path(root)
@@ -106,7 +113,11 @@ def gpu_free(device=None) -> int | None:
     if not torch.cuda.is_available():
         return None
     (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    return max(0, min(free, _share(total, device) - reserved)) + reserved - torch.cuda.memory_allocated(device)
+    return (
+        max(0, min(free, _share(total, device) - reserved))
+        + reserved
+        - torch.cuda.memory_allocated(device)
+    )
 
 
 def gpu_limit(device=None) -> int:
@@ -145,5 +156,9 @@ def to_come(parameters, *, states: int = 0, device=None) -> int:
         device: counts parameters on this device alone; None: all.
     """
     own = [(p, _own(p)) for p in parameters if p.requires_grad]
-    sizes = [(t.numel() * t.element_size(), p.grad is None) for p, t in own if device is None or t.device == device]
+    sizes = [
+        (t.numel() * t.element_size(), p.grad is None)
+        for p, t in own
+        if device is None or t.device == device
+    ]
     return sum(nbytes * (states + fresh) for nbytes, fresh in sizes)

@@ -74,7 +74,11 @@ class Gpu:
     @property
     def peer_rate(self) -> float:
         """Bytes/s that exchanges between a machine's GPUs are planned with, one direction."""
-        return (self.peer if self.measured else LINK_SHARE * self.peer) if self.peer else self.link_rate
+        return (
+            (self.peer if self.measured else LINK_SHARE * self.peer)
+            if self.peer
+            else self.link_rate
+        )
 
     @property
     def disk_rates(self) -> tuple[float, float]:
@@ -88,7 +92,10 @@ class Gpu:
 
 
 _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
-_HOPPER = "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed 0.75 of it"
+_HOPPER = (
+    "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed "
+    "0.75 of it"
+)
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 
 # Links to other GPUs: one direction, half of what the same data sheets give for both (NVLink 600,
@@ -98,23 +105,37 @@ _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak
 _ROWS = (
     ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
     ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
-    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H100 SXM")),
-    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132, 450.0,  _HOPPER.format("H200 SXM")),
-    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,  _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
-    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,  _SHARES.format("NVIDIA L40S data sheet")),
-    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,   _SHARES.format("NVIDIA Ada white paper")),
-    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,   _SHARES.format("NVIDIA Blackwell white paper")),
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132, 450.0,
+     _HOPPER.format("H100 SXM")),
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132, 450.0,
+     _HOPPER.format("H200 SXM")),
+    ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,
+     _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
+    ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,
+     _SHARES.format("NVIDIA L40S data sheet")),
+    ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,
+     _SHARES.format("NVIDIA Ada white paper")),
+    ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,
+     _SHARES.format("NVIDIA Blackwell white paper")),
     ("mi300x",       192.0, 1307.4, 5.3,    64.0, 392.0,  327.0, 304, 448.0,
-     "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of the peak"),
+     "AMD Instinct MI300X data sheet; attention assumed at 0.3 (forward) and 0.25 (backward) of "
+     "the peak"),
 )  # fmt: skip
 
 GPUS = {
     name: Gpu(
-        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source, processors, peer=peer * 1e9,
+        name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source,
+        processors, peer=peer * 1e9,
     )
     for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
 }  # fmt: skip
-_ALIASES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "4090": "rtx4090", "5090": "rtx5090"}
+_ALIASES = {
+    "a100": "a100-80gb",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
 
 
 def gpu_row(name: str) -> Gpu:
@@ -127,7 +148,9 @@ def gpu_row(name: str) -> Gpu:
     for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
         if candidate in GPUS:
             return GPUS[candidate]
-    raise ValueError(f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them.")
+    raise ValueError(
+        f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them."
+    )
 
 
 def gpu_named(device_name: str) -> Gpu | None:
@@ -138,9 +161,12 @@ def gpu_named(device_name: str) -> Gpu | None:
         return None
     plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
     rows = [
-        (name.partition("-")[2] in plain, gpu) for name, gpu in GPUS.items() if plain.startswith(name.partition("-")[0])
+        (name.partition("-")[2] in plain, gpu)
+        for name, gpu in GPUS.items()
+        if plain.startswith(name.partition("-")[0])
     ]
-    return max(rows, key=lambda row: row[0])[1] if rows else None  # of two memories the one that is named
+    # of two memories the one that is named
+    return max(rows, key=lambda row: row[0])[1] if rows else None
 
 
 _BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)

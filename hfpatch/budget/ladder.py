@@ -72,7 +72,8 @@ class _Ladder:
         ways = self._by_group if rung.by_group else self._ways
         for (every, save), tile in product(self._spans(rung), self._tiles()):
             base = Policy(
-                place, every, save, tile=tile, keep=keep if every == 1 else (), frozen_weights=weights,
+                place, every, save, tile=tile, keep=keep if every == 1 else (),
+                frozen_weights=weights,
                 loss_bytes=self.loss_bytes,
             )  # fmt: skip
             yield from ways(base)

@@ -1,4 +1,6 @@
-"""How flags are read and what they may be: one table for all commands and scripts. Standard library only."""
+"""How flags are read and what they may be: one table for all commands and scripts. Standard library
+only.
+"""
 
 import argparse
 import math
@@ -8,29 +10,40 @@ from collections.abc import Mapping
 
 # flag: (least, most); None is open. An end in brackets is not included.
 SEED = (0, 2**32 - 1)
-COUNT = (1, 2**20)  # rows a batch, batches a step: more are gathered for hours before anything is computed
+# rows a batch, batches a step: more are gathered for hours before anything is computed
+COUNT = (1, 2**20)
 RANGES = {
     "batch": COUNT, "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
-    "gradient_accumulation_steps": COUNT, "gpus": (1, None), "layers": (1, None), "steps": (1, None),
+    "gradient_accumulation_steps": COUNT, "gpus": (1, None), "layers": (1, None),
+    "steps": (1, None),
     "warmup": (0, None), "tokens": (1, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
-    "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None), "weight_decay": (0, None),
-    "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None), "max_grad_norm": (0, None),
-    "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None), "logging_steps": ([0], None),
+    "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None),
+    "weight_decay": (0, None),
+    "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None),
+    "max_grad_norm": (0, None),
+    "num_train_epochs": ([0], None), "max_steps": (-1, None), "warmup_steps": (0, None),
+    "logging_steps": ([0], None),
     "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
-    "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None), "early_stopping_delta": (0, None),
+    "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None),
+    "early_stopping_delta": (0, None),
     "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None),
     "lora_r": (0, None), "lora_alpha": (0, None),
-    "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_len": (2, None), "pad_multiple": (1, None),
+    "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_len": (2, None),
+    "pad_multiple": (1, None),
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None),
-    "every": (1, None), "sp_size": (1, None), "label_smoothing_factor": (0, 1), "neftune_noise_alpha": (0, None),
-    "ddp_timeout": (1, None), "ddp_bucket_cap_mb": (1, None), "eval_accumulation_steps": (1, None), "eval_delay": (0, None),
+    "every": (1, None), "sp_size": (1, None), "label_smoothing_factor": (0, 1),
+    "neftune_noise_alpha": (0, None),
+    "ddp_timeout": (1, None), "ddp_bucket_cap_mb": (1, None), "eval_accumulation_steps": (1, None),
+    "eval_delay": (0, None),
     "torch_empty_cache_steps": (1, None), "dataloader_prefetch_factor": (1, None),
 }  # fmt: skip
 
 
 def check_ranges(values: Mapping, between: str = "-") -> None:
-    """ValueError for the first number that its flag cannot take, or that is no finite number. values: flag -> value. between: how
-    the command writes a flag of several words, - or, in training's and transformers' names, _."""
+    """ValueError for the first number that its flag cannot take, or that is no finite number.
+    values: flag -> value. between: how the command writes a flag of several words, - or, in
+    training's and transformers' names, _.
+    """
     for name, value in values.items():
         least, most = RANGES.get(name, (None, None))
         for number in value if isinstance(value, (list, tuple)) else [value]:
@@ -39,24 +52,31 @@ def check_ranges(values: Mapping, between: str = "-") -> None:
             endless = not math.isfinite(number) or isinstance(number, int) and number >= 1 << 63
             if endless or _beyond(number, least, 1) or _beyond(number, most, -1):
                 flag = name.replace("_", between)
-                raise ValueError(f"hfpatch: expected {_words(least, most)} for --{flag}, {number} came; change it.")
+                raise ValueError(
+                    f"hfpatch: expected {_words(least, most)} for --{flag}, {number} came; change "
+                    "it."
+                )
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
-    """A whole number of the environment; the default where it is not set. ValueError for anything else."""
+    """A whole number of the environment; the default where it is not set. ValueError for anything
+    else.
+    """
     text = os.environ.get(name)
     if text is None:
         return default
     number = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
         raise ValueError(
-            f"hfpatch: expected {_words(least, most)} in the environment's {name}, {text!r} came; correct or unset it."
+            f"hfpatch: expected {_words(least, most)} in the environment's {name}, {text!r} came; "
+            "correct or unset it."
         )
     return number
 
 
 def expandable_segments() -> None:
-    """Has torch's allocator grow its segments, unless the user set it otherwise: at long sequences fixed ones fragment.
+    """Has torch's allocator grow its segments, unless the user set it otherwise: at long sequences
+    fixed ones fragment.
 
     To be called before the first CUDA allocation.
     """
@@ -64,32 +84,44 @@ def expandable_segments() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim",
          "vocab_size")  # fmt: skip
 
 
 # The same of a config's numbers, where they are given.
 _NUMBERS = {
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), (0, [1])),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), (0, None)),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop",
+                     "embd_pdrop"), (0, [1])),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+                    (0, None)),
     "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (0, None),
 }  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")  # theirs, or by kind of layer
 
 
 def check_sizes(read) -> None:
-    """ValueError for a size of a config that is no whole number above 0, for heads that share no keys evenly, and for numbers of
-    a norm, a dropout, a window or of RoPE out of range. read: name -> value, None where it has none."""
+    """ValueError for a size of a config that is no whole number above 0, for heads that share no
+    keys evenly, and for numbers of a norm, a dropout, a window or of RoPE out of range. read: name
+    -> value, None where it has none.
+    """
     for name in SIZES:
         value = read(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the config.")
-        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):  # hours of adding up
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ValueError(
+                f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the "
+                "config."
+            )
+        # hours of adding up
+        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
             raise ValueError(f"hfpatch: {name} is {value}, which no model has; check the config.")
     heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ValueError(
-            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, {heads} and {kv_heads} came; check the "
+            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, {heads} and "
+            f"{kv_heads} came; check the "
             "config."
         )
     _check_numbers(read)
@@ -100,9 +132,13 @@ def _check_numbers(read) -> None:
         value = read(name)
         if value is None:
             continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if not number or _beyond(value, least, 1) or _beyond(value, most, -1):
-            raise ValueError(f"hfpatch: {name} must be {_words(least, most)}, {value!r} came; check the config.")
+            raise ValueError(
+                f"hfpatch: {name} must be {_words(least, most)}, {value!r} came; check the config."
+            )
     for rope in filter(lambda x: isinstance(x, Mapping), map(read, _ROPE)):
         for values in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):
             _check_numbers(values.get)
@@ -128,7 +164,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def parse_bytes(text) -> int:
-    """Bytes from "256GiB" or "64 GB"; a number, and no text, is bytes. ValueError for anything else."""
+    """Bytes from "256GiB" or "64 GB"; a number, and no text, is bytes. ValueError for anything
+    else.
+    """
     if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < math.inf:
         return int(text)
     stripped = str(text).strip()
@@ -139,7 +177,9 @@ def parse_bytes(text) -> int:
     except (KeyError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"hfpatch: a size is written like 256GiB, {text!r} came; use B, KB to TB or KiB to TiB.")
+        raise ValueError(
+            f"hfpatch: a size is written like 256GiB, {text!r} came; use B, KB to TB or KiB to TiB."
+        )
     if value < 0:
         raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
     return int(value)
@@ -151,7 +191,10 @@ def parse_length(text) -> int:
     factor = {"k": 1 << 10, "m": 1 << 20}.get(number[-1:], 1)
     digits = number[:-1] if factor > 1 else number
     if not re.fullmatch("[0-9]{1,13}", digits) or not 0 < int(digits) * factor < 1 << 40:
-        raise ValueError(f"hfpatch: a length is tokens such as 8192, 128k or 1M, {text!r} came; write such a number.")
+        raise ValueError(
+            f"hfpatch: a length is tokens such as 8192, 128k or 1M, {text!r} came; write such a "
+            "number."
+        )
     return int(digits) * factor
 
 
@@ -162,12 +205,21 @@ def parse_lengths(text) -> list[int]:
 
 def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
-    words = {"true": True, "false": False, "0": 0}  # of 0 the field that it is for says what it may be
-    return words[text.lower()] if text.lower() in words else parse_length(text) if text[:1].isdigit() else text
+    # of 0 the field that it is for says what it may be
+    words = {"true": True, "false": False, "0": 0}
+    return (
+        words[text.lower()]
+        if text.lower() in words
+        else parse_length(text)
+        if text[:1].isdigit()
+        else text
+    )
 
 
 def flag(parse):
-    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse drops of a ValueError."""
+    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse
+    drops of a ValueError.
+    """
 
     def read(text):
         try:

@@ -1,5 +1,6 @@
-"""A lock on an open file that the kernel frees with its process, whatever PID namespace that is in (flock, not pids); and locks
-of torch's builds, which nobody frees."""
+"""A lock on an open file that the kernel frees with its process, whatever PID namespace that is in
+(flock, not pids); and locks of torch's builds, which nobody frees.
+"""
 
 import os
 import time
@@ -12,7 +13,9 @@ except ImportError:  # Windows
 
 
 def try_lock(fd: int, *, wait: bool = False) -> bool | None:
-    """True: the file is ours until fd is closed. False: another process has it. None: this file system has no locks."""
+    """True: the file is ours until fd is closed. False: another process has it. None: this file
+    system has no locks.
+    """
     if fcntl is None:
         return None
     try:
@@ -28,7 +31,9 @@ BUILD_SECONDS = 600  # no file of an operator takes longer to compile
 
 
 def left_builds() -> list[str]:
-    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left: whoever needs one waits for ever."""
+    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left: whoever
+    needs one waits for ever.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions").expanduser()
     found = []

@@ -1,7 +1,8 @@
 """The host's memory node that a GPU is attached to. Standard library only.
 
-On hosts with several nodes a copy from the other socket's memory crosses the link between sockets. Linux takes a page from the
-node of the thread that touches it first, so memory is pinned by a thread that runs there.
+On hosts with several nodes a copy from the other socket's memory crosses the link between sockets.
+Linux takes a page from the node of the thread that touches it first, so memory is pinned by a
+thread that runs there.
 """
 
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 
 
 def node_cpus(domain: int, bus: int, device: int, root: str = "/") -> tuple[int, set[int]] | None:
-    """(memory node, its CPUs) of a PCI device; None where there is one node, or the system does not tell.
+    """(memory node, its CPUs) of a PCI device; None where there is one node, or the system does not
+    tell.
 
     Args:
         domain, bus, device: the numbers of its PCI address.
@@ -18,7 +20,11 @@ def node_cpus(domain: int, bus: int, device: int, root: str = "/") -> tuple[int,
     """
     system = Path(root) / "sys"
     try:
-        node = int((system / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
+        node = int(
+            (
+                system / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"
+            ).read_text()
+        )
         several = len(list((system / "devices/system/node").glob("node[0-9]*"))) > 1
         text = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
         spans = [tuple(map(int, span.split("-"))) for span in text.split(",") if span]
@@ -36,7 +42,9 @@ def gpu_node(properties, root: str = "/") -> tuple[int, set[int]] | None:
 
 @contextmanager
 def running_on(cpus: set[int]):
-    """Within, this thread runs on those of `cpus` that it may run on; anywhere where these are none."""
+    """Within, this thread runs on those of `cpus` that it may run on; anywhere where these are
+    none.
+    """
     before = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_setaffinity") else set()
     if not before & cpus:
         yield

@@ -98,54 +98,83 @@ class Checkpointing:
     def __post_init__(self):
         if not isinstance(self.offload, (str, os.PathLike)) or not str(self.offload):
             raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {self.offload!r} came; '
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {self.offload!r} '
+                "came; "
                 'pass "host" for pinned memory.'
             )
-        if str(self.offload).startswith("~"):  # no shell expands it in Python, in a file or behind a `=`
+        # no shell expands it in Python, in a file or behind a `=`
+        if str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
-        if self.offload not in PLACES and os.sep not in str(self.offload) and not os.path.isdir(self.offload):
+        if (
+            self.offload not in PLACES
+            and os.sep not in str(self.offload)
+            and not os.path.isdir(self.offload)
+        ):
             raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {str(self.offload)!r} came; '
+                'hfpatch: offload must be "auto", "gpu", "host" or a directory, '
+                f"{str(self.offload)!r} came; "
                 f'write a directory as a path, for example "./{self.offload}".'
             )
-        if self.offload not in PLACES and os.path.exists(self.offload) and not os.path.isdir(self.offload):
+        if (
+            self.offload not in PLACES
+            and os.path.exists(self.offload)
+            and not os.path.isdir(self.offload)
+        ):
             raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, the file {str(self.offload)!r} came; '
+                'hfpatch: offload must be "auto", "gpu", "host" or a directory, the file '
+                f"{str(self.offload)!r} came; "
                 "name a directory, which is made where there is none."
             )
         for name, wanted in (
-            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"), ("plain", "a number of layers"),
+            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"),
+            ("plain", "a number of layers"),
         ):  # fmt: skip
             value, least = getattr(self, name), 0 if name == "plain" else 1
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f'hfpatch: {name} must be "auto" or {wanted}, {value!r} came; leave it "auto".')
+            if value != "auto" and (
+                not isinstance(value, int) or isinstance(value, bool) or value < least
+            ):
+                raise ValueError(
+                    f'hfpatch: {name} must be "auto" or {wanted}, {value!r} came; leave it "auto".'
+                )
         if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
             raise ValueError(
-                f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} came; leave it "auto".'
+                f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} '
+                'came; leave it "auto".'
             )
         keep = self.keep
         listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
         if keep != "auto" and not listed:
             raise ValueError(
-                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} came; leave it "auto".'
+                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} '
+                'came; leave it "auto".'
             )
         if keep != "auto":
             object.__setattr__(self, "keep", tuple(keep))  # a list has no hash
         if self.frozen_weights not in WEIGHTS:
             raise ValueError(
-                f'hfpatch: frozen_weights must be one of {", ".join(WEIGHTS)}, {self.frozen_weights!r} came; leave it "auto".'
+                f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, "
+                f'{self.frozen_weights!r} came; leave it "auto".'
             )
         if self.frozen_weights == "host" and self.plain not in ("auto", 0):
             raise ValueError(
-                f'hfpatch: expected plain=0 with frozen_weights="host", {self.plain} came: layers that keep '
+                f'hfpatch: expected plain=0 with frozen_weights="host", {self.plain} came: layers '
+                "that keep "
                 'all that autograd saves keep their weights; leave plain "auto".'
             )
         if self.aim not in AIMS:
-            raise ValueError(f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out.")
+            raise ValueError(
+                f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out."
+            )
 
     def words(self) -> list[str]:
-        """The fields that are not left to the policy, as FIELD=VALUE: parse_checkpointing reads them back."""
-        chosen = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        """The fields that are not left to the policy, as FIELD=VALUE: parse_checkpointing reads
+        them back.
+        """
+        chosen = (
+            (f.name, getattr(self, f.name))
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        )
         return [
             f"{n}={','.join(v) if n == 'keep' and v != 'auto' else os.fspath(v) if n == 'offload' else v}"
             for n, v in chosen
@@ -164,7 +193,8 @@ _FIELD = "[a-z_-]+="
 _NEXT = f",(?={_FIELD}|[./~]|(?:auto|least|off|gpu|host)(?:,|$))"
 # What --checkpointing takes on every command line, for its help.
 CHECKPOINTING = (
-    "what layers keep for backward: auto, least (device memory), off, a place (gpu, host, a folder), "
+    "what layers keep for backward: auto, least (device memory), off, a place (gpu, host, a "
+    "folder), "
     "or fields of hfpatch.Checkpointing, as tile=4096; several with commas, or the flag again"
 )
 
@@ -186,7 +216,9 @@ def parse_checkpointing(value) -> "Checkpointing | str":
     if isinstance(value, Checkpointing):
         return value
     texts = [value] if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(t, (str, os.PathLike)) for t in texts):
+    if not isinstance(texts, (list, tuple)) or not all(
+        isinstance(t, (str, os.PathLike)) for t in texts
+    ):
         raise _not_checkpointing(value)
     words = [word for text in texts for word in re.split(_NEXT, os.fspath(text))]
     if words == ["off"]:
@@ -195,7 +227,10 @@ def parse_checkpointing(value) -> "Checkpointing | str":
     for word in words:
         name, given = _field(word)
         if name in found and found[name] != given:
-            raise ValueError(f"hfpatch: checkpointing says {name} twice, {found[name]!r} and {given!r} came; drop one.")
+            raise ValueError(
+                f"hfpatch: checkpointing says {name} twice, {found[name]!r} and {given!r} came; "
+                "drop one."
+            )
         found |= {name: given} if name else {}
     return Checkpointing(**found)
 
@@ -204,7 +239,9 @@ def _field(word: str) -> tuple[str, object]:
     """The field of Checkpointing that a word sets, and its value; ("", None) for "auto"."""
     if not re.match(_FIELD, word):
         if word == "off":
-            raise ValueError('hfpatch: checkpointing is "off", fields of it came too; drop one of them.')
+            raise ValueError(
+                'hfpatch: checkpointing is "off", fields of it came too; drop one of them.'
+            )
         if word in ("true", "false"):  # YAML's yes and no, which would name a folder
             raise _not_checkpointing(word)
         if word in ("auto", "least"):
@@ -212,13 +249,18 @@ def _field(word: str) -> tuple[str, object]:
         try:
             return "offload", Checkpointing(offload=word).offload
         except ValueError as error:  # of one of its fields; a caller knows this argument
-            said = str(error).replace('offload must be "auto",', 'checkpointing must be "auto", "least", "off",')
+            said = str(error).replace(
+                'offload must be "auto",', 'checkpointing must be "auto", "least", "off",'
+            )
             raise ValueError(said) from None
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
     if not text:
-        raise ValueError(f"hfpatch: checkpointing takes FIELD=VALUE, {word!r} came; write offload=host for example.")
+        raise ValueError(
+            f"hfpatch: checkpointing takes FIELD=VALUE, {word!r} came; write offload=host for "
+            "example."
+        )
     if name == "keep" and text != "auto":
         return name, tuple(text.split(","))
     return name, text if name in ("offload", "frozen_weights", "aim") else parse_word(text)
@@ -261,8 +303,8 @@ class Policy:
         checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
     again: how many of the last tiled layers run the attention forward again although save_attention
         is set.
-    frozen_weights: where frozen weights wait, "gpu" or "host"; from the host each layer's come one layer
-        ahead of use.
+    frozen_weights: where frozen weights wait, "gpu" or "host"; from the host each layer's come one
+        layer ahead of use.
     dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not once a tile.
     loss_bytes: workspace of the loss; it sets for how many tokens logits exist at a time.
     wide: attention's backward takes all heads in one launch: more scratch, fewer waits at its end.
@@ -287,7 +329,11 @@ class Policy:
         """The policy of one tiled layer: without attention outputs where the layer makes them
         again."""
         runs_again = index >= num_layers - self.plain - self.again
-        return replace(self, save_attention=self.save_attention and not runs_again, again=0) if self.again else self
+        return (
+            replace(self, save_attention=self.save_attention and not runs_again, again=0)
+            if self.again
+            else self
+        )
 
 
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
@@ -309,7 +355,9 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"
-        said.append(f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens")
+        said.append(
+            f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens"
+        )
     said += ["frozen weights come from the host"] if policy.frozen_weights == "host" else []
     said += ["weights of 4 bits are written out once for all tiles"] if policy.dense else []
     return "; ".join(said)

@@ -297,19 +297,27 @@ def _copy_wait(
 
 
 def _behind_layers(
-    gpu: Gpu, flops: Flops, memory: StepMemory, policy: Policy, shape: ModelShape, layers: float, fore: float,
+    gpu: Gpu, flops: Flops, memory: StepMemory, policy: Policy, shape: ModelShape, layers: float,
+    fore: float,
     copies: tuple[float, float], *, batch: int, tokens: int, itemsize: int,
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled ones, behind them p plain ones.
+    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled
+    ones, behind them p plain ones.
 
-    layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention; copies: to the host and back.
-    A layer's copies may run on beside later layers as far as memory has room for their sources; in backward the tensors of a
-    layer are sent for one layer ahead. The head hides nothing.
+    layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention;
+    copies: to the host and back. A layer's copies may run on beside later layers as far as memory
+    has room for their sources; in backward the tensors of a layer are sent for one layer ahead. The
+    head hides nothing.
     """
     L, rows = shape.num_layers, batch * tokens
     p = min(policy.plain, L)
     n, (up, down) = L - p, copies
-    products = 2 * rows * (L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)) / gpu.matmul_flops
+    products = (
+        2
+        * rows
+        * (L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights))
+        / gpu.matmul_flops
+    )
     attention = flops.model_attention / 3
     forward = (products + attention / gpu.attention_forward + fore) / L
     trained = 1 if shape.adapters else 2
@@ -320,7 +328,8 @@ def _behind_layers(
         # As the last tiled layer ends, and then each plain one.
         waits += [up - (n + k) * forward - spares[n + k] / rate for k in range(p + 1)]
     behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
-    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of that layer's first tile.
+    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
+    # that layer's first tile.
     tile, alone = rows * itemsize / tiles(batch, tokens, policy.tile)[0] / rate, policy.every == 1
     inside = alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
@@ -399,7 +408,9 @@ def step_time(
         head = 6 * rows * shape.vocab_size * shape.hidden_size / gpu.matmul_flops + loss
         copies = to_host / rates[0], to_gpu / rates[1]
         sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-        behind = _behind_layers(gpu, flops, memory, policy, shape, total - head, fore, copies, **sizes)
+        behind = _behind_layers(
+            gpu, flops, memory, policy, shape, total - head, fore, copies, **sizes
+        )
         wait = max(wait, sum(behind))
 
     again = n - -(-n // policy.every) if n else 0  # layers of segments run forward once more

@@ -1,19 +1,23 @@
-"""Sequence parallelism: how attention's heads are shared out over ranks and rounds. Standard library only.
+"""Sequence parallelism: how attention's heads are shared out over ranks and rounds. Standard
+library only.
 
 B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
 """
 
 from dataclasses import dataclass
 
-FLOAT32_ANGLES = 131072  # tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
+# tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
+FLOAT32_ANGLES = 131072
 BLOCKS = 512  # of 128 queries, which keep a large GPU full
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV head; sharing: ranks that
-    have the same KV head; uneven: (query heads, KV heads) where they do not go evenly over the ranks: then each query head
-    brings a KV head of its own, and the last ranks compute the last head again, which nobody reads."""
+    """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV
+    head; sharing: ranks that have the same KV head; uneven: (query heads, KV heads) where they do
+    not go evenly over the ranks: then each query head brings a KV head of its own, and the last
+    ranks compute the last head again, which nobody reads.
+    """
 
     own: int
     width: int
@@ -38,7 +42,9 @@ class Rounds:
         return (r + 1) * self.width % self.repeat == 0
 
     def queries(self, r: int, ranks: int) -> list[int]:
-        """The query heads of round r, one rank's behind another's; not all of them exist where heads go unevenly."""
+        """The query heads of round r, one rank's behind another's; not all of them exist where
+        heads go unevenly.
+        """
         return [p * self.own + r * self.width + i for p in range(ranks) for i in range(self.width)]
 
 
@@ -50,7 +56,8 @@ def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
 
 
 def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int) -> Rounds:
-    """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of several KV heads.
+    """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of
+    several KV heads.
 
     tokens: of whole rows.
     """
@@ -63,7 +70,9 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
 
 
 def filled_up(shape) -> float:
-    """Query heads that the ranks compute over those that there are: above 1 where they do not go evenly."""
+    """Query heads that the ranks compute over those that there are: above 1 where they do not go
+    evenly.
+    """
     return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
 
 
@@ -73,15 +82,20 @@ def rounds_for(shape, batch: int, tokens: int) -> Rounds:
 
 
 def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> int:
-    """Whole rows of a round's heads in a layer's attention backward (parallel/exchange.py). tokens: of a rank; ahead: whether
-    the next round is under way beside them."""
+    """Whole rows of a round's heads in a layer's attention backward (parallel/exchange.py). tokens:
+    of a rank; ahead: whether the next round is under way beside them.
+    """
     rounds, rows = rounds_for(shape, batch, tokens), batch * tokens * shape.ranks * s
-    q, v = rows * rounds.width * shape.head_dim, rows * rounds.width * (shape.v_head_dim or shape.head_dim)
+    q, v = (
+        rows * rounds.width * shape.head_dim,
+        rows * rounds.width * (shape.v_head_dim or shape.head_dim),
+    )
     n = max(1, rounds.width // rounds.repeat)
     keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     now = 2 * q + 2 * v + 2 * keys  # q, dout, out, k, v; dq, dk, dv
     if rounds.width < rounds.repeat:
-        now += keys * 4 // s if s < 4 else keys  # dk and dv summed in float32 over a KV head's rounds
+        # dk and dv summed in float32 over a KV head's rounds
+        now += keys * 4 // s if s < 4 else keys
     if rounds.count > 1:
         now += 2 * q  # the round before: dq on its way, sent and received
     if ahead and rounds.count > 1:
@@ -95,9 +109,17 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
 
 
 def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
-    """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards: attention forwards a layer."""
+    """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards:
+    attention forwards a layer.
+    """
     rounds = rounds_for(shape, 1, rows)
     q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
-    keys = (shape.kv_size + shape.v_size) / shape.num_kv_heads * rounds.own // rounds.repeat * shape.ranks
+    keys = (
+        (shape.kv_size + shape.v_size)
+        / shape.num_kv_heads
+        * rounds.own
+        // rounds.repeat
+        * shape.ranks
+    )
     once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
     return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

@@ -12,13 +12,15 @@ from hfpatch.budget.policy import KEEPABLE
 
 
 class UnknownFamily(ValueError):
-    """What the closed forms cannot describe and the simulator can run: a model type without a row in families.py, layers that
-    run whole. what: the same in a few words."""
+    """What the closed forms cannot describe and the simulator can run: a model type without a row
+    in families.py, layers that run whole. what: the same in a few words.
+    """
 
     def __init__(self, what: str):
         self.what = what
         super().__init__(
-            f"hfpatch: expected a model that closed forms describe, {what} came; hfpatch.plan() runs its step on fake tensors."
+            f"hfpatch: expected a model that closed forms describe, {what} came; hfpatch.plan() "
+            "runs its step on fake tensors."
         )
 
 
@@ -26,14 +28,14 @@ class UnknownFamily(ValueError):
 class ModelShape(Layout):
     """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
 
-    head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank, kv_rank: of latent
-    attention (MLA), 0 without; rope_dim: its shared rotary columns. intermediate_size: of the dense MLP; with
-    experts, expert_size and shared_size are those of one expert and of the shared ones together, and dense_layers have
-    a dense MLP instead. windows: tokens each layer's attention sees, 0 for all; empty where none has a window.
-    activation: as the config names it. adapters: what is trained where the model's own parameters are frozen, None where they
-    are trained. ranks: that
-    share each row (budget/sequence.py); lengths beside such a shape are of one rank's tokens. Raises ValueError for sizes that
-    no model has.
+    head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank,
+    kv_rank: of latent attention (MLA), 0 without; rope_dim: its shared rotary columns.
+    intermediate_size: of the dense MLP; with experts, expert_size and shared_size are those of one
+    expert and of the shared ones together, and dense_layers have a dense MLP instead. windows:
+    tokens each layer's attention sees, 0 for all; empty where none has a window. activation: as the
+    config names it. adapters: what is trained where the model's own parameters are frozen, None
+    where they are trained. ranks: that share each row (budget/sequence.py); lengths beside such a
+    shape are of one rank's tokens. Raises ValueError for sizes that no model has.
     """
 
     hidden_size: int
@@ -68,31 +70,48 @@ class ModelShape(Layout):
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
-                raise ValueError(f"hfpatch: {field.name} must be a whole number, {value!r} came; check the config.")
+                raise ValueError(
+                    f"hfpatch: {field.name} must be a whole number, {value!r} came; check the "
+                    "config."
+                )
         names = {n for i in self.kinds for n in layer_linears(self, i)}
         unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
         if self.adapters and self.experts and not self.adapters.targets:
             raise ValueError(
-                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, all-linear came, by which PEFT adapts "
+                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, "
+                "all-linear came, by which PEFT adapts "
                 f"the experts too; pass names such as {', '.join(attention_linears(self))}."
             )
         if unknown:
             raise ValueError(
-                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, {unknown[0]!r} came; name some of "
+                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, "
+                f"{unknown[0]!r} came; name some of "
                 "those, or all-linear."
             )
-        own = dict(num_hidden_layers="num_layers", num_attention_heads="num_heads", num_key_value_heads="num_kv_heads")
+        own = dict(
+            num_hidden_layers="num_layers",
+            num_attention_heads="num_heads",
+            num_key_value_heads="num_kv_heads",
+        )
         check_sizes(lambda name: getattr(self, own.get(name, name), None))
 
     @classmethod
     def from_config(cls, config) -> "ModelShape":
         """From a transformers config, an object with its fields, or the dict of a config.json.
 
-        Raises UnknownFamily for a model type without a row in families.py, ValueError for values that are none of their field's.
+        Raises UnknownFamily for a model type without a row in families.py, ValueError for values
+        that are none of their field's.
         """
         try:
             return cls._from_config(config)
-        except (TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+            ZeroDivisionError,
+        ) as error:
             if str(error).startswith("hfpatch:"):
                 raise
             reason = " ".join(str(error).split())[:160]
@@ -108,10 +127,13 @@ class ModelShape(Layout):
             raise UnknownFamily(f"the model type {kind!r}")
         check_sizes(Values(config).get)
         values = Values(config, family)
-        missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        missing = [n for n in ("hidden_size", "intermediate_size", "num_hidden_layers",
+                               "num_attention_heads",
                                "vocab_size") if values.get(n) is None]  # fmt: skip
         if missing:
-            raise ValueError(f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json.")
+            raise ValueError(
+                f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json."
+            )
         heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
         sizes = {
             "head_dim": values.number("head_dim", values.get("hidden_size") // max(1, heads)),
@@ -120,31 +142,39 @@ class ModelShape(Layout):
         if family.latent:
             rope = values.get("qk_rope_head_dim")
             sizes |= {
-                "head_dim": values.get("qk_nope_head_dim") + rope, "v_head_dim": values.get("v_head_dim"),
-                "num_kv_heads": heads, "q_rank": values.number("q_lora_rank", 0), "kv_rank": values.get("kv_lora_rank"),
+                "head_dim": values.get("qk_nope_head_dim") + rope,
+                "v_head_dim": values.get("v_head_dim"),
+                "num_kv_heads": heads, "q_rank": values.number("q_lora_rank", 0),
+                "kv_rank": values.get("kv_lora_rank"),
                 "rope_dim": rope,
             }  # fmt: skip
         experts = values.number(family.experts, 0) if family.experts else 0
         if experts:
             size = values.get(family.expert_size)
             sizes |= {
-                "experts": experts, "experts_per_token": values.get("num_experts_per_tok"), "expert_size": size,
-                "shared_size": size * values.number("n_shared_experts", 0), "expert_bias": family.expert_bias,
+                "experts": experts, "experts_per_token": values.get("num_experts_per_tok"),
+                "expert_size": size,
+                "shared_size": size * values.number("n_shared_experts", 0),
+                "expert_bias": family.expert_bias,
                 "dense_layers": dense_layers(values, layers),
             }  # fmt: skip
         normed = not family.qk_norm_key or values.get(family.qk_norm_key)
         return cls(
-            hidden_size=values.get("hidden_size"), intermediate_size=values.get("intermediate_size"),
+            hidden_size=values.get("hidden_size"),
+            intermediate_size=values.get("intermediate_size"),
             num_layers=layers, num_heads=heads, vocab_size=values.get("vocab_size"),
-            tied=bool(values.number("tie_word_embeddings", False)), qkv_bias=values.flag(family.qkv_bias),
+            tied=bool(values.number("tie_word_embeddings", False)),
+            qkv_bias=values.flag(family.qkv_bias),
             o_bias=values.flag(family.o_bias), mlp_bias=values.flag(family.mlp_bias),
-            qk_norm=family.qk_norm if normed else "", **{f.name: getattr(family, f.name) for f in fields(Layout)},
+            qk_norm=family.qk_norm if normed else "", **{f.name: getattr(family, f.name)
+                                                         for f in fields(Layout)},
             windows=attention_windows(family, values, layers),
             softcap=values.number("attn_logit_softcapping", 0.0),
-            activation=values.number("hidden_activation", values.number("hidden_act", "silu")), **sizes,
+            activation=values.number("hidden_activation", values.number("hidden_act", "silu")),
+            **sizes,
         )  # fmt: skip
 
-    # -- columns -----------------------------------------------------------------------------------------------------
+    # -- columns -----------------------------------------------------------------------------------
     @property
     def q_size(self) -> int:
         """Columns of the queries."""
@@ -175,25 +205,35 @@ class ModelShape(Layout):
 
     @property
     def rotary_kinds(self) -> int:
-        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one for the rest."""
+        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one
+        for the rest.
+        """
         return len(set(self.windows)) if self.local_rope and self.windows else 1
 
     @property
     def whole_because(self) -> str:
-        """Why its layers run whole on a GPU, or may, as no kernel known to run there has such an attention with a backward; ""
-        where they are tiled."""
+        """Why its layers run whole on a GPU, or may, as no kernel known to run there has such an
+        attention with a backward; "" where they are tiled.
+        """
         width = max(self.head_dim, self.v_head_dim)
-        return f"no GPU kernel has a backward for heads of {width} columns" if width % 8 or width > 256 else ""
+        return (
+            f"no GPU kernel has a backward for heads of {width} columns"
+            if width % 8 or width > 256
+            else ""
+        )
 
     @property
     def fused_mlp(self) -> bool:
         """Whether the MLP runs as one fused activation that keeps gate and up alone."""
-        return self.gated and (self.activation in ("silu", "swish") or self.activation.startswith("gelu"))
+        return self.gated and (
+            self.activation in ("silu", "swish") or self.activation.startswith("gelu")
+        )
 
     @property
     def keepable(self) -> tuple[str, ...]:
-        """Those of KEEPABLE that its layers have: the sum after attention of the common block (layer/block.py), gate and up
-        of a dense gated MLP."""
+        """Those of KEEPABLE that its layers have: the sum after attention of the common block
+        (layer/block.py), gate and up of a dense gated MLP.
+        """
         # What an adapter adds to is computed again, whatever is kept of it.
         has = {"qkv": True, "mid": self.is_common and not self.adapted("o_proj")}
         gates = self.adapted("gate_proj", "up_proj", "gate_up_proj")
@@ -202,19 +242,30 @@ class ModelShape(Layout):
 
     def adapted(self, *names: str) -> bool:
         """Whether one of these Linear layers has an adapter."""
-        return bool(self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets}))
+        return bool(
+            self.adapters and (not self.adapters.targets or {*names} & {*self.adapters.targets})
+        )
 
     @property
     def is_common(self) -> bool:
         """Whether a layer is the common block (layer/block.py)."""
-        other = self.parallel or self.norm_after or self.joined_qkv or self.sinks or self.kv_rank or self.norms != 2
+        other = (
+            self.parallel
+            or self.norm_after
+            or self.joined_qkv
+            or self.sinks
+            or self.kv_rank
+            or self.norms != 2
+        )
         return self.block and not other
 
     def last_unread(self, layer: int) -> bool:
-        """Whether a layer's last sum, whose value nobody reads when it runs again, is then not made."""
+        """Whether a layer's last sum, whose value nobody reads when it runs again, is then not
+        made.
+        """
         return self.is_common and not self.is_sparse(layer) and not self.adapted("down_proj")
 
-    # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------------------------
+    # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------
     @property
     def qkv_weights(self) -> int:
         """Weights of the projections before attention."""
@@ -235,15 +286,22 @@ class ModelShape(Layout):
         return 3 if self.gated else 2
 
     def mlp_weights(self, layer: int) -> int:
-        """Weights of a layer's MLP that one token meets: the router's, its experts' and the shared ones."""
+        """Weights of a layer's MLP that one token meets: the router's, its experts' and the shared
+        ones.
+        """
         D = self.hidden_size
         if not self.is_sparse(layer):
             return self._matrices * D * self.intermediate_size
-        return D * (self.experts + self._matrices * (self.experts_per_token * self.expert_size + self.shared_size))
+        return D * (
+            self.experts
+            + self._matrices * (self.experts_per_token * self.expert_size + self.shared_size)
+        )
 
     def dead_after(self, layer: int) -> int:
-        """Weights whose product nobody reads when a layer's part after attention runs again: the last projection, unless
-        a norm or routing weights follow it; in parallel blocks the attention's own as well."""
+        """Weights whose product nobody reads when a layer's part after attention runs again: the
+        last projection, unless a norm or routing weights follow it; in parallel blocks the
+        attention's own as well.
+        """
         if self.norm_after:
             return 0
         mlp = self.shared_size if self.is_sparse(layer) else self.intermediate_size
@@ -251,13 +309,17 @@ class ModelShape(Layout):
 
     @property
     def dead_before(self) -> int:
-        """The same of the part before attention, run again once q, k and v are there: rotation reads no values, norms do."""
+        """The same of the part before attention, run again once q, k and v are there: rotation
+        reads no values, norms do.
+        """
         if self.kv_rank:
             queries = (self.q_rank or self.hidden_size) * self.q_size
-            return queries + self.kv_rank * (self.q_size - self.num_heads * self.rope_dim + self.v_size)
+            return queries + self.kv_rank * (
+                self.q_size - self.num_heads * self.rope_dim + self.v_size
+            )
         return self.hidden_size * self.v_size if self.qk_norm else self.qkv_weights
 
-    # -- parameters --------------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm over the hidden size."""
@@ -273,7 +335,9 @@ class ModelShape(Layout):
         elif self.qkv_bias:
             count += self.q_size + self.kv_size + self.v_size
         count += self.hidden_size if self.o_bias else 0
-        count += {"": 0, "head": 2 * self.head_dim, "full": self.q_size + self.kv_size}[self.qk_norm]
+        count += {"": 0, "head": 2 * self.head_dim, "full": self.q_size + self.kv_size}[
+            self.qk_norm
+        ]
         return count + (self.num_heads if self.sinks else 0)
 
     def _mlp(self, width: int) -> int:
@@ -312,7 +376,9 @@ class ModelShape(Layout):
         return tuple({self.is_sparse(i): i for i in reversed(range(self.num_layers))}.values())
 
     def over(self, of: Callable[[int], int], first: int = 0, last: int | None = None) -> int:
-        """The sum of `of` over layers first to last (not included), where layers with the same kind of MLP have the same."""
+        """The sum of `of` over layers first to last (not included), where layers with the same kind
+        of MLP have the same.
+        """
         last = self.num_layers if last is None else last
         if last <= first:
             return 0
@@ -322,7 +388,11 @@ class ModelShape(Layout):
 
     def window_counts(self, first: int = 0, last: int | None = None) -> dict[int, int]:
         """How many of layers first to last (not included) see how many tokens (0: all)."""
-        return Counter(self.windows[first:last]) if self.windows else {0: len(range(self.num_layers)[first:last])}
+        return (
+            Counter(self.windows[first:last])
+            if self.windows
+            else {0: len(range(self.num_layers)[first:last])}
+        )
 
     @cached_property
     def body_parameters(self) -> int:
@@ -334,7 +404,7 @@ class ModelShape(Layout):
         """Parameters of the largest decoder layer."""
         return max(self.layer_parameters_of(i) for i in self.kinds)
 
-    # -- what is trained, and bytes -------------------------------------------------------------------------------------
+    # -- what is trained, and bytes ----------------------------------------------------------------
     def trained_before(self, layer: int) -> int:
         """Trained parameters of a layer that act before its attention, its first norm included."""
         return self._trained[self.is_sparse(layer)][0]
@@ -353,7 +423,9 @@ class ModelShape(Layout):
                 before = self.layer_parameters_of(i) - after
             else:
                 after = self.adapters.over({"o_proj": linears["o_proj"]} | mlp_linears(self, i))
-                before = self.adapters.over({n: size for n, size in linears.items() if n != "o_proj"})
+                before = self.adapters.over(
+                    {n: size for n, size in linears.items() if n != "o_proj"}
+                )
             found[self.is_sparse(i)] = before, after
         return found
 
@@ -392,7 +464,9 @@ class ModelShape(Layout):
 
     def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:
         """Those of them that are frozen."""
-        return self.layer_bytes_of(layer, itemsize) - self.trained_of(layer) * self.trained_itemsize(itemsize)
+        return self.layer_bytes_of(layer, itemsize) - self.trained_of(
+            layer
+        ) * self.trained_itemsize(itemsize)
 
     def parameter_bytes(self, itemsize: int = 2) -> int:
         """Bytes of all parameters."""
@@ -401,18 +475,24 @@ class ModelShape(Layout):
         )
 
     def dense_bytes(self, linears: dict, itemsize: int = 2, together: bool = False) -> int:
-        """Bytes that a product with the largest of these quantised Linear layers makes of its weight, or those of all together;
-        0 where none is."""
+        """Bytes that a product with the largest of these quantised Linear layers makes of its
+        weight, or those of all together; 0 where none is.
+        """
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
         return (sum if together else max)([i * o for i, o in linears.values()] or [0]) * itemsize
 
     def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
-        """Bytes read and written where a layer makes dense copies of all its quantised weights once."""
+        """Bytes read and written where a layer makes dense copies of all its quantised weights
+        once.
+        """
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
         linears = layer_linears(self, layer)
-        return self.adapters.packed_bytes(linears, itemsize) + sum(i * o for i, o in linears.values()) * itemsize
+        return (
+            self.adapters.packed_bytes(linears, itemsize)
+            + sum(i * o for i, o in linears.values()) * itemsize
+        )
 
     @property
     def embedding_parameters(self) -> int:

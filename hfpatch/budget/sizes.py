@@ -50,12 +50,19 @@ class Sizes:
         self.normed = bool(factors) * self.qk + self.rows * 4 * factors
         # Latent attention keeps the latents before and after their norms, and the keys with their
         # rotary columns joined on.
-        latents = 2 * (shape.q_rank + shape.kv_rank) + shape.rope_dim + shape.q_size - shape.num_heads * shape.rope_dim
+        latents = (
+            2 * (shape.q_rank + shape.kv_rank)
+            + shape.rope_dim
+            + shape.q_size
+            - shape.num_heads * shape.rope_dim
+        )
         self.latent = self.rows * latents * s if shape.kv_rank else 0
         # Norms and rotations in unfused float32 operations keep several times the hidden states:
         # for the last norm, a layer that keeps everything, a tile that runs again. The factors are
         # the simulator's counts for Cohere.
-        self.wide_loss, self.wide_plain, self.wide_tile = (n * shape.wide_norms * self.u for n in (7, 4, 11))
+        self.wide_loss, self.wide_plain, self.wide_tile = (
+            n * shape.wide_norms * self.u for n in (7, 4, 11)
+        )
         self.f = self.rows * shape.intermediate_size * s
         rotary = (shape.rope_dim or shape.head_dim) * shape.rotary_kinds
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
@@ -114,7 +121,12 @@ def widened(z: Sizes, layer: int, t: int, single: bool) -> int:
     if z.g <= z.s or not shape.adapters:
         return 0
     after = list(mlp_linears(shape, layer))
-    names = ["o_proj", *after, *after[-1:], *[n for n in attention_linears(shape) if single and n != "o_proj"]]
+    names = [
+        "o_proj",
+        *after,
+        *after[-1:],
+        *[n for n in attention_linears(shape) if single and n != "o_proj"],
+    ]
     adapted = [n for n in names if not shape.adapters.targets or n in shape.adapters.targets]
     return len(adapted) * t * shape.hidden_size * z.g
 
@@ -139,12 +151,28 @@ def plain_bytes(z: Sizes, layer: int) -> int:
     """Bytes that autograd keeps of a layer with fused parts that runs whole."""
     shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
-    outs = (1 + shape.heads_first) * z.out  # as the kernel laid it out, and as the projection reads it
-    joined = z.qk * shape.joined_qkv  # beside the values, which are a view of one projection's output
-    return norms + z.wide_plain + z.normed + z.latent + joined + z.q + z.kv + outs + z.lse + mlp_kept(z, layer)
+    # as the kernel laid it out, and as the projection reads it
+    outs = (1 + shape.heads_first) * z.out
+    # beside the values, which are a view of one projection's output
+    joined = z.qk * shape.joined_qkv
+    return (
+        norms
+        + z.wide_plain
+        + z.normed
+        + z.latent
+        + joined
+        + z.q
+        + z.kv
+        + outs
+        + z.lse
+        + mlp_kept(z, layer)
+    )
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
     """Columns of the tensors that `name`, one of KEEPABLE, keeps of a layer."""
-    qkv, inner = shape.q_size + shape.kv_size + shape.v_size, (2 if shape.gated else 1) * shape.intermediate_size
+    qkv, inner = (
+        shape.q_size + shape.kv_size + shape.v_size,
+        (2 if shape.gated else 1) * shape.intermediate_size,
+    )
     return {"qkv": qkv, "mid": shape.hidden_size, "gate_up": inner}[name]

@@ -1,7 +1,9 @@
-"""`hfpatch bench`: every op beside what stock transformers does, as a share of what this machine can do.
+"""`hfpatch bench`: every op beside what stock transformers does, as a share of what this machine
+can do.
 
-The yardsticks are measured in the same run: a large copy for the ops that move memory, a large matmul for the loss.
-Bytes and FLOPs are the least the op needs (each tensor read or written once), so the share says what is left to gain.
+The yardsticks are measured in the same run: a large copy for the ops that move memory, a large
+matmul for the loss. Bytes and FLOPs are the least the op needs (each tensor read or written once),
+so the share says what is left to gain.
 """
 
 import json
@@ -23,7 +25,9 @@ MiB = 1 << 20
 
 
 class Case(NamedTuple):
-    """One op at one shape. stock is HF's formula; bytes and flops are of a forward and of a backward."""
+    """One op at one shape. stock is HF's formula; bytes and flops are of a forward and of a
+    backward.
+    """
 
     op: str
     fused: Callable
@@ -49,7 +53,9 @@ def _stock_add_rms_norm(x, residual, weight):
 
 
 def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
-    """Yields (name, a function that makes the Case): tensors live only while their op is measured."""
+    """Yields (name, a function that makes the Case): tensors live only while their op is
+    measured.
+    """
     D, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     H, K, E = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     size = torch.finfo(dtype).bits // 8
@@ -60,7 +66,9 @@ def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
     def rms_norm():
         moved = tokens * D * size
         fused = lambda x, w: ops.rms_norm(x, w, 1e-5)  # noqa: E731
-        return Case("rms_norm", fused, _stock_rms_norm, [new(1, tokens, D), new(D)], (2 * moved, 3 * moved))
+        return Case(
+            "rms_norm", fused, _stock_rms_norm, [new(1, tokens, D), new(D)], (2 * moved, 3 * moved)
+        )
 
     def add_rms_norm():
         moved = tokens * D * size
@@ -81,27 +89,45 @@ def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
     def swiglu():
         moved = tokens * inner * size
         inputs = [new(1, tokens, inner), new(1, tokens, inner)]
-        return Case("swiglu", ops.swiglu, lambda g, u: F.silu(g) * u, inputs, (3 * moved, 5 * moved))
+        return Case(
+            "swiglu", ops.swiglu, lambda g, u: F.silu(g) * u, inputs, (3 * moved, 5 * moved)
+        )
 
     def linear_cross_entropy():
         labels = torch.randint(V, (tokens,), device=device)
         fused = lambda h, w: ops.linear_cross_entropy(h, w, labels, num_valid=tokens)  # noqa: E731
         stock = lambda h, w: F.cross_entropy(_wide(F.linear(h, w)), labels)  # noqa: E731
-        return Case("linear_cross_entropy", fused, stock, [new(tokens, D), new(V, D)], (0, 0), 6 * tokens * D * V)
+        return Case(
+            "linear_cross_entropy",
+            fused,
+            stock,
+            [new(tokens, D), new(V, D)],
+            (0, 0),
+            6 * tokens * D * V,
+        )
 
-    return [(make.__name__, make) for make in (rms_norm, add_rms_norm, rope, swiglu, linear_cross_entropy)]
+    return [
+        (make.__name__, make)
+        for make in (rms_norm, add_rms_norm, rope, swiglu, linear_cross_entropy)
+    ]
 
 
 OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
 
 
 def median_seconds(run: Callable, device: str, seconds: float) -> float:
-    """The median time of run() over about `seconds`, at least 3 runs, after 2 that are not counted."""
+    """The median time of run() over about `seconds`, at least 3 runs, after 2 that are not
+    counted.
+    """
     cuda = device.startswith("cuda")
     # Larger than any L2: what the last run left there is not read for free.
     flush = torch.empty(256 * MiB, dtype=torch.int8, device=device) if cuda else None
     times, began = [], None
-    while began is None or len(times) < 5 or (time.perf_counter() - began < seconds and len(times) < 1000):
+    while (
+        began is None
+        or len(times) < 5
+        or (time.perf_counter() - began < seconds and len(times) < 1000)
+    ):
         if cuda:
             flush.zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -130,7 +156,9 @@ def yardsticks(dtype: torch.dtype, device: str, seconds: float) -> dict[str, flo
 
 
 def _directions(case: Case, function: Callable):
-    """(what, a function to time): forward and backward apart, or together where the forward makes the gradients."""
+    """(what, a function to time): forward and backward apart, or together where the forward makes
+    the gradients.
+    """
 
     def forward():
         out = function(*case.inputs)
@@ -145,16 +173,35 @@ def _directions(case: Case, function: Callable):
     yield "bwd", lambda: torch.autograd.grad(outs, case.inputs, ups, retain_graph=True)
 
 
-def measure(case: Case, tokens: int, device: str, rates: dict[str, float], seconds: float) -> list[dict]:
-    """One line a direction: milliseconds of both, GB/s or TFLOP/s, its share of the yardstick, extra memory."""
+def measure(
+    case: Case, tokens: int, device: str, rates: dict[str, float], seconds: float
+) -> list[dict]:
+    """One line a direction: milliseconds of both, GB/s or TFLOP/s, its share of the yardstick,
+    extra memory.
+    """
     lines = []
     stock = dict(_directions(case, case.stock))
     for i, (what, run) in enumerate(_directions(case, case.fused)):
-        took, stock_took = median_seconds(run, device, seconds), median_seconds(stock[what], device, seconds)
-        line = {"op": case.op, "direction": what, "tokens": tokens, "ms": took * 1e3, "stock_ms": stock_took * 1e3}
+        took, stock_took = (
+            median_seconds(run, device, seconds),
+            median_seconds(stock[what], device, seconds),
+        )
+        line = {
+            "op": case.op,
+            "direction": what,
+            "tokens": tokens,
+            "ms": took * 1e3,
+            "stock_ms": stock_took * 1e3,
+        }
         line["speedup"] = stock_took / took
-        rate, yardstick = (case.flops / took, "matmul") if case.flops else (case.bytes[i] / took, "copy")
-        line |= {"rate": rate, "unit": "FLOP/s" if case.flops else "B/s", "share": rate / rates[yardstick]}
+        rate, yardstick = (
+            (case.flops / took, "matmul") if case.flops else (case.bytes[i] / took, "copy")
+        )
+        line |= {
+            "rate": rate,
+            "unit": "FLOP/s" if case.flops else "B/s",
+            "share": rate / rates[yardstick],
+        }
         if device.startswith("cuda"):
             for key, function in (("peak_bytes", run), ("stock_peak_bytes", stock[what])):
                 torch.cuda.reset_peak_memory_stats(device)
@@ -168,28 +215,51 @@ def measure(case: Case, tokens: int, device: str, rates: dict[str, float], secon
 def add_arguments(parser) -> None:
     cuda = torch.cuda.is_available()
     parser.add_argument(
-        "--model", choices=PRESETS, default="llama-3.1-8b" if cuda else "llama-160m", help="whose sizes (%(default)s)"
+        "--model",
+        choices=PRESETS,
+        default="llama-3.1-8b" if cuda else "llama-160m",
+        help="whose sizes (%(default)s)",
     )
     parser.add_argument(
-        "--tokens", type=flag(parse_length), nargs="+", default=[8192, 32768] if cuda else [512], metavar="N"
+        "--tokens",
+        type=flag(parse_length),
+        nargs="+",
+        default=[8192, 32768] if cuda else [512],
+        metavar="N",
     )
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help="some of: " + ", ".join(OPS))
+    parser.add_argument(
+        "--ops",
+        nargs="+",
+        choices=OPS,
+        default=OPS,
+        metavar="OP",
+        help="some of: " + ", ".join(OPS),
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="time spent on each figure (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of the table"
+    )
 
 
 def main(args) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("hfpatch: --device cuda needs a GPU that torch can use, none came; ask `hfpatch env` why.")
+        raise ValueError(
+            "hfpatch: --device cuda needs a GPU that torch can use, none came; ask `hfpatch env` "
+            "why."
+        )
     dtype, config = DTYPES[args.dtype], preset_config(args.model)
     rates = yardsticks(dtype, args.device, args.seconds)
     cuda = args.device.startswith("cuda")
     head = {
         "device": torch.cuda.get_device_name(args.device) if cuda else "cpu",
         "torch": torch.__version__,
-        "path": "triton" if use_kernel(torch.empty(1, dtype=dtype, device=args.device)) else "plain",
+        "path": "triton"
+        if use_kernel(torch.empty(1, dtype=dtype, device=args.device))
+        else "plain",
         "model": args.model,
         "dtype": args.dtype,
         "copy_bytes_per_second": rates["copy"],
@@ -197,9 +267,15 @@ def main(args) -> int:
     }
     lines = []
     if not args.json:
-        print(f"{head['device']}, torch {head['torch']}, {head['path']} path, {args.model} {args.dtype}; ", end="")
+        print(
+            f"{head['device']}, torch {head['torch']}, {head['path']} path, {args.model} "
+            f"{args.dtype}; ",
+            end="",
+        )
         print(f"copy {rates['copy'] / 1e9:,.1f} GB/s, matmul {rates['matmul'] / 1e12:,.2f} TFLOP/s")
-        print(f"{'op':21}{'':5}{'tokens':>8}{'ms':>10}{'stock ms':>10}{'speedup':>9}{'rate':>16}{'share':>7}")
+        print(
+            f"{'op':21}{'':5}{'tokens':>8}{'ms':>10}{'stock ms':>10}{'speedup':>9}{'rate':>16}{'share':>7}"
+        )
     for tokens in args.tokens:
         for name, make in cases(config, tokens, dtype, args.device):
             if name in args.ops:
@@ -213,6 +289,10 @@ def main(args) -> int:
 
 
 def _row(line: dict) -> str:
-    rate = f"{line['rate'] / 1e9:,.1f} GB/s" if line["unit"] == "B/s" else f"{line['rate'] / 1e12:,.2f} TFLOP/s"
+    rate = (
+        f"{line['rate'] / 1e9:,.1f} GB/s"
+        if line["unit"] == "B/s"
+        else f"{line['rate'] / 1e12:,.2f} TFLOP/s"
+    )
     times = f"{line['ms']:10.3f}{line['stock_ms']:10.3f}{line['speedup']:8.2f}x"
     return f"{line['op']:21}{line['direction']:5}{line['tokens']:8}{times}{rate:>16}{line['share']:7.0%}"

@@ -1,7 +1,8 @@
-"""`hfpatch env`: versions, devices, attention backends, limits, and what would go wrong, each with its fix.
+"""`hfpatch env`: versions, devices, attention backends, limits, and what would go wrong, each with
+its fix.
 
-`gather` looks at the machine and changes nothing; `problems` is a function of what it found, so that a test can ask
-about machines that are not here.
+`gather` looks at the machine and changes nothing; `problems` is a function of what it found, so
+that a test can ask about machines that are not here.
 """
 
 import importlib.util
@@ -24,7 +25,8 @@ from hfpatch.budget.nodes import gpu_node
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl", "peft",
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",
+            "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
 SUPPORTED = {
@@ -47,28 +49,43 @@ class Problem:
 
 def add_arguments(parser) -> None:
     parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="accelerate or training configs to look into (YAML, JSON)"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="accelerate or training configs to look into (YAML, JSON)",
     )
     parser.add_argument(
-        "--model", help="what hfpatch does to this model in place of all that: a preset, a folder, a hub id"
+        "--model",
+        help="what hfpatch does to this model in place of all that: a preset, a folder, a hub id",
     )
     parser.add_argument(
         "--seq-len",
         type=flag(parse_length),
         help="with --model: also what a step of that many tokens takes, as hfpatch plan says",
     )
-    parser.add_argument("--families", action="store_true", help="the same of many families, as README's table")
+    parser.add_argument(
+        "--families", action="store_true", help="the same of many families, as README's table"
+    )
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
     if args.seq_len is not None and args.model is None:
-        raise ValueError("hfpatch: --seq-len plans a step of a model, none came; pass --model as well.")
+        raise ValueError(
+            "hfpatch: --seq-len plans a step of a model, none came; pass --model as well."
+        )
     asked = [name for name in ("families", "model") if getattr(args, name) not in (None, False)]
     if asked:
-        beside = [*(f"--{name}" for name in asked[1:]), *["--json"] * (args.families and args.json), *args.files]
+        beside = [
+            *(f"--{name}" for name in asked[1:]),
+            *["--json"] * (args.families and args.json),
+            *args.files,
+        ]
         if beside:
-            raise ValueError(f"hfpatch: --{asked[0]} is told of alone, {beside[0]} came with it; drop one of them.")
+            raise ValueError(
+                f"hfpatch: --{asked[0]} is told of alone, {beside[0]} came with it; drop one of "
+                "them."
+            )
         from hfpatch.cli import support
 
         return support.main(args)
@@ -82,12 +99,25 @@ def main(args) -> int:
 
 
 def gather(files=()) -> dict:
-    """What is installed, what the machine has, what limits it, what the configs say. Sizes in bytes."""
-    facts = {"versions": versions(PACKAGES), "drivers": _driver(), "limits": _limits(), "configs": _configs(files)}
+    """What is installed, what the machine has, what limits it, what the configs say. Sizes in
+    bytes.
+    """
+    facts = {
+        "versions": versions(PACKAGES),
+        "drivers": _driver(),
+        "limits": _limits(),
+        "configs": _configs(files),
+    }
     facts["left_builds"], facts["builds"] = left_builds(), _builds()
-    facts |= _torch_facts() if facts["versions"]["torch"] else {"torch_cuda": None, "gpus": [], "attention": {}}
-    names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES",
-             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
+    facts |= (
+        _torch_facts()
+        if facts["versions"]["torch"]
+        else {"torch_cuda": None, "gpus": [], "attention": {}}
+    )
+    names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+             "CUDA_VISIBLE_DEVICES",
+             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+             "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
     facts["environment"] = {name: os.environ[name] for name in names if name in os.environ}
     return facts
 
@@ -107,7 +137,11 @@ def _driver() -> list[dict]:
         # A container without the driver's tools may still hold the device.
         there = [d for d in ("/dev/nvidia0", "/dev/kfd") if os.path.exists(d)]
         return [{"name": f"GPU at {d}", "driver": "unknown", "memory_mib": "?"} for d in there]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -138,10 +172,15 @@ def _torch_facts() -> dict:
             "sdpa flash": cuda.flash_sdp_enabled() and cuda.is_flash_attention_available(),
             "sdpa cudnn": cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available(),
             "sdpa memory-efficient": cuda.mem_efficient_sdp_enabled(),
-            "varlen (packed documents)": importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+            "varlen (packed documents)": importlib.util.find_spec("torch.nn.attention.varlen")
+            is not None,
         }
     attention["flash-attn package"] = importlib.util.find_spec("flash_attn") is not None
-    return {"torch_cuda": torch.version.cuda or torch.version.hip, "gpus": gpus, "attention": attention}
+    return {
+        "torch_cuda": torch.version.cuda or torch.version.hip,
+        "gpus": gpus,
+        "attention": attention,
+    }
 
 
 def _limits() -> dict:
@@ -162,12 +201,16 @@ def _limits() -> dict:
 
 def _configs(files) -> dict:
     """path -> its values, of accelerate's default config and of the files asked for."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
+    )
     default = Path(home).expanduser() / ACCELERATE_CONFIG
     found = {}
     for path in [*([default] if default.is_file() else []), *map(Path, files)]:
         if not path.is_file():
-            raise ValueError(f"hfpatch: a config file was expected, {path} is none; check the path.")
+            raise ValueError(
+                f"hfpatch: a config file was expected, {path} is none; check the path."
+            )
         text = path.read_text()
         if path.suffix == ".json":
             values = json.loads(text)
@@ -175,15 +218,20 @@ def _configs(files) -> dict:
             try:
                 import yaml
             except ImportError:
-                raise ValueError(f"hfpatch: {path} is YAML and no YAML reader is here; pip install pyyaml.") from None
+                raise ValueError(
+                    f"hfpatch: {path} is YAML and no YAML reader is here; pip install pyyaml."
+                ) from None
             try:
                 values = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 reason = " ".join(str(error).split())
-                raise ValueError(f"hfpatch: {path} is not YAML: {reason}; mend the file.") from error
+                raise ValueError(
+                    f"hfpatch: {path} is not YAML: {reason}; mend the file."
+                ) from error
         if values is not None and not isinstance(values, dict):
             raise ValueError(
-                f"hfpatch: expected keys and values in {path}, {type(values).__name__} came; mend the file."
+                f"hfpatch: expected keys and values in {path}, {type(values).__name__} came; mend "
+                "the file."
             )
         found[str(path)] = _without_secrets(values or {})
     return found
@@ -204,7 +252,11 @@ def _flat(values: dict, prefix="") -> dict:
     """Nested dicts to one, 'fsdp_config.fsdp_version' -> 2."""
     out = {}
     for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        out |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return out
 
 
@@ -226,7 +278,12 @@ def _set(value) -> bool:
 
 def problems(facts: dict) -> list[Problem]:
     """What would go wrong on a machine of these facts (as `gather` returns them)."""
-    return [*_version_problems(facts), *_device_problems(facts), *_limit_problems(facts), *_config_problems(facts)]
+    return [
+        *_version_problems(facts),
+        *_device_problems(facts),
+        *_limit_problems(facts),
+        *_config_problems(facts),
+    ]
 
 
 def _version_problems(facts):
@@ -236,15 +293,22 @@ def _version_problems(facts):
         if version is None:
             yield Problem(f"{name} is not installed.", f"pip install '{name}{wanted}'")
         elif _numbers(version) < first or (beyond and _numbers(version) >= beyond):
-            fix = f"pip install '{name}{wanted}'" if name != "python" else "use Python 3.10 or newer"
+            fix = (
+                f"pip install '{name}{wanted}'" if name != "python" else "use Python 3.10 or newer"
+            )
             yield Problem(f"{name} {version} is not supported, {wanted} is.", fix)
     if facts["gpus"] and facts["versions"].get("triton") is None:
-        yield Problem("There is a GPU and no triton: the fused kernels cannot run.", "pip install triton")
+        yield Problem(
+            "There is a GPU and no triton: the fused kernels cannot run.", "pip install triton"
+        )
     elif facts["gpus"] and not facts["builds"]["compiler"]:
         what = "There is no C compiler, with which Triton makes the code that starts a kernel."
         yield Problem(what, "apt-get install gcc, or export CC=/path/to/one")
     elif facts["gpus"] and not facts["builds"]["python_headers"]:
-        what = "Python's headers (Python.h) are missing, with which Triton makes the code that starts a kernel."
+        what = (
+            "Python's headers (Python.h) are missing, with which Triton makes the code that "
+            "starts a kernel."
+        )
         yield Problem(what, "apt-get install python3-dev, of the version that runs this")
 
 
@@ -253,47 +317,87 @@ def _device_problems(facts):
     if facts["drivers"] and not gpus:
         name, driver = facts["drivers"][0]["name"], facts["drivers"][0]["driver"]
         if facts["torch_cuda"] is None:
-            what = f"torch {facts['versions'].get('torch')} is built for the CPU alone, beside a {name}."
-            yield Problem(what, "install the CUDA build of the same version: see https://pytorch.org/get-started")
+            what = (
+                f"torch {facts['versions'].get('torch')} is built for the CPU alone, beside a "
+                f"{name}."
+            )
+            yield Problem(
+                what,
+                "install the CUDA build of the same version: see https://pytorch.org/get-started",
+            )
         elif "CUDA_VISIBLE_DEVICES" in environment:
-            what = f"torch sees no GPU: CUDA_VISIBLE_DEVICES is {environment['CUDA_VISIBLE_DEVICES']!r}."
+            what = (
+                "torch sees no GPU: CUDA_VISIBLE_DEVICES is "
+                f"{environment['CUDA_VISIBLE_DEVICES']!r}."
+            )
             yield Problem(what, "unset it, or name a GPU that is there")
         else:
-            what = f"torch is built for CUDA {facts['torch_cuda']} and driver {driver} gives it no GPU."
+            what = (
+                f"torch is built for CUDA {facts['torch_cuda']} and driver {driver} gives it no "
+                "GPU."
+            )
             yield Problem(what, "update the driver, or install a torch built for an older CUDA")
     for gpu in gpus:
         if tuple(gpu["capability"]) < (8, 0):
-            what = f"{gpu['name']} (compute capability {gpu['capability'][0]}.{gpu['capability'][1]}) has no bfloat16."
-            yield Problem(what, "use an Ampere GPU (A100, RTX 30) or newer, or float16 with a loss scaler")
+            what = (
+                f"{gpu['name']} (compute capability "
+                f"{gpu['capability'][0]}.{gpu['capability'][1]}) has no bfloat16."
+            )
+            yield Problem(
+                what, "use an Ampere GPU (A100, RTX 30) or newer, or float16 with a loss scaler"
+            )
     if gpus and _set(environment.get("TRITON_INTERPRET")):
         yield Problem(
-            "TRITON_INTERPRET is set: kernels run in Python, thousands of times slower.", "unset TRITON_INTERPRET"
+            "TRITON_INTERPRET is set: kernels run in Python, thousands of times slower.",
+            "unset TRITON_INTERPRET",
         )
     if gpus and _set(environment.get("CUDA_LAUNCH_BLOCKING")):
-        yield Problem("CUDA_LAUNCH_BLOCKING is set: no copy overlaps with compute.", "unset CUDA_LAUNCH_BLOCKING")
+        yield Problem(
+            "CUDA_LAUNCH_BLOCKING is set: no copy overlaps with compute.",
+            "unset CUDA_LAUNCH_BLOCKING",
+        )
     if gpus and _set(environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING")):
         what = "PYTORCH_NO_CUDA_MEMORY_CACHING is set: every allocation waits for the GPU."
         yield Problem(what, "unset PYTORCH_NO_CUDA_MEMORY_CACHING")
-    settings = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    )
     if gpus and "expandable_segments" not in settings:
         what = "Without expandable segments the allocator fragments at long sequences."
-        yield Problem(what, "export PYTORCH_ALLOC_CONF=expandable_segments:True (hfpatch train does)")
+        yield Problem(
+            what, "export PYTORCH_ALLOC_CONF=expandable_segments:True (hfpatch train does)"
+        )
 
 
 def _limit_problems(facts):
     limits, gpus = facts["limits"], facts["gpus"]
-    if limits["container_bytes"] is not None and limits["container_bytes"] < 0.5 * limits["host_bytes"]:
+    if (
+        limits["container_bytes"] is not None
+        and limits["container_bytes"] < 0.5 * limits["host_bytes"]
+    ):
         share, whole = limits["container_bytes"] / GiB, limits["host_bytes"] / GiB
         what = (
-            f"The container may use {share:.0f} of the machine's {whole:.0f} GiB: offloaded memory counts against it."
+            f"The container may use {share:.0f} of the machine's {whole:.0f} GiB: offloaded "
+            "memory counts against it."
         )
-        yield Problem(what, "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much")
+        yield Problem(
+            what,
+            "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much",
+        )
     for lock in facts.get("left_builds", ()):
-        what = f"{lock} is left from a build of a C++ extension that was killed: DeepSpeed waits for it for ever."
-        yield Problem(what, f"rm {lock}")
-    if len(gpus) > 1 and limits["shared_memory_bytes"] is not None and limits["shared_memory_bytes"] < GiB:
         what = (
-            f"/dev/shm has {limits['shared_memory_bytes'] >> 20} MiB: NCCL and data workers of several GPUs need more."
+            f"{lock} is left from a build of a C++ extension that was killed: DeepSpeed waits for "
+            "it for ever."
+        )
+        yield Problem(what, f"rm {lock}")
+    if (
+        len(gpus) > 1
+        and limits["shared_memory_bytes"] is not None
+        and limits["shared_memory_bytes"] < GiB
+    ):
+        what = (
+            f"/dev/shm has {limits['shared_memory_bytes'] >> 20} MiB: NCCL and data workers of "
+            "several GPUs need more."
         )
         yield Problem(what, "start the container with --shm-size=16g or --ipc=host")
     if (
@@ -302,7 +406,10 @@ def _limit_problems(facts):
         and limits["locked_bytes"] < GiB
         and gpus
     ):
-        what = f"ulimit -l is {limits['locked_bytes'] >> 10} KiB: DeepSpeed's NVMe offload cannot lock its buffers."
+        what = (
+            f"ulimit -l is {limits['locked_bytes'] >> 10} KiB: DeepSpeed's NVMe offload cannot "
+            "lock its buffers."
+        )
         yield Problem(what, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
 
 
@@ -312,36 +419,62 @@ def _config_problems(facts):
     for path, values in where.items():
         for key, value in values.items():
             name = key.rpartition(".")[2].lower()
-            if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(value):
-                what = f"{path} turns on FSDP's own activation checkpointing ({key}), which goes around hfpatch's."
-                yield Problem(what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers")
+            if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(
+                value
+            ):
+                what = (
+                    f"{path} turns on FSDP's own activation checkpointing ({key}), which goes "
+                    "around hfpatch's."
+                )
+                yield Problem(
+                    what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers"
+                )
             if name == "use_liger_kernel" and _set(value):
                 what = f"{path} sets {key}: it would replace what hfpatch replaced."
                 yield Problem(what, f"set {key} to false; hfpatch brings its own kernels")
             if name == "fsdp_version" and str(value) == "1":
-                yield Problem(f"{path} asks for FSDP1, which transformers calls deprecated.", f"set {key} to 2")
+                yield Problem(
+                    f"{path} asks for FSDP1, which transformers calls deprecated.",
+                    f"set {key} to 2",
+                )
 
 
 def show(facts, found) -> None:
     """For people: a table on a terminal, plain lines in a pipe."""
     rows = [(name, version) for name, version in facts["versions"].items() if version]
     rows.append(("torch's CUDA", facts["torch_cuda"] or "none: built for the CPU"))
-    rows += [("driver", f"{d['driver']}, {d['name']}, {d['memory_mib']} MiB") for d in facts["drivers"]]
+    rows += [
+        ("driver", f"{d['driver']}, {d['name']}, {d['memory_mib']} MiB") for d in facts["drivers"]
+    ]
     for gpu in facts["gpus"]:
         capability = ".".join(map(str, gpu["capability"]))
         node = gpu.get("memory_node")
         pinned = "" if node is None else f", host memory pinned on node {node}"
-        rows.append(("GPU", f"{gpu['name']}, {gpu['bytes'] / GiB:.1f} GiB, compute capability {capability}{pinned}"))
+        rows.append(
+            (
+                "GPU",
+                f"{gpu['name']}, {gpu['bytes'] / GiB:.1f} GiB, compute capability "
+                f"{capability}{pinned}",
+            )
+        )
     if not facts["gpus"]:
         rows.append(("GPU", "none that torch can use"))
-    rows.append(("attention", ", ".join(name for name, there in facts["attention"].items() if there) or "none"))
+    rows.append(
+        (
+            "attention",
+            ", ".join(name for name, there in facts["attention"].items() if there) or "none",
+        )
+    )
     limits = facts["limits"]
 
     def gib(value, without):
         return without if value is None else size(value)
 
     rows += [
-        ("host memory", f"{gib(limits['host_bytes'], '?')}, free {gib(limits['host_free_bytes'], '?')}"),
+        (
+            "host memory",
+            f"{gib(limits['host_bytes'], '?')}, free {gib(limits['host_free_bytes'], '?')}",
+        ),
         ("container limit", gib(limits["container_bytes"], "none")),
         ("locked memory (ulimit -l)", gib(limits["locked_bytes"], "unlimited")),
         ("/dev/shm", gib(limits["shared_memory_bytes"], "none")),

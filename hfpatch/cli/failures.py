@@ -1,4 +1,5 @@
-"""What a command says when something fails that is no bug: one sentence and a non-zero exit. `--debug` shows the traceback.
+"""What a command says when something fails that is no bug: one sentence and a non-zero exit.
+`--debug` shows the traceback.
 
 A bug keeps its traceback without being asked: an error that is in no row below is one.
 """
@@ -19,7 +20,8 @@ _NO_RIGHT = "no permission{at}; check its owner and mode, or write elsewhere"
 _READ_ONLY = "the disk is read-only{at}; see how it is mounted, or write elsewhere"
 _NO_FOLDER = "expected a folder, a file stands in the way{at}; name another path"
 _MEMORY = (
-    "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller batch or model; on a GPU, "
+    "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller "
+    "batch or model; on a GPU, "
     "PYTORCH_ALLOC_CONF=expandable_segments:True avoids fragments"
 )
 _FILES = "too many files are open; raise the limit (ulimit -n) or use fewer workers"
@@ -27,18 +29,20 @@ _BROKEN = "a file is broken or cut{at}{why}; write or download it again"
 # errno: (exit code, sentence)
 _SYSTEM = {
     errno.ENOSPC: (MACHINE, _FULL), errno.EDQUOT: (MACHINE, _FULL), errno.EFBIG: (MACHINE, _FULL),
-    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT), errno.EROFS: (MACHINE, _READ_ONLY),
+    errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT),
+    errno.EROFS: (MACHINE, _READ_ONLY),
     errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}; check the path"),
     errno.ENOTDIR: (BAD_INPUT, _NO_FOLDER), errno.EEXIST: (BAD_INPUT, _NO_FOLDER),
     errno.EISDIR: (BAD_INPUT, "expected a file, a folder came{at}; name a file"),
     errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}; shorten it"),
-    errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES), errno.ENFILE: (MACHINE, _FILES),
+    errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES),
+    errno.ENFILE: (MACHINE, _FILES),
     errno.EADDRINUSE: (MACHINE, "the port is in use{at}; choose another, as with MASTER_PORT"),
     errno.EPIPE: (MACHINE, "what read the output is gone; write it to a file, as with > run.log"),
     errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
 }  # fmt: skip
-# What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and both before files that
-# are broken: the messages of the first contain words of the last.
+# What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and
+# both before files that are broken: the messages of the first contain words of the last.
 _WORDS = (
     (r"no space left|os error (28|27|122)|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
     (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
@@ -47,7 +51,8 @@ _WORDS = (
     (r"permission denied|os error 13", BAD_INPUT, _NO_RIGHT),
     (r"eaddrinuse|address already in use", MACHINE, _SYSTEM[errno.EADDRINUSE][1]),
     (r"failed reading zip|failed finding central|invalid magic number|pytorchstreamreader|corrupt|deserializ|"
-     r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete", BAD_INPUT, _BROKEN),
+     r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete",
+     BAD_INPUT, _BROKEN),
 )  # fmt: skip
 # What a data loader's worker raised comes with its traceback as text.
 _IN_WORKER = re.compile(r"^Caught \w+ in \w+ worker process .*(?=hfpatch: )")
@@ -62,7 +67,8 @@ SPELLINGS = {"--seq-len": ("--seq-length", "--max-length")}
 class Parser(argparse.ArgumentParser):
     """Wrong arguments are a ValueError with one sentence, for the handler below.
 
-    Words of a flag are joined by dashes or by underscores, and a flag has the names of SPELLINGS too.
+    Words of a flag are joined by dashes or by underscores, and a flag has the names of SPELLINGS
+    too.
     """
 
     def __init__(self, **settings):
@@ -83,13 +89,17 @@ class Parser(argparse.ArgumentParser):
 def guarded(command, argv, *, piped: bool = True) -> int:
     """command(argv) -> exit code, with known failures as one sentence on stderr.
 
-    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's place. piped: whether a
-    reader that goes away (`| head`) has seen enough, so that it is no failure. Exit codes of failures: 2 bad input, 1 the
-    machine (disk, memory), 130 Ctrl-C.
+    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's
+    place. piped: whether a reader that goes away (`| head`) has seen enough, so that it is no
+    failure. Exit codes of failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
     """
     argv = list(argv)
     # TrainingArguments has a --debug of its own, which takes a word.
-    at = [i for i, a in enumerate(argv) if a == "--debug" and argv[i + 1 : i + 2] != ["underflow_overflow"]]
+    at = [
+        i
+        for i, a in enumerate(argv)
+        if a == "--debug" and argv[i + 1 : i + 2] != ["underflow_overflow"]
+    ]
     debug = bool(at)
     argv = [a for i, a in enumerate(argv) if i not in at]
     try:
@@ -120,14 +130,17 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure; None for a bug."""
+    """The sentence (without "hfpatch: " and its full stop) and the exit code of a known failure;
+    None for a bug.
+    """
     text = " ".join(str(error).split())
     text = _IN_WORKER.sub("", text)
     if text.startswith("hfpatch:"):
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:
         code, form = _SYSTEM.get(error.errno, (MACHINE, f"{error.strerror or text}{{at}}"))
-        if str(error.strerror).startswith("hfpatch: "):  # a sentence of our own, that names the place
+        # a sentence of our own, that names the place
+        if str(error.strerror).startswith("hfpatch: "):
             return error.strerror.removeprefix("hfpatch: "), code
         return form.format(at=_at(error), why=""), code
     if isinstance(error, MemoryError):
@@ -142,11 +155,15 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return "a path holds a null character; correct it", BAD_INPUT
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
-    if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in ("SafetensorError", "OutOfMemoryError"):
+    if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (
+        "SafetensorError",
+        "OutOfMemoryError",
+    ):
         for words, code, form in _WORDS:
             if re.search(words, text, re.IGNORECASE):
                 return form.format(at="", why=f" ({_cut(text)})"), code
-    if isinstance(error, OSError) and text:  # transformers and the hub say with it what does not load
+    # transformers and the hub say with it what does not load
+    if isinstance(error, OSError) and text:
         return _cut(text), BAD_INPUT
     return None
 

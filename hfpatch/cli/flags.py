@@ -12,7 +12,12 @@ def add_checkpointing(add, more: str = "") -> None:
         more: what this command's --checkpointing takes besides.
     """
     add("--checkpointing", action="append", default=[], metavar="WHAT", help=CHECKPOINTING + more)
-    add("--every", type=flag(parse_word), metavar="K", help="keep every K-th layer's input: --checkpointing every=K")
+    add(
+        "--every",
+        type=flag(parse_word),
+        metavar="K",
+        help="keep every K-th layer's input: --checkpointing every=K",
+    )
 
 
 def checkpointing_of(args):

@@ -11,7 +11,10 @@ COMMANDS = {
     "plan": ("hfpatch.cli.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.cli.profile", "run real steps and write a memory report"),
     "bench": ("hfpatch.cli.bench", "time each fused op beside its plain version on this machine"),
-    "prove": ("hfpatch.cli.prove", "check and measure hfpatch on this machine; a page, and a row to send"),
+    "prove": (
+        "hfpatch.cli.prove",
+        "check and measure hfpatch on this machine; a page, and a row to send",
+    ),
     "env": ("hfpatch.cli.env", "versions, devices, limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
@@ -23,23 +26,30 @@ COMMANDS = {
 
 
 def main(argv=None) -> int:
-    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 1 a failure of the machine, 3 a plan that does not fit."""
+    """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 1 a failure of the machine, 3
+    a plan that does not fit.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] in (["run"], ["train"]):  # what a user's script raises is the script's; a training run guards itself
+    # what a user's script raises is the script's; a training run guards itself
+    if argv[:1] in (["run"], ["train"]):
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     return guarded(_command, argv)
 
 
 def _command(argv) -> int:
     parser = Parser(
-        prog="hfpatch", description="Long-context fine-tuning of any Hugging Face decoder on the GPU at hand."
+        prog="hfpatch",
+        description="Long-context fine-tuning of any Hugging Face decoder on the GPU at hand.",
     )
     parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
-    parser.epilog = "Each command takes --debug: the traceback of a failure in place of its sentence."
+    parser.epilog = (
+        "Each command takes --debug: the traceback of a failure in place of its sentence."
+    )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        # Only the command asked for is imported: `plan` stays quick where torch takes seconds to load.
+        # Only the command asked for is imported: `plan` stays quick where torch takes seconds to
+        #     load.
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
     args, unknown = parser.parse_known_args(argv)

@@ -24,20 +24,47 @@ def add_arguments(parser) -> None:
     """The arguments of `hfpatch plan` on an argparse parser."""
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id")
+    add(
+        "--model",
+        required=True,
+        help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id",
+    )
     add("--seq-len", help="tokens a sequence, such as 8192 or 128k (131072)")
     add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
     add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
-    add("--sp-size", type=int, default=1, help="GPUs that share each sequence: Ulysses, context parallelism (1)")
+    add(
+        "--sp-size",
+        type=int,
+        default=1,
+        help="GPUs that share each sequence: Ulysses, context parallelism (1)",
+    )
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
-    add("--lora-r", type=int, default=0, help="train LoRA adapters of this rank over a frozen base (0: all weights)")
-    add("--base", default="bf16", choices=list(BASES), help="of --lora-r: how the base's weights are kept (bf16)")
-    add("--lora-target", default=ALL_LINEAR, help="of --lora-r: names of Linear layers with commas (all-linear)")
+    add(
+        "--lora-r",
+        type=int,
+        default=0,
+        help="train LoRA adapters of this rank over a frozen base (0: all weights)",
+    )
+    add(
+        "--base",
+        default="bf16",
+        choices=list(BASES),
+        help="of --lora-r: how the base's weights are kept (bf16)",
+    )
+    add(
+        "--lora-target",
+        default=ALL_LINEAR,
+        help="of --lora-r: names of Linear layers with commas (all-linear)",
+    )
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
-    add("--sweep", metavar="LENGTHS", help="a table over lengths, as 8192,32768,131072, and all placements asked for")
+    add(
+        "--sweep",
+        metavar="LENGTHS",
+        help="a table over lengths, as 8192,32768,131072, and all placements asked for",
+    )
     add("--png", metavar="FILE", help="draw the sweep")
     add(
         "--simulate",
@@ -52,12 +79,16 @@ def _adapters(args) -> Adapters | None:
     if args.lora_r:
         return Adapters.of(args.lora_r, args.base, args.lora_target)
     if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
-        raise ValueError("hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16.")
+        raise ValueError(
+            "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."
+        )
     return None
 
 
 def _simulated(args, found):
-    """The plan with what a simulated step of the same model and policy takes beside it, and whether that still fits."""
+    """The plan with what a simulated step of the same model and policy takes beside it, and whether
+    that still fits.
+    """
     from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
@@ -69,8 +100,12 @@ def _simulated(args, found):
 
 
 def _found(args, seq_len: int, placement: str, common: dict):
-    """The plan, simulated too where that was asked for and plan() has not done it for want of a closed form."""
-    found = plan(args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common)
+    """The plan, simulated too where that was asked for and plan() has not done it for want of a
+    closed form.
+    """
+    found = plan(
+        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common
+    )
     return _simulated(args, found) if args.simulate and found.closed_form else found
 
 
@@ -78,27 +113,35 @@ def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
-        "checkpointing": checkpointing_of(args), "adapters": _adapters(args), "sp_size": args.sp_size,
+        "checkpointing": checkpointing_of(args), "adapters": _adapters(args),
+        "sp_size": args.sp_size,
     }  # fmt: skip
     if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):
         other = "--max-seq-len" if args.max_seq_len else "--seq-len"
         raise ValueError(
-            f"hfpatch: --sweep takes the lengths that it is given, {other} came with it; drop one of them."
+            f"hfpatch: --sweep takes the lengths that it is given, {other} came with it; drop one "
+            "of them."
         )
     if args.png and args.sweep is None:
-        raise ValueError("hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it.")
+        raise ValueError(
+            "hfpatch: --png draws a sweep, no --sweep came; pass --sweep 8192,32768,131072 with it."
+        )
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
         names = placements(resolved(args.model, seq_len=lengths[0], **common), args.placement)
         plans = [_found(args, n, p, common) for p in names for n in lengths]
-        print(json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans))
+        print(
+            json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans)
+        )
         if args.png:
             picture(plans, args.png)
             print(f"wrote {args.png}", file=sys.stderr)
         return 0 if any(p.fits for p in plans) and not any(p.contradicted for p in plans) else 3
     seq_len = parse_lengths("131072" if args.seq_len is None else args.seq_len)
     if len(seq_len) != 1:
-        raise ValueError(f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep.")
+        raise ValueError(
+            f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep."
+        )
     found = _found(args, seq_len[0], args.placement, common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits and not found.contradicted else 3

@@ -16,14 +16,30 @@ from hfpatch.lab.profile.timeline import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a preset, a config.json, a folder or a hub id; random weights")
-    parser.add_argument("--seq-len", default="8192", help="tokens, or several lengths with commas (default 8192)")
-    parser.add_argument("--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a preset, a config.json, a folder or a hub id; random weights",
+    )
+    parser.add_argument(
+        "--seq-len", default="8192", help="tokens, or several lengths with commas (default 8192)"
+    )
+    parser.add_argument(
+        "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences a step (default 1)")
-    parser.add_argument("--steps", type=int, default=3, help="one recorded, the rest timed (default 3)")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="one recorded, the rest timed (default 3)"
+    )
     before = parser.add_mutually_exclusive_group()
-    before.add_argument("--warmup", type=int, default=1, help="steps before the recorded one (default 1)")
-    before.add_argument("--from-first-step", action="store_true", help="record the first step: the same as --warmup 0")
+    before.add_argument(
+        "--warmup", type=int, default=1, help="steps before the recorded one (default 1)"
+    )
+    before.add_argument(
+        "--from-first-step",
+        action="store_true",
+        help="record the first step: the same as --warmup 0",
+    )
     parser.add_argument("--dtype", default="auto", choices=CHOICES["dtype"])
     parser.add_argument("--optimizer", default="adamw", choices=CHOICES["optimizer"])
     parser.add_argument(
@@ -35,40 +51,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpointing(parser.add_argument)
     parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
-        "--simulate", action="store_true", help="follow the step on fake tensors: any size, any machine"
+        "--simulate",
+        action="store_true",
+        help="follow the step on fake tensors: any size, any machine",
     )
     parser.add_argument(
         "--clock", action="store_true",
-        help="the planned step with hfpatch on a GPU whose streams are clocks: where copies are exposed; needs no GPU",
+        help=(
+            "the planned step with hfpatch on a GPU whose streams are clocks: where copies are "
+            "exposed; needs no GPU"
+        ),
     )  # fmt: skip
     parser.add_argument("--gpu", help="with --clock: the GPU, as of plan (default h100)")
-    parser.add_argument("--host-ram", help="with --clock: of the machine, 256GiB for example (default: enough)")
+    parser.add_argument(
+        "--host-ram", help="with --clock: of the machine, 256GiB for example (default: enough)"
+    )
     parser.add_argument("--placement", help="with --clock: gpu8bit or adamw (default gpu8bit)")
-    parser.add_argument("--trace", metavar="FILE", help="with --clock: a Chrome trace of the step, for ui.perfetto.dev")
-    parser.add_argument("--no-stacks", action="store_true", help="no Python lines in the report; a lighter recording")
-    parser.add_argument("--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB")
-    parser.add_argument("--out", default="runs/profile", help="the report's folder (default runs/profile)")
-    parser.add_argument("--json", action="store_true", help="results on stdout as JSON, nothing else")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="with --clock: a Chrome trace of the step, for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--no-stacks",
+        action="store_true",
+        help="no Python lines in the report; a lighter recording",
+    )
+    parser.add_argument(
+        "--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB"
+    )
+    parser.add_argument(
+        "--out", default="runs/profile", help="the report's folder (default runs/profile)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="results on stdout as JSON, nothing else"
+    )
 
 
 def options(args) -> dict:
     """What the arguments say of each run, by the names of profiling.options.Options."""
     return {
-        "batch": args.batch, "steps": args.steps, "warmup": 0 if args.from_first_step else args.warmup,
-        "dtype": args.dtype, "optimizer": args.optimizer, "gradient_checkpointing": args.gradient_checkpointing,
+        "batch": args.batch, "steps": args.steps, "warmup": 0 if args.from_first_step
+        else args.warmup,
+        "dtype": args.dtype, "optimizer": args.optimizer,
+        "gradient_checkpointing": args.gradient_checkpointing,
         "checkpointing": words_of(checkpointing_of(args)), "device": args.device,
         "stacks": not args.no_stacks, "trace": not args.no_trace, "simulate": args.simulate,
     }  # fmt: skip
 
 
 def clock_main(args) -> int:
-    """One clocked step a length: sentences or JSON on stdout, a page a length in the folder, a trace where it is asked for."""
+    """One clocked step a length: sentences or JSON on stdout, a page a length in the folder, a
+    trace where it is asked for.
+    """
     from hfpatch.lab.timeline import write_page, write_trace
     from hfpatch.planner.clocked import clock
 
     lengths = parse_lengths(args.seq_len)
     if args.trace and len(lengths) > 1:
-        raise ValueError(f"hfpatch: --trace takes one length, {args.seq_len} came; pass one --seq-len.")
+        raise ValueError(
+            f"hfpatch: --trace takes one length, {args.seq_len} came; pass one --seq-len."
+        )
     asked = {"gpu": args.gpu, "host_ram": args.host_ram, "placement": args.placement}
     asked = {name: value for name, value in asked.items() if value is not None}
     if args.checkpointing or args.every:
@@ -78,7 +121,10 @@ def clock_main(args) -> int:
         timeline = clock(args.model, seq_len=seq_len, batch=args.batch, **asked)
         model = args.model.rstrip("/").split("/")[-1].removesuffix(".json")
         name = f"clock-{model}-{args.gpu or 'h100'}-{seq_len}.html"
-        page, trace = write_page(timeline, Path(args.out) / name), args.trace and write_trace(timeline, args.trace)
+        page, trace = (
+            write_page(timeline, Path(args.out) / name),
+            args.trace and write_trace(timeline, args.trace),
+        )
         found.append(timeline.to_dict() | {"page": str(page), "trace": trace and str(trace)})
         if not args.json:
             print(timeline, f"page: {page}", *[f"trace: {trace}"] * bool(trace), "", sep="\n")
@@ -92,10 +138,22 @@ def main(args) -> int:
         return clock_main(args)
     for name in ("gpu", "host_ram", "placement", "trace"):
         if getattr(args, name) is not None:
-            raise ValueError(f"hfpatch: --{name.replace('_', '-')} goes with --clock; add that, or leave it out.")
-    command = shlex.join(["hfpatch", *sys.argv[1:]]) if sys.argv[1:2] == ["profile"] else "hfpatch profile"
+            raise ValueError(
+                f"hfpatch: --{name.replace('_', '-')} goes with --clock; add that, or leave it out."
+            )
+    command = (
+        shlex.join(["hfpatch", *sys.argv[1:]])
+        if sys.argv[1:2] == ["profile"]
+        else "hfpatch profile"
+    )
     lengths, impls = parse_lengths(args.seq_len), args.impl.split(",")
-    wanted = {"seq_len": lengths, "impl": impls, "out": args.out, "command": command, **options(args)}
+    wanted = {
+        "seq_len": lengths,
+        "impl": impls,
+        "out": args.out,
+        "command": command,
+        **options(args),
+    }
     if args.json:
         done = profile(args.model, **wanted)
         print(results(done.runs, command=command, notes=done.notes, curves=False))
@@ -108,7 +166,9 @@ def main(args) -> int:
 
 @contextlib.contextmanager
 def progress_bar(total: int):
-    """Yields what is told of each run's progress: on a terminal a rich bar shows it; in a pipe, or without rich, nothing does."""
+    """Yields what is told of each run's progress: on a terminal a rich bar shows it; in a pipe, or
+    without rich, nothing does.
+    """
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -123,7 +183,9 @@ def progress_bar(total: int):
 
         def progress(impl, seq_len, text):
             seen.add((impl, seq_len))
-            bar.update(task, completed=len(seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}")
+            bar.update(
+                task, completed=len(seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}"
+            )
 
         yield progress
 
@@ -135,8 +197,21 @@ def show(done) -> None:
     for run in done.runs:
         split = run.peak_split
         lasting = split["parameters"] + split["gradients"] + split["optimizer"]
-        step = f"{sorted(run.step_seconds)[len(run.step_seconds) // 2]:.3f}" if run.step_seconds else ""
-        rows.append((run.impl, f"{run.seq_len:,}", size(run.peak_bytes), run.peak_phase, size(lasting), step))
+        step = (
+            f"{sorted(run.step_seconds)[len(run.step_seconds) // 2]:.3f}"
+            if run.step_seconds
+            else ""
+        )
+        rows.append(
+            (
+                run.impl,
+                f"{run.seq_len:,}",
+                size(run.peak_bytes),
+                run.peak_phase,
+                size(lasting),
+                step,
+            )
+        )
     print("\n".join(done.sentences))
     show_table(rows, head)
     for run in done.runs:
@@ -144,6 +219,7 @@ def show(done) -> None:
             print(f"{run.impl}, {run.seq_len:,} tokens: {run.error}")
         if "trace_file" in run.memory:
             print(
-                f"trace of one step: {done.folder / run.memory['trace_file']}, {size(run.memory['trace_file_bytes'])}"
+                f"trace of one step: {done.folder / run.memory['trace_file']}, "
+                f"{size(run.memory['trace_file_bytes'])}"
             )
     print("\n".join([*done.notes, f"report: {done.folder / 'report.html'}"]))

@@ -6,9 +6,13 @@ from pathlib import Path
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--out", default="hfpatch-prove", help="folder of the page and the row (%(default)s)")
+    parser.add_argument(
+        "--out", default="hfpatch-prove", help="folder of the page and the row (%(default)s)"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, as on a CPU: a minute")
-    parser.add_argument("--seconds", type=float, default=600, help="about how long on a GPU (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="about how long on a GPU (%(default)s)"
+    )
 
 
 def main(args) -> int:
@@ -36,7 +40,10 @@ def main(args) -> int:
     passed = len(proof.done) - len(proof.failed)
     print(f"{passed} of {len(proof.done)} comparisons with float64 pass; read {out / PAGE}.")
     if not small:
-        print(f"{out / ROW} is the row that profiles/prove/README.md asks for: device, versions, figures.")
+        print(
+            f"{out / ROW} is the row that profiles/prove/README.md asks for: device, versions, "
+            "figures."
+        )
     return 0 if proof.ok else 1
 
 

@@ -43,7 +43,8 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
-    from hfpatch.lab.simulate.simulator import simulate  # it loads all of hfpatch and transformers: not for --help
+    # it loads all of hfpatch and transformers: not for --help
+    from hfpatch.lab.simulate.simulator import simulate
 
     config = config_of(args.model)[1]
     if args.layers:
@@ -62,12 +63,20 @@ def main(args) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
-    print(f"simulated {args.model} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s")
-    print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB")
-    print(f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")
+    print(
+        f"simulated {args.model} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s"
+    )
+    print(
+        f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB"
+    )
+    print(
+        f"highest total {found.peak_bytes / 2**30:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}"
+    )
     for name, nbytes in found.operations[:16]:
         print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
-    print(f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}")
+    print(
+        f"attention calls {found.attention_calls}, FLOPs {found.flops['total']:.4g} {found.flops}"
+    )
     return 0
 
 
@@ -75,27 +84,37 @@ def _settings(args) -> Checkpointing | str | None:
     """What --checkpointing says, None where it says nothing. ValueError beside others' layers."""
     words = checkpointing_of(args)
     if words and args.impl != "hfpatch":
-        raise ValueError(f"hfpatch: --checkpointing is for hfpatch, --impl {args.impl} came; drop one of them.")
+        raise ValueError(
+            f"hfpatch: --checkpointing is for hfpatch, --impl {args.impl} came; drop one of them."
+        )
     return parse_checkpointing(words) if words else None
 
 
 def _policy(args, settings, shape: ModelShape) -> Policy:
-    """What --checkpointing and --policy say; where they say nothing, every layer's input and attention output on the host."""
+    """What --checkpointing and --policy say; where they say nothing, every layer's input and
+    attention output on the host.
+    """
     if args.policy and not args.impl.startswith("hfpatch"):
-        raise ValueError(f"hfpatch: --policy is hfpatch's, --impl {args.impl} came; drop one of them.")
+        raise ValueError(
+            f"hfpatch: --policy is hfpatch's, --impl {args.impl} came; drop one of them."
+        )
     fields = {}
     for pair in args.policy:
         name, equals, value = pair.partition("=")
         if not equals or name not in Policy.__dataclass_fields__:
             known = ", ".join(Policy.__dataclass_fields__)
-            raise ValueError(f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair.")
+            raise ValueError(
+                f"hfpatch: --policy takes FIELD=VALUE of {known}, {pair!r} came; write such a pair."
+            )
         words = tuple(value.split(","))
         fields[name] = words if name == "keep" else parse_word(value)
         wanted, among = type(Policy.__dataclass_fields__[name].default), _WORDS.get(name)
         number = wanted is not int or fields[name] or name in _NONE
         if type(fields[name]) is not wanted or not number or among and not set(words) <= {*among}:
             takes = ", ".join(among) if among else _TAKES[wanted]
-            raise ValueError(f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value.")
+            raise ValueError(
+                f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value."
+            )
     if isinstance(settings, Checkpointing):
         return replace(choose(settings, shape, batch=args.batch, tokens=args.seq_len), **fields)
     fields.setdefault("tile", auto_tile(args.batch * args.seq_len))

@@ -1,4 +1,6 @@
-"""`hfpatch env --model NAME`: what `apply` makes of a model, by its verdict, without its weights; `--families`: of many."""
+"""`hfpatch env --model NAME`: what `apply` makes of a model, by its verdict, without its weights;
+`--families`: of many.
+"""
 
 import json
 from collections import Counter
@@ -8,12 +10,17 @@ from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.show import gib
 
-# One row of README's table each: what budget/families.py describes, and what transformers has beside it.
+# One row of README's table each: what budget/families.py describes, and what transformers has
+# beside it.
 FAMILIES = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2",
-    "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere",
-    "cohere2", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
-    "gemma4_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h", "minimax",
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral",
+    "gpt_oss", "gemma", "gemma2",
+    "gemma3_text", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4",
+    "glm4_moe", "cohere",
+    "cohere2", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5",
+    "ernie4_5_moe", "gpt_neox",
+    "gemma4_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid",
+    "nemotron_h", "minimax",
     "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "gemma3", "llama4",
 )  # fmt: skip
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
@@ -28,8 +35,10 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class Support:
-    """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile; reasons: why others do not;
-    fused: of PARTS; packed: "isolated", or "refused" where nothing keeps documents apart; notes: the report's sentences."""
+    """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile;
+    reasons: why others do not; fused: of PARTS; packed: "isolated", or "refused" where nothing
+    keeps documents apart; notes: the report's sentences.
+    """
 
     model: str
     layers: int
@@ -48,7 +57,9 @@ class Support:
 
 
 def support_of(name: str, config: dict) -> Support:
-    """Builds the model without memory and applies hfpatch to it. ValueError for what transformers cannot build."""
+    """Builds the model without memory and applies hfpatch to it. ValueError for what transformers
+    cannot build.
+    """
     import hfpatch
     from hfpatch.decoder.find import find_decoder
     from hfpatch.lab.simulate.rivals import build
@@ -66,7 +77,16 @@ def support_of(name: str, config: dict) -> Support:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
     except ValueError:  # no closed form, which is what knows that
         on_gpu = ""
-    return Support(name, len(layers), len(layers) - sum(whole.values()), dict(whole), fused, packed, notes, on_gpu)
+    return Support(
+        name,
+        len(layers),
+        len(layers) - sum(whole.values()),
+        dict(whole),
+        fused,
+        packed,
+        notes,
+        on_gpu,
+    )
 
 
 def family_config(kind: str) -> dict:
@@ -80,10 +100,15 @@ def table_row(support: Support) -> str:
     """A line of README's table."""
     share = support.tiled / support.layers
     tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
-    return f"| {support.model} | {tiled} | {', '.join(support.fused)} | {support.packed} | {support.verdict} |"
+    return (
+        f"| {support.model} | {tiled} | {', '.join(support.fused)} | {support.packed} | "
+        f"{support.verdict} |"
+    )
 
 
-HEADER = "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
+HEADER = (
+    "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
+)
 
 
 def _plan(config: dict, seq_len: int):
@@ -108,7 +133,12 @@ def main(args) -> int:
     found = support_of(name, config)
     planned = _plan(config, args.seq_len) if args.seq_len else None
     if args.json:
-        print(json.dumps(asdict(found) | {"verdict": found.verdict, "plan": planned and planned.to_dict()}, indent=1))
+        print(
+            json.dumps(
+                asdict(found) | {"verdict": found.verdict, "plan": planned and planned.to_dict()},
+                indent=1,
+            )
+        )
         return 0
     print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile")
     print(f"verdict  {found.verdict}")
@@ -118,7 +148,13 @@ def main(args) -> int:
     print(f"packed   {found.packed}")
     if planned:
         fits = "fits" if planned.fits else "does NOT fit"
-        takes = f"{planned.step_seconds:.2f} s a step, {gib(planned.gpu_peak_bytes)} of {gib(planned.gpu_usable_bytes)}"
-        print(f"planned  {planned.seq_len:,} tokens on {planned.gpu} ({planned.placement}): {fits}, {takes}")
+        takes = (
+            f"{planned.step_seconds:.2f} s a step, {gib(planned.gpu_peak_bytes)} of "
+            f"{gib(planned.gpu_usable_bytes)}"
+        )
+        print(
+            f"planned  {planned.seq_len:,} tokens on {planned.gpu} ({planned.placement}): {fits}, "
+            f"{takes}"
+        )
     print("\n".join(f"  {note}" for note in found.notes))
     return 0

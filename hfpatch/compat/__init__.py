@@ -1,7 +1,9 @@
-"""Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the package needs: a function each, with
-what happens where the name is gone (tests/test_compat.py takes each away, and finds private names elsewhere).
+"""Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the package
+needs: a function each, with what happens where the name is gone (tests/test_compat.py takes each
+away, and finds private names elsewhere).
 
-Names are looked up when they are used: one that is gone costs what needs it, never `import hfpatch`.
+Names are looked up when they are used: one that is gone costs what needs it, never `import
+    hfpatch`.
 """
 
 from hfpatch.compat.engines import *  # noqa: F403

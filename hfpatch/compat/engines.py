@@ -14,7 +14,9 @@ def engine_hook(module: nn.Module):
 
 
 def hooked_forward(module: nn.Module) -> str:
-    """The attribute that holds the forward which a call of the module runs in the end: accelerate's hooks set it aside."""
+    """The attribute that holds the forward which a call of the module runs in the end: accelerate's
+    hooks set it aside.
+    """
     own = vars(module)
     return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
 
@@ -45,7 +47,9 @@ def is_sharded_by_zero3(parameter: Tensor) -> bool:
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
-    """ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules sets the same); or no more."""
+    """ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules
+    sets the same); or no more.
+    """
     if wanted:
         layer._z3_leaf = True
     else:
@@ -59,8 +63,10 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def not_for_ddp(model: nn.Module, names=None) -> None:
-    """DistributedDataParallel asks the model for names of tensors that it neither broadcasts nor wants on its device; a set of
-    somebody else's stays. names: an iterable, which is asked anew each time; None takes back what was set here."""
+    """DistributedDataParallel asks the model for names of tensors that it neither broadcasts nor
+    wants on its device; a set of somebody else's stays. names: an iterable, which is asked anew
+    each time; None takes back what was set here.
+    """
     own, name = vars(model), "_ddp_params_and_buffers_to_ignore"
     if names is not None:
         own.setdefault(name, names)
@@ -69,8 +75,9 @@ def not_for_ddp(model: nn.Module, names=None) -> None:
 
 
 def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
-    """DeepSpeed's engine then does not broadcast this parameter from rank 0, which NCCL could not for one in host memory; or does
-    again. (`ds_optim_param` says so of its OptimizedLinear's own.)"""
+    """DeepSpeed's engine then does not broadcast this parameter from rank 0, which NCCL could not
+    for one in host memory; or does again. (`ds_optim_param` says so of its OptimizedLinear's own.)
+    """
     own = parameter.__dict__
     if wanted:
         own.setdefault("ds_optim_param", "hfpatch")
@@ -82,7 +89,9 @@ ENGINE_MARKS = "ds_id", "_is_flat_param", "_fsdp_flattened"  # on what engines h
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row (FSDP1)."""
+    """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row
+    (FSDP1).
+    """
     return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__
 
 
@@ -115,11 +124,13 @@ def _variable(function, name: str):
 
 
 def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict | None:
-    """Which parameters the module's forward has hooked so far, by name; None for a forward that hooks none.
+    """Which parameters the module's forward has hooked so far, by name; None for a forward that
+    hooks none.
 
-    transformers' tensor parallelism sums the gradient of a norm that each rank has whole, between projections of which it has a
-    part, by a hook that the norm's forward puts on each parameter it does not find in this dict. So the dict must name whatever
-    stands in a parameter's place, and the parameter, which `parameter` is, is hooked here where that forward has not seen it.
+    transformers' tensor parallelism sums the gradient of a norm that each rank has whole, between
+    projections of which it has a part, by a hook that the norm's forward puts on each parameter it
+    does not find in this dict. So the dict must name whatever stands in a parameter's place, and
+    the parameter, which `parameter` is, is hooked here where that forward has not seen it.
     """
     forward = module.__dict__.get("forward")
     forward = getattr(forward, "_hfpatch_before", forward)
@@ -133,8 +144,9 @@ def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict |
 
 
 def ulysses(attention):
-    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's Ulysses put in place; None for
-    any other."""
+    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's
+    Ulysses put in place; None for any other.
+    """
     found = _variable(attention, "uattn")
     if found is None or not hasattr(found, "process_group"):
         return None
@@ -142,19 +154,27 @@ def ulysses(attention):
 
 
 def ulysses_group():
-    """The process group of DeepSpeed's Ulysses, whichever attention it replaced; None where there is none."""
+    """The process group of DeepSpeed's Ulysses, whichever attention it replaced; None where there
+    is none.
+    """
     return getattr(
-        sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp"), "_SEQUENCE_PARALLEL_GROUP", None
+        sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
+        "_SEQUENCE_PARALLEL_GROUP",
+        None,
     )
 
 
 def context_parallel():
-    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now; None outside."""
+    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now;
+    None outside.
+    """
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     replaced = getattr(module, "_replaced_functions", ())
     sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
     mesh = _variable(sdpa, "device_mesh") if sdpa in replaced else None
-    return None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
+    return (
+        None if mesh is None else (mesh.get_group(), bool(module._cp_options.enable_load_balance))
+    )
 
 
 def _accelerator_state():
@@ -163,33 +183,46 @@ def _accelerator_state():
 
 
 def deepspeed_config() -> dict:
-    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not at all."""
+    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not
+    at all.
+    """
     plugin = getattr(_accelerator_state(), "deepspeed_plugin", None)
     return getattr(plugin, "deepspeed_config", None) or {}
 
 
 def parallelism_config():
-    """accelerate's ParallelismConfig of this run, also where `accelerate launch` made it and no TrainingArguments know of it."""
+    """accelerate's ParallelismConfig of this run, also where `accelerate launch` made it and no
+    TrainingArguments know of it.
+    """
     return getattr(_accelerator_state(), "parallelism_config", None)
 
 
 def context_parallel_group():
-    """The process group of accelerate's context parallelism, whether or not it is entered now; None where there is none."""
+    """The process group of accelerate's context parallelism, whether or not it is entered now; None
+    where there is none.
+    """
     mesh = getattr(_accelerator_state(), "device_mesh", None)
     shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
 def evaluated_by_trainer() -> bool | None:
-    """Whether transformers' own evaluation step, of which the forward is that asks, counts tokens in its loss; None outside one."""
+    """Whether transformers' own evaluation step, of which the forward is that asks, counts tokens
+    in its loss; None outside one.
+    """
     for frame, _ in walk_stack(sys._getframe(1)):
-        if frame.f_code.co_name == "prediction_step" and frame.f_globals.get("__name__") == "transformers.trainer":
+        if (
+            frame.f_code.co_name == "prediction_step"
+            and frame.f_globals.get("__name__") == "transformers.trainer"
+        ):
             return frame.f_locals.get("num_items_in_batch") is not None
     return None
 
 
 def skips_by_itself(kind: type) -> None:
-    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`, others as ever."""
+    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`,
+    others as ever.
+    """
     from transformers import trainer
 
     before = getattr(trainer, "skip_first_batches", None)
@@ -197,21 +230,33 @@ def skips_by_itself(kind: type) -> None:
         return
 
     def skip_first_batches(loader, num_batches=0):
-        return loader.skipping(num_batches) if isinstance(loader, kind) else before(loader, num_batches)
+        return (
+            loader.skipping(num_batches)
+            if isinstance(loader, kind)
+            else before(loader, num_batches)
+        )
 
     skip_first_batches._hfpatch = True
     trainer.skip_first_batches = skip_first_batches
 
 
 def step_under_ulysses():
-    """(batches of the optimizer step under way, the Trainer) where transformers' own loss for Ulysses called the forward that
-    asks; ((), None) where it did and they are not found, None elsewhere."""
+    """(batches of the optimizer step under way, the Trainer) where transformers' own loss for
+    Ulysses called the forward that asks; ((), None) where it did and they are not found, None
+    elsewhere.
+    """
     called = False
     for frame, _ in walk_stack(sys._getframe(1)) if "deepspeed" in sys.modules else ():
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith("transformers."):
+        if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith(
+            "transformers."
+        ):
             called = True
         elif called and module == "transformers.trainer" and "batch_samples" in code.co_varnames:
             trainer = frame.f_locals.get("self")
-            return (frame.f_locals.get("batch_samples", ()), trainer) if hasattr(trainer, "args") else ((), None)
+            return (
+                (frame.f_locals.get("batch_samples", ()), trainer)
+                if hasattr(trainer, "args")
+                else ((), None)
+            )
     return ((), None) if called else None

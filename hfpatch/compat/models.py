@@ -8,11 +8,12 @@ from traceback import walk_stack
 
 from torch import nn
 
-# --- transformers --------------------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 def record_outputs_like(made: type, base: type) -> None:
-    """What output_hidden_states and its like record is looked up by the class's full name: `made` records what `base` does.
+    """What output_hidden_states and its like record is looked up by the class's full name: `made`
+    records what `base` does.
 
     Without the registry, recording is by attribute, which a subclass inherits.
     """
@@ -26,7 +27,9 @@ def record_outputs_like(made: type, base: type) -> None:
 
 
 def _collector():
-    """transformers' variable that holds what output_hidden_states, output_router_logits and their like collect, or None."""
+    """transformers' variable that holds what output_hidden_states, output_router_logits and their
+    like collect, or None.
+    """
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
@@ -35,7 +38,9 @@ def _collector():
 
 
 def collected_now() -> dict:
-    """The lists that recorded outputs are added to in the forward under way; empty where nothing is recorded."""
+    """The lists that recorded outputs are added to in the forward under way; empty where nothing is
+    recorded.
+    """
     collector = _collector()
     return (None if collector is None else collector.get()) or {}
 
@@ -65,7 +70,9 @@ def names_attention(config) -> bool:
 
 
 def name_attention(config, name: str | None) -> str | None:
-    """Lets this config alone name another attention (the property's setter writes into its sub-configs); the one before."""
+    """Lets this config alone name another attention (the property's setter writes into its
+    sub-configs); the one before.
+    """
     field = "_attn_implementation_internal"
     if not hasattr(config, field):
         field = "_attn_implementation"
@@ -75,7 +82,9 @@ def name_attention(config, name: str | None) -> str | None:
 
 
 def carries_states(kind: type) -> bool:
-    """Whether transformers marks a class of models as one whose tokens meet by a state too (Mamba, RWKV); unmarked, it says no."""
+    """Whether transformers marks a class of models as one whose tokens meet by a state too (Mamba,
+    RWKV); unmarked, it says no.
+    """
     return bool(getattr(kind, "_is_stateful", False))
 
 
@@ -92,15 +101,23 @@ def _with_balance(kind: type) -> list:
 
 
 def balances_through(kind: type, instead) -> bool:
-    """The load-balancing loss that a class's family computes is then instead(stock, ...), stock being its own function for it;
-    False where that takes something else."""
+    """The load-balancing loss that a class's family computes is then instead(stock, ...), stock
+    being its own function for it; False where that takes something else.
+    """
     able = True
     for file in _with_balance(kind):
         stock = file.load_balancing_loss_func
-        if tuple(inspect.signature(stock).parameters) != ("gate_logits", "num_experts", "top_k", "attention_mask"):
+        if tuple(inspect.signature(stock).parameters) != (
+            "gate_logits",
+            "num_experts",
+            "top_k",
+            "attention_mask",
+        ):
             able = False
         elif not hasattr(stock, "_hfpatch"):
-            file.load_balancing_loss_func = functools.wraps(stock)(functools.partial(instead, stock))
+            file.load_balancing_loss_func = functools.wraps(stock)(
+                functools.partial(instead, stock)
+            )
             file.load_balancing_loss_func._hfpatch = True
     return able
 
@@ -128,20 +145,23 @@ def set_own_loss(model: nn.Module, function) -> None:
     vars(model)["_loss_function"] = function
 
 
-# --- TRL and PEFT ---------------------------------------------------------------------------------------------------------------
+# --- TRL and PEFT ---------------------------------------------------------------------------------
 
 
 def trl_fused_head(forward) -> tuple | None:
-    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made; None for any other.
+    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made;
+    None for any other.
 
-    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in float32, the backbone's attribute,
-    the text config. They stand in its closure alone; where a later TRL calls them otherwise, its own head runs.
+    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in
+    float32, the backbone's attribute, the text config. They stand in its closure alone; where a
+    later TRL calls them otherwise, its own head runs.
     """
     function = getattr(forward, "__func__", None)
     if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
         return None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    names = ("outputs", "temperature", "logit_scale", "final_logit_softcapping", "cast_lm_head_to_fp32", "backbone_attr",
+    names = ("outputs", "temperature", "logit_scale", "final_logit_softcapping",
+             "cast_lm_head_to_fp32", "backbone_attr",
              "text_config")  # fmt: skip
     if "FusedCausalLMOutput" not in function.__globals__ or not set(names) <= set(cells):
         return None
@@ -149,7 +169,9 @@ def trl_fused_head(forward) -> tuple | None:
 
 
 def asks_for_input_gradients(hook) -> bool:
-    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another name it stays in force."""
+    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another
+    name it stays in force.
+    """
     of = (getattr(hook, "__module__", None) or "").partition(".")[0]
     return of in ("transformers", "peft", "trl") and hook.__name__ in (
         "make_inputs_require_grads",
@@ -158,9 +180,12 @@ def asks_for_input_gradients(hook) -> bool:
 
 
 def caller_reads_logits() -> bool:
-    """Whether the forward under way was called by PEFT's CPT, which computes its loss from outputs.logits itself."""
+    """Whether the forward under way was called by PEFT's CPT, which computes its loss from
+    outputs.logits itself.
+    """
     callers = walk_stack(sys._getframe(1)) if "peft" in sys.modules else ()
     return any(
-        frame.f_code.co_name == "_cpt_forward" and frame.f_globals.get("__name__") == "peft.peft_model"
+        frame.f_code.co_name == "_cpt_forward"
+        and frame.f_globals.get("__name__") == "peft.peft_model"
         for frame, _ in callers
     )

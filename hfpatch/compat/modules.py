@@ -13,7 +13,9 @@ from hfpatch.compat.tensors import gone
 
 
 class _Compiled(MutableMapping):
-    """Parameters or buffers of what torch.jit compiled, which keeps them in C++ and none of whose names come or go."""
+    """Parameters or buffers of what torch.jit compiled, which keeps them in C++ and none of whose
+    names come or go.
+    """
 
     def __init__(self, table):
         self.table = table
@@ -35,7 +37,9 @@ class _Compiled(MutableMapping):
 
 
 def parameters_of(module: nn.Module) -> MutableMapping:
-    """The module's own parameters by name, to read and to write. RuntimeError where torch keeps them otherwise."""
+    """The module's own parameters by name, to read and to write. RuntimeError where torch keeps
+    them otherwise.
+    """
     try:
         table = module.__dict__["_parameters"]
     except KeyError:
@@ -56,7 +60,8 @@ _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
 _EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
 
-# By what a module's forward goes another way, and a backward puts back: training or not, and which of PEFT's adapters are on.
+# By what a module's forward goes another way, and a backward puts back: training or not, and which
+# of PEFT's adapters are on.
 _SWITCHES = ("training", "_disable_adapters", "_active_adapter")
 _SAYS = (bool, str, list)
 
@@ -67,9 +72,11 @@ GONE = object()  # what an attribute is that was deleted, or not there
 
 
 def switches_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
-    """How a layer's modules of these attributes, itself the first, go now: (where a switch stands, its name, its value).
+    """How a layer's modules of these attributes, itself the first, go now: (where a switch stands,
+    its name, its value).
 
-    A forward on an instance is one too: older transformers record outputs by one, for as long as the model's forward runs.
+    A forward on an instance is one too: older transformers record outputs by one, for as long as
+        the model's forward runs.
     """
     rows = [
         (own, n, v.copy() if v.__class__ is list else v)
@@ -79,8 +86,9 @@ def switches_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
 
 
 def users_around(tables: list[dict]) -> list:
-    """The user's hooks and forwards on modules inside a layer of these attributes, each behind where it stands, and the user's
-    hooks on all modules."""
+    """The user's hooks and forwards on modules inside a layer of these attributes, each behind
+    where it stands, and the user's hooks on all modules.
+    """
     found = hooks_on_all()
     for own in tables[1:]:
         there = [h for n in _ALL_HOOKS if n in own and own[n] for h in own[n].values()]
@@ -93,8 +101,9 @@ def users_around(tables: list[dict]) -> list:
 
 
 class _MadeFrom(dict):
-    """Of a class that torch's FSDP or we made: the one that it was made from. Of what torch.jit compiled, whose class has no
-    forward: one that has None."""
+    """Of a class that torch's FSDP or we made: the one that it was made from. Of what torch.jit
+    compiled, whose class has no forward: one that has None.
+    """
 
     def __missing__(self, kind: type) -> type:
         base = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
@@ -109,10 +118,12 @@ MADE_FROM = _MadeFrom()
 
 
 class Snapshot:
-    """What a layer and the modules in it are made of: children, classes, forwards, hooks, and the names of their tensors.
+    """What a layer and the modules in it are made of: children, classes, forwards, hooks, and the
+    names of their tensors.
 
-    Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called. Everything is compared by
-    identity, in flat lists, since every forward asks. Nothing here refers to the layer, which may own this snapshot.
+    Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called.
+    Everything is compared by identity, in flat lists, since every forward asks. Nothing here refers
+    to the layer, which may own this snapshot.
     """
 
     __slots__ = ("inside", "made_of", "names", "hooks")
@@ -130,7 +141,13 @@ class Snapshot:
         for kind in dict.fromkeys(kinds):
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
         names = [n for m in modules for table in (parameters_of(m), buffers_of(m)) for n in table]
-        hooks = [id(h) for own in tables for n in _ALL_HOOKS if n in own and own[n] for h in own[n].values()]
+        hooks = [
+            id(h)
+            for own in tables
+            for n in _ALL_HOOKS
+            if n in own and own[n]
+            for h in own[n].values()
+        ]
         return made_of, names, hooks
 
     def holds(self, layer: nn.Module) -> bool:
@@ -141,7 +158,9 @@ class Snapshot:
 
 
 def _code_of(forward):
-    """What a forward on an instance runs. Not the forward: a closure may hold the layer that holds this."""
+    """What a forward on an instance runs. Not the forward: a closure may hold the layer that holds
+    this.
+    """
     while isinstance(forward, partial):
         forward = forward.func
     forward = getattr(forward, "__func__", forward)
@@ -155,7 +174,9 @@ def forward_in(own: dict):
 
 
 def merged_into(tables: list[dict]) -> list[int]:
-    """How many adapters are merged into the weights of modules of these attributes, by PEFT, which writes past their versions."""
+    """How many adapters are merged into the weights of modules of these attributes, by PEFT, which
+    writes past their versions.
+    """
     return [len(own["merged_adapters"]) for own in tables if "merged_adapters" in own]
 
 
@@ -174,7 +195,9 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
 
 
 def compiled_by_itself(module: nn.Module) -> bool:
-    """Whether module.compile() was called: its calls run that, and no forward of a class that was put over it since."""
+    """Whether module.compile() was called: its calls run that, and no forward of a class that was
+    put over it since.
+    """
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -186,7 +209,8 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _walk(children: dict, found: dict) -> None:
-    # Not a function within the other: that would hold itself and, until the collector comes, the modules.
+    # Not a function within the other: that would hold itself and, until the collector comes, the
+    #     modules.
     for child in children.values():
         if child is not None and child not in found:
             found[child] = None
@@ -228,7 +252,8 @@ def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
 
 
 _SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.")
-_LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")  # whose hooks and forwards come and go as a step goes on
+# whose hooks and forwards come and go as a step goes on
+_LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
 _GATHER = "torch.distributed.fsdp."
 
 
@@ -241,25 +266,37 @@ def _home(hook) -> str:
 
 
 def user_hooks(module: nn.Module, hooks=None) -> list:
-    """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no values."""
+    """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no
+    values.
+    """
     hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
 def hooks_on_all() -> list:
-    """The user's hooks on every module of the process; torch's own (module trackers) count, and read no values."""
+    """The user's hooks on every module of the process; torch's own (module trackers) count, and
+    read no values.
+    """
     found = []
     for name in _ON_ALL:  # asked at every tile: without a call where there are none
         if name in _EVERYWHERE and _EVERYWHERE[name]:
             found += _EVERYWHERE[name].values()
-    return [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))] if found else found
+    return (
+        [h for h in found if not _home(h).startswith((*_SERVE_ANY_OUTPUT, "torch."))]
+        if found
+        else found
+    )
 
 
 def watched(modules: list[nn.Module]) -> bool:
-    """Whether anything hooks one of these modules, or all modules of the process: a user, an engine, torch."""
+    """Whether anything hooks one of these modules, or all modules of the process: a user, an
+    engine, torch.
+    """
     # Asked at every layer: without a call where there are none.
     found = [n for n in _ON_ALL if n in _EVERYWHERE and _EVERYWHERE[n]]
-    return bool(found or [n for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]])
+    return bool(
+        found or [n for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
+    )
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
@@ -270,22 +307,35 @@ def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
 
 def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
     """Those of these modules that torch's FSDP2 gathers and reduces by themselves."""
-    hooked = [m for m in modules if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]]
+    hooked = [
+        m
+        for m in modules
+        if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]
+    ]
     return [m for m in hooked if in_fsdp2(m)] if hooked else hooked
 
 
 @contextmanager
 def unwatched(modules: list[nn.Module]):
-    """Within, no such hook of these modules runs, nor FSDP2's, nor any on their parameters, nor any on all modules of the process.
-    What FSDP2 gathers for modules inside the first of them is there."""
+    """Within, no such hook of these modules runs, nor FSDP2's, nor any on their parameters, nor any
+    on all modules of the process. What FSDP2 gathers for modules inside the first of them is there.
+    """
     noted_on_all = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
     units = fsdp2_units(modules[1:])
-    tables = [(m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)]
-    parameters = [p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)]
+    tables = [
+        (m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)
+    ]
+    parameters = [
+        p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)
+    ]
     noted = [(p, p._backward_hooks) for p in dict.fromkeys(parameters)]
     for own, name, hooks in tables:
         homes = [(key, h, _home(h)) for key, h in hooks.items()]
-        stay = [(k, h) for k, h, home in homes if home.startswith(_SERVE_ANY_OUTPUT) and not home.startswith(_GATHER)]
+        stay = [
+            (k, h)
+            for k, h, home in homes
+            if home.startswith(_SERVE_ANY_OUTPUT) and not home.startswith(_GATHER)
+        ]
         own[name] = type(hooks)(stay)
     for parameter, _ in noted:
         parameter._backward_hooks = None

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from torch import nn
 
 _CHOOSES = (
-    "transformers.integrations.hub_kernels"  # whose wrappers run a package's kernel in place of the function below them
+    # whose wrappers run a package's kernel in place of the function below them
+    "transformers.integrations.hub_kernels"
 )
 
 
 def run_scans_plainly(model: nn.Module) -> None:
-    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its default."""
+    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its
+    default.
+    """
     for module in model.modules():
         if hasattr(module, "use_fast_kernels"):
             module.use_fast_kernels = False
@@ -20,11 +23,14 @@ def run_scans_plainly(model: nn.Module) -> None:
 
 @contextmanager
 def plain_scans():
-    """Within, transformers' mixers run its own code in place of packages' kernels (causal_conv1d, mamba_ssm,
-    flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors."""
+    """Within, transformers' mixers run its own code in place of packages' kernels (causal_conv1d,
+    mamba_ssm, flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors.
+    """
     before = []
     try:
-        for file in [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]:
+        for file in [
+            m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")
+        ]:
             for name, value in list(vars(file).items()):
                 plain = _plain_form(value, vars(file))
                 if plain is not None:
@@ -37,8 +43,10 @@ def plain_scans():
 
 
 def _plain_form(value, names: dict):
-    """The function of a file, whose names these are, that a wrapper which may run a kernel was put around; None for anything else.
-    Where `kernels` is installed the wrapper is a module with another inside."""
+    """The function of a file, whose names these are, that a wrapper which may run a kernel was put
+    around; None for anything else. Where `kernels` is installed the wrapper is a module with
+    another inside.
+    """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()
         found = (_plain_form(cell.cell_contents, names) for cell in cells)

@@ -12,14 +12,18 @@ from torch import Tensor
 
 def gone(name: str, instead: str) -> RuntimeError:
     """The error of a torch that lacks a name."""
-    return RuntimeError(f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}.")
+    return RuntimeError(
+        f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}."
+    )
 
 
-# --- autograd and storages ----------------------------------------------------------------------------------------
+# --- autograd and storages ------------------------------------------------------------------------
 
 
 def keeps_graph() -> bool:
-    """Whether the backward under way was called with retain_graph; True, which only holds memory longer, where unknown."""
+    """Whether the backward under way was called with retain_graph; True, which only holds memory
+    longer, where unknown.
+    """
     try:
         return torch._C._autograd._get_current_graph_task_keep_graph()
     except AttributeError:
@@ -32,28 +36,41 @@ def transforming() -> bool:
 
 
 def ops_are_seen() -> bool:
-    """Whether a mode, a profiler or a transform sees the operators that are called; True where unknown."""
+    """Whether a mode, a profiler or a transform sees the operators that are called; True where
+    unknown.
+    """
     c = torch._C
     try:
-        modes = c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._are_functorch_transforms_active()
+        modes = (
+            c._len_torch_dispatch_stack()
+            or c._len_torch_function_stack()
+            or c._are_functorch_transforms_active()
+        )
         return bool(modes or torch.autograd._profiler_enabled())
     except AttributeError:
         return True
 
 
 def forward_mode() -> bool:
-    """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False where unknown."""
+    """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False
+    where unknown.
+    """
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 @contextmanager
 def closing_checkpoints():
-    """Within, a torch checkpoint whose forward raises takes its hooks off at once: torch 2.11 leaves them to the next steps for as
-    long as somebody (a notebook) holds the error."""
+    """Within, a torch checkpoint whose forward raises takes its hooks off at once: torch 2.11
+    leaves them to the next steps for as long as somebody (a notebook) holds the error.
+    """
     try:
         yield
     except BaseException as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "checkpoint"]
+        frames = [
+            frame
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_name == "checkpoint"
+        ]
         for frame in reversed(frames):
             if isgenerator(held := frame.f_locals.get("gen")):
                 held.close()
@@ -66,7 +83,9 @@ def graph_task() -> int:
 
 
 def autograd_node():
-    """The node of the backward graph that runs now, None outside of a backward. Of simulations. RuntimeError where gone."""
+    """The node of the backward graph that runs now, None outside of a backward. Of simulations.
+    RuntimeError where gone.
+    """
     try:
         return torch._C._current_autograd_node()
     except AttributeError:
@@ -74,7 +93,9 @@ def autograd_node():
 
 
 def sequence_number(node=None) -> int:
-    """That of a node, or of the next node that a forward makes. Of simulations. RuntimeError where gone."""
+    """That of a node, or of the next node that a forward makes. Of simulations. RuntimeError where
+    gone.
+    """
     try:
         return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
     except AttributeError:
@@ -82,7 +103,9 @@ def sequence_number(node=None) -> int:
 
 
 def holders(x: Tensor) -> tuple[int, int]:
-    """How many hold this tensor and its storage in C++; numbers that nothing is below where unknown."""
+    """How many hold this tensor and its storage in C++; numbers that nothing is below where
+    unknown.
+    """
     try:
         return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
     except AttributeError:
@@ -106,7 +129,9 @@ def versions(tensors: list[Tensor]) -> list[int]:
 
 
 def storage_of(x: Tensor) -> int | None:
-    """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another library's class)."""
+    """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another
+    library's class).
+    """
     try:
         return x.untyped_storage()._cdata
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -126,22 +151,30 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return same_storage(a, b) and a.storage_offset() == b.storage_offset()
 
 
-# --- the dispatcher -------------------------------------------------------------------------------------------------
+# --- the dispatcher -------------------------------------------------------------------------------
 
 
 def below_autograd():
-    """(context, keys, backends) with which an op's autograd registration calls its implementation, directly where a backend's
-    key is the first that is left (no mode, no subclass looks on); None where torch has no such thing."""
+    """(context, keys, backends) with which an op's autograd registration calls its implementation,
+    directly where a backend's key is the first that is left (no mode, no subclass looks on); None
+    where torch has no such thing.
+    """
     try:
         key = torch._C.DispatchKey
-        return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, (key.CPU, key.CUDA)
+        return (
+            torch._C._AutoDispatchBelowAutograd,
+            torch._C._after_autograd_keyset,
+            (key.CPU, key.CUDA),
+        )
     except AttributeError:
         return None
 
 
 def applying(function):
-    """An autograd function's `apply`, without its look at each argument for what torch.func has left behind: that of the class
-    above torch.autograd.Function, or the function's own where a transform is active or torch has other names."""
+    """An autograd function's `apply`, without its look at each argument for what torch.func has
+    left behind: that of the class above torch.autograd.Function, or the function's own where a
+    transform is active or torch has other names.
+    """
     active, plain = (
         getattr(torch._C, "_are_functorch_transforms_active", None),
         super(torch.autograd.Function, function),
@@ -153,16 +186,22 @@ def applying(function):
 
 
 def backward_from(outputs: tuple, grads: tuple) -> None:
-    """torch.autograd.backward with a gradient for each output, without its checks, which take longer than a small graph."""
+    """torch.autograd.backward with a gradient for each output, without its checks, which take
+    longer than a small graph.
+    """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         torch.autograd.backward(outputs, grads)
     else:
-        engine.run_backward(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine.run_backward(
+            outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 class _Aten:
-    """torch.ops.aten; an operator that is gone raises RuntimeError, which is how a backend that cannot run says so."""
+    """torch.ops.aten; an operator that is gone raises RuntimeError, which is how a backend that
+    cannot run says so.
+    """
 
     def __getattr__(self, name: str):
         try:
@@ -180,19 +219,27 @@ def has_kernel(name: str) -> bool:
 
 
 def flex_operators() -> tuple | None:
-    """(forward, backward, BlockMask) of flex_attention, as operators that can be called apart; None where torch has them not."""
+    """(forward, backward, BlockMask) of flex_attention, as operators that can be called apart; None
+    where torch has them not.
+    """
     try:
         from torch.nn.attention.flex_attention import BlockMask
 
-        return torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward, BlockMask
+        return (
+            torch.ops.higher_order.flex_attention,
+            torch.ops.higher_order.flex_attention_backward,
+            BlockMask,
+        )
     except (ImportError, AttributeError):
         return None
 
 
 def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
-    """A function of tensors without a gradient, compiled for tensors shaped like these. RuntimeError where names are gone.
+    """A function of tensors without a gradient, compiled for tensors shaped like these.
+    RuntimeError where names are gone.
 
-    torch.compile cannot be asked: it takes the backward of flex_attention from its own forward alone.
+    torch.compile cannot be asked: it takes the backward of flex_attention from its own forward
+    alone.
     """
     try:
         from torch._dynamo import lookup_backend
@@ -203,8 +250,10 @@ def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
 
 
 def flash3():
-    """FlashAttention-3's functions under the names of the operators that they stand for, as torch would register them for the
-    whole process. RuntimeError, which is how a backend that cannot run says so, where its package is not installed."""
+    """FlashAttention-3's functions under the names of the operators that they stand for, as torch
+    would register them for the whole process. RuntimeError, which is how a backend that cannot run
+    says so, where its package is not installed.
+    """
     try:
         from torch.nn.attention import _fa3
 
@@ -214,12 +263,15 @@ def flash3():
     except (ImportError, AttributeError) as error:
         raise gone(f"FlashAttention-3 ({error})", "install flash_attn_interface") from None
     return SimpleNamespace(
-        _scaled_dot_product_flash_attention=forward, _scaled_dot_product_flash_attention_backward=backward
+        _scaled_dot_product_flash_attention=forward,
+        _scaled_dot_product_flash_attention_backward=backward,
     )
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 [m, k] times int8 [k, n]: int32 [m, n]. Of simulations; without torch's own, by way of float64, exact too."""
+    """int8 [m, k] times int8 [k, n]: int32 [m, n]. Of simulations; without torch's own, by way of
+    float64, exact too.
+    """
     product = getattr(torch, "_int_mm", None)
     return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
 
@@ -252,19 +304,24 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether values can be read: not of a meta tensor, nor where a mode follows shapes alone (fake tensors)."""
+    """Whether values can be read: not of a meta tensor, nor where a mode follows shapes alone (fake
+    tensors).
+    """
     if x.device.type == "meta":
         return False
     if not is_fake(x) or not x.numel():
         return True
     try:
-        return isinstance(x.flatten()[0].item(), (bool, int, float))  # a simulation knows those of small tensors
+        # a simulation knows those of small tensors
+        return isinstance(x.flatten()[0].item(), (bool, int, float))
     except RuntimeError:
         return False
 
 
 def real_tensors():
-    """A context in which torch computes, also under a dispatch mode that only follows shapes (a simulation on fake tensors)."""
+    """A context in which torch computes, also under a dispatch mode that only follows shapes (a
+    simulation on fake tensors).
+    """
     try:
         from torch.utils._python_dispatch import _disable_current_modes
     except ImportError:
@@ -281,7 +338,8 @@ def schema_of(op):
 def shapes_of_out_dtype():
     """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
 
-    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape functions nothing is changed.
+    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape
+    functions nothing is changed.
     """
     try:
         from torch._decomp import meta_table
@@ -302,9 +360,15 @@ def shapes_of_out_dtype():
 
 
 def simulation_parts():
-    """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode). RuntimeError where gone."""
+    """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode).
+    RuntimeError where gone.
+    """
     try:
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+        from torch._subclasses.fake_tensor import (
+            FakeTensor,
+            FakeTensorMode,
+            in_kernel_invocation_manager,
+        )
         from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError as error:
         raise gone(f"fake tensors ({error})", "simulate with another version") from None
@@ -312,8 +376,9 @@ def simulation_parts():
 
 
 def keep_busy(cycles: int) -> None:
-    """Has the GPU wait for so many of its clock's cycles, for a host that queues work meanwhile. Without the name it does not:
-    what is timed then holds the host's gaps."""
+    """Has the GPU wait for so many of its clock's cycles, for a host that queues work meanwhile.
+    Without the name it does not: what is timed then holds the host's gaps.
+    """
     wait = getattr(torch.cuda, "_sleep", None)
     if wait is not None:
         wait(cycles)

@@ -10,8 +10,9 @@ _told: weakref.WeakSet = weakref.WeakSet()
 
 
 def told_of_forks(thing):
-    """The thing, whose `_at_fork_reinit` (locks have one) is called in a process that was forked: it has no other thread, neither
-    one that held a lock nor one that was to do something."""
+    """The thing, whose `_at_fork_reinit` (locks have one) is called in a process that was forked:
+    it has no other thread, neither one that held a lock nor one that was to do something.
+    """
     _told.add(thing)
     return thing
 
@@ -31,7 +32,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class Turn:
-    """The lock of one patched model: held during a forward of it and during each of its backward nodes, never between them.
+    """The lock of one patched model: held during a forward of it and during each of its backward
+    nodes, never between them.
 
     A thread may take it again. A copy of the model, or a pickle, has a lock of its own.
     """
@@ -46,11 +48,14 @@ class Turn:
         return Turn, ()
 
     def __enter__(self):
-        # On a GPU autograd has threads of its own: one that waits for a forward which waits for it would wait for ever.
+        # On a GPU autograd has threads of its own: one that waits for a forward which waits for it
+        #     would wait for ever.
         if not self.lock.acquire(timeout=WAIT_SECONDS):
             raise RuntimeError(
-                f"hfpatch: expected this model's other thread to end its forward or backward within {WAIT_SECONDS:.0f} s, it did "
-                "not; take gradients of a patched model outside of its forward (not in a forward hook)."
+                "hfpatch: expected this model's other thread to end its forward or backward "
+                f"within {WAIT_SECONDS:.0f} s, it did "
+                "not; take gradients of a patched model outside of its forward (not in a forward "
+                "hook)."
             )
         return self
 

@@ -1,1 +1,3 @@
-"""What transformers' own code meets while a patched model runs: attention, masks, documents, ranks."""
+"""What transformers' own code meets while a patched model runs: attention, masks, documents,
+ranks.
+"""

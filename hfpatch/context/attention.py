@@ -1,4 +1,6 @@
-"""What is registered in transformers' interfaces under our names: the mask, and attention, which asks or computes itself."""
+"""What is registered in transformers' interfaces under our names: the mask, and attention, which
+asks or computes itself.
+"""
 
 import inspect
 import sys
@@ -15,10 +17,12 @@ from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
-CAUSAL_NAME = "hfpatch_causal"  # in a compiled graph: no mask function goes with it, so no mask is built
+# in a compiled graph: no mask function goes with it, so no mask is built
+CAUSAL_NAME = "hfpatch_causal"
 
 
-def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None, local_size=None,
+def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None,
+         local_size=None,
          use_vmap=False, device=None, **kwargs):  # fmt: skip
     """A Mask. Keywords are those that transformers passes to its own mask functions."""
     given = {"q_length": q_length, "local_size": local_size, "device": device}
@@ -38,7 +42,9 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
     kind = None
     if not use_vmap and kv_length == batch.t and not kv_offset:
         kind = describe(mask_function, batch.T, local_size, batch.device)
-    added = kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
+    added = (
+        kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
+    )
     if kind is None:
         given["allow_is_causal_skip"] = False
         return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
@@ -46,14 +52,27 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
 
 
 def attention(
-    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, softcap=None, s_aux=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    **kwargs,
 ):
-    """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own eager and sdpa functions."""
+    """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own
+    eager and sdpa functions.
+    """
     extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
     if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
-        attention_mask = Mask(current.batch)  # accelerate's hooks take masks away; models with windows it refuses
+        # accelerate's hooks take masks away; models with windows it refuses
+        attention_mask = Mask(current.batch)
     asked = Asked(
-        module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux,
+        module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None
+        else scaling, softcap, s_aux,
         dropout if module.training else 0.0, _told(module, kwargs),
     )  # fmt: skip
     if current.role is None and current.batch is not None and (current.batch.weights or asked.told):
@@ -63,7 +82,9 @@ def attention(
         mask = _whole_mask(asked)
         if mask is not None and mask.dtype == torch.bool:
             mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-        return function(module, query, key, value, mask, scaling=asked.scale, dropout=dropout, **kwargs, **extra)
+        return function(
+            module, query, key, value, mask, scaling=asked.scale, dropout=dropout, **kwargs, **extra
+        )
     return (_whole(asked) if current.role is None else current.role(asked)), None
 
 
@@ -74,7 +95,9 @@ def _own_eager(module):
 
 
 def _told(module, kwargs) -> str | None:
-    """What else its eager attention is given that says who sees whom and how much (a bias of positions)."""
+    """What else its eager attention is given that says who sees whom and how much (a bias of
+    positions).
+    """
     given = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
     function = _own_eager(module) if given else None
     known = inspect.signature(function).parameters if function is not None else ()
@@ -96,7 +119,9 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads = attention_backward(dout, q, k, v, out, lse, ctx.state, **ctx.asked, sinks_H=sinks, backend=ctx.backend)
+        grads = attention_backward(
+            dout, q, k, v, out, lse, ctx.state, **ctx.asked, sinks_H=sinks, backend=ctx.backend
+        )
         return *grads, *(None,) * (6 - len(grads))
 
 
@@ -134,7 +159,9 @@ def _whole(asked: Asked) -> Tensor:
         pattern = asked.pattern()
         unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
         backend = "blocks" if unsupported else pick(q, k)
-        return _Attention.apply(q, k, v, asked.sinks_H, {"scale": asked.scale, "pattern": pattern}, backend)
+        return _Attention.apply(
+            q, k, v, asked.sinks_H, {"scale": asked.scale, "pattern": pattern}, backend
+        )
     return _plain(asked)
 
 
@@ -158,7 +185,9 @@ def _plain(asked: Asked) -> Tensor:
 
 
 def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
-    """The whole mask, where one says more than causality, and whether the call is causal without one."""
+    """The whole mask, where one says more than causality, and whether the call is causal without
+    one.
+    """
     mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
     same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
     return mask, getattr(asked.module, "is_causal", True) and same
@@ -174,7 +203,9 @@ def _whole_mask(asked: Asked) -> Tensor | None:
 
 
 def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
-    """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions have it."""
+    """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions
+    have it.
+    """
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
@@ -186,7 +217,9 @@ def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
         least = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
     if asked.sinks_H is not None:
-        scores = torch.cat([scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat(
+            [scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1
+        )
     p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     p = torch.nn.functional.dropout(p[..., : k.shape[2]], asked.dropout)
     return (p @ v).transpose(1, 2).contiguous(), p
@@ -200,12 +233,16 @@ def causal_attention(module, query, key, value, attention_mask=None, scaling=Non
     return out.transpose(1, 2).contiguous(), None
 
 
-def _torchs_own(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _torchs_own(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """For torch's function of this name with a Mask of ours: [B, H, T, E]."""
     frame, module = sys._getframe(1), None  # torch's function is not told whose attention it is
     while not isinstance(module, torch.nn.Module):
         module, frame = frame.f_locals.get("self"), frame.f_back
-    return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[0].transpose(1, 2)
+    return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[
+        0
+    ].transpose(1, 2)
 
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own

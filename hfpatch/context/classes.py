@@ -1,9 +1,9 @@
 """A module gets its fused class by `module.__class__ = mixed(Part, type(module))`.
 
-That is transformers' own class with a part mixed over it, of the same name and module, so that wrap policies, `save_pretrained`
-(which writes experts as the hub has them for transformers' own classes alone) and whoever else reads names find what they look
-for. Parameters, hooks and state_dict keys stay as they were, and the class
-survives pickle and deepcopy.
+That is transformers' own class with a part mixed over it, of the same name and module, so that wrap
+policies, `save_pretrained` (which writes experts as the hub has them for transformers' own classes
+alone) and whoever else reads names find what they look for. Parameters, hooks and state_dict keys
+stay as they were, and the class survives pickle and deepcopy.
 """
 
 import copyreg
@@ -33,13 +33,18 @@ class Mixed:
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)
-        # (copyreg.__newobj__, (cls,), state, ...): the class is made anew, what it holds is the object's own.
-        assert state[0] is copyreg.__newobj__, "hfpatch: a module with a pickling of its own cannot be rebuilt"
+        # (copyreg.__newobj__, (cls,), state, ...): the class is made anew, what it holds is the
+        # object's own.
+        assert state[0] is copyreg.__newobj__, (
+            "hfpatch: a module with a pickling of its own cannot be rebuilt"
+        )
         return _rebuild, (self._hfpatch_part, self._hfpatch_base), *state[2:]
 
 
 def mixed(part: type, base: type) -> type:
-    """The class of modules of class `base`, as it is now, with `part` over it, and what that wants beneath it."""
+    """The class of modules of class `base`, as it is now, with `part` over it, and what that wants
+    beneath it.
+    """
     return _mixed(part, base, base.forward)
 
 
@@ -47,7 +52,8 @@ def mixed(part: type, base: type) -> type:
 def _mixed(part: type, base: type, forward) -> type:
     made = type(
         base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward, "__module__": base.__module__,
+        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward,
+         "__module__": base.__module__,
          "__doc__": base.__doc__},
     )  # fmt: skip
     record_outputs_like(made, base)
@@ -55,9 +61,13 @@ def _mixed(part: type, base: type, forward) -> type:
 
 
 def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The outermost model of transformers inside another library's module, and its name there; None where there is none."""
+    """The outermost model of transformers inside another library's module, and its name there; None
+    where there is none.
+    """
     inside = ((name, m) for name, m in module.named_modules() if m is not module)
-    return next(((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None)
+    return next(
+        ((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None
+    )
 
 
 def not_a_model(came) -> ValueError:
@@ -66,7 +76,10 @@ def not_a_model(came) -> ValueError:
     found = inner_model(came) if isinstance(came, nn.Module) else None
     if found is not None:
         path, model = found
-        fix = f"pass the one inside it, its {path} ({type(model).__name__}), before another library wraps or shards it."
+        fix = (
+            f"pass the one inside it, its {path} ({type(model).__name__}), before another library "
+            "wraps or shards it."
+        )
     else:
         fix = "pass the model that from_pretrained() or from_config() returned."
     return ValueError(f"hfpatch: expected a transformers model (with a config), {name} came; {fix}")
@@ -85,7 +98,9 @@ def swap(module: nn.Module, part: type) -> None:
 def as_made(module: nn.Module) -> bool:
     """Whether calls of it run the code for which its class was mixed, or its own class's."""
     kind = type(module)
-    return "forward" not in vars(module) and MADE_FROM[kind].forward is getattr(kind, "_hfpatch_code", kind.forward)
+    return "forward" not in vars(module) and MADE_FROM[kind].forward is getattr(
+        kind, "_hfpatch_code", kind.forward
+    )
 
 
 def is_mixed(module: nn.Module) -> bool:
@@ -93,7 +108,9 @@ def is_mixed(module: nn.Module) -> bool:
 
 
 def unswap(module: nn.Module) -> None:
-    """transformers' class again, under what another library (parametrize) may have put over ours meanwhile."""
+    """transformers' class again, under what another library (parametrize) may have put over ours
+    meanwhile.
+    """
     module.__class__ = _unmixed(type(module))
 
 
@@ -101,25 +118,34 @@ def _unmixed(cls: type) -> type:
     if "_hfpatch_base" in vars(cls):
         return cls._hfpatch_base
     members = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__), members)
+    return type(
+        cls.__name__,
+        tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__),
+        members,
+    )
 
 
 # Libraries whose classes that stand for a Linear are projections: of each token by itself.
 PROJECTIONS = {
     "torch", "torchao", "transformers", "deepspeed", "hfpatch",
-    "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq", "optimum", "vptq",
+    "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq",
+    "optimum", "vptq",
 }  # fmt: skip
-# Libraries whose modules and forwards in a layer are known: they keep nothing of their calls but in buffers.
+# Libraries whose modules and forwards in a layer are known: they keep nothing of their calls but in
+#     buffers.
 LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
-    "accelerate", "causal_conv1d", "fla", "flash_attn", "kernels", "liger_kernel", "mamba_ssm", "peft", "transformer_engine", "trl",
+    "accelerate", "causal_conv1d", "fla", "flash_attn", "kernels", "liger_kernel", "mamba_ssm",
+    "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
 LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, whatever stands there later
 
 
 def whose(code) -> str:
-    """The module in which a class, a function or a forward on an instance (a trainer's, a kernel's of use_kernels) was written; a
-    function's, a partial's or a callable object's is not what wraps() says."""
+    """The module in which a class, a function or a forward on an instance (a trainer's, a kernel's
+    of use_kernels) was written; a function's, a partial's or a callable object's is not what
+    wraps() says.
+    """
     while isinstance(code, partial):
         code = code.func
     inner = getattr(code, "__func__", code)
@@ -152,12 +178,14 @@ def package_of(module: nn.Module) -> str:
     return home_of(MADE_FROM[type(module)])
 
 
-# --- forwards for a moment ----------------------------------------------------------------------------------------------
+# --- forwards for a moment ------------------------------------------------------------------------
 
 
 @contextmanager
 def forwards_for_now(pairs, name: str = "forward"):
-    """Within, calls of each module run the forward beside it; (module, forward) pairs. The model's lock is held."""
+    """Within, calls of each module run the forward beside it; (module, forward) pairs. The model's
+    lock is held.
+    """
     before = [(module.__dict__, module.__dict__.get(name)) for module, _ in pairs]
     try:
         for module, forward in pairs:
@@ -171,12 +199,13 @@ def forwards_for_now(pairs, name: str = "forward"):
                 own[name] = forward
 
 
-# --- forwards that know their caller's arguments by name ----------------------------------------------------------------
+# --- forwards that know their caller's arguments by name ------------------------------------------
 
 
 class KeepsSignature:
-    """What is mixed over a model's class: that gets a forward which hands on to `_hfpatch_forward(args, kwargs)` under its own
-    signature, by which Trainer decides which columns of a dataset to keep.
+    """What is mixed over a model's class: that gets a forward which hands on to
+    `_hfpatch_forward(args, kwargs)` under its own signature, by which Trainer decides which columns
+    of a dataset to keep.
 
     `_hfpatch_turn`: the model's lock; instances that apply() has not seen share one.
     """
@@ -200,5 +229,7 @@ class KeepsSignature:
                 return self._hfpatch_forward(args, kwargs)
 
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = (n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds)
+        names = (
+            n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds
+        )
         cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]

@@ -1,8 +1,9 @@
-"""The attention and the mask that a patched model's layers meet, and the three ways in which a layer is asked.
+"""The attention and the mask that a patched model's layers meet, and the three ways in which a
+layer is asked.
 
-Both are registered in transformers' interfaces (attending.py) under our name, which a model's configs carry only while its decoder
-(or a layer in backward) runs: `config.json`, other code that reads `config._attn_implementation`, and other models see the user's
-choice.
+Both are registered in transformers' interfaces (attending.py) under our name, which a model's
+configs carry only while its decoder (or a layer in backward) runs: `config.json`, other code that
+reads `config._attn_implementation`, and other models see the user's choice.
 
     pre     Noting: attention notes q, k, v and what was asked of it, and stops the layer's forward with an exception
     post    Answering: attention answers with the tile of the output that it is given
@@ -24,8 +25,10 @@ from hfpatch.context.masks import Batch, Mask
 
 
 class _Name(str):
-    """Our attention's name. Code of a family that asks for "sdpa" by name, to make its own of the mask (sparse attention) or to
-    call torch's function itself, does so under ours as well: it would leave that out without a word."""
+    """Our attention's name. Code of a family that asks for "sdpa" by name, to make its own of the
+    mask (sparse attention) or to call torch's function itself, does so under ours as well: it would
+    leave that out without a word.
+    """
 
     def __eq__(self, other):
         return isinstance(other, str) and other.__hash__() in (hash("hfpatch"), hash("sdpa"))
@@ -40,11 +43,15 @@ NAME = _Name("hfpatch")
 
 
 class Stopped(BaseException):
-    """Ends a layer's forward at its attention. Not an Exception: code that catches those must not swallow it."""
+    """Ends a layer's forward at its attention. Not an Exception: code that catches those must not
+    swallow it.
+    """
 
 
 class NotStopped(RuntimeError):
-    """A layer's forward went on beyond the attention that it was asked for; its message says why."""
+    """A layer's forward went on beyond the attention that it was asked for; its message says
+    why.
+    """
 
 
 class _Current(threading.local):
@@ -56,19 +63,23 @@ class _Current(threading.local):
     # What its caller said: some models drop positions before their layers (Mamba, Bloom).
     positions: Tensor | None = None
     uncached = False  # whether it asked for no cache, nor against one
-    sequence = None  # parallel.exchange.Sequence that the caller says shares rows (context/ranks.py)
+    # parallel.exchange.Sequence that the caller says shares rows (context/ranks.py)
+    sequence = None
     # The model that is asked for a loss, its labels, whether they are to be shifted, their count.
     target: tuple | None = None
     labels: Tensor | None = None  # that the forward under way computes the loss of
     balance = None  # context.router_balance.Counted, where a causal model's loss is computed
-    idle_BT: Tensor | None = None  # tokens whose output the loss does not read, where a loss is all that is asked for
+    # tokens whose output the loss does not read, where a loss is all that is asked for
+    idle_BT: Tensor | None = None
 
 
 current = _Current()
 
 
 def why_not_causal(module: torch.nn.Module, mask) -> str | None:
-    """None where attention with this mask can be tiled, whatever its queries are, else the reason."""
+    """None where attention with this mask can be tiled, whatever its queries are, else the
+    reason.
+    """
     if isinstance(mask, Tensor):
         return "an attention mask of the caller's own"
     if isinstance(mask, Mask) and mask.build is not None:
@@ -78,7 +89,9 @@ def why_not_causal(module: torch.nn.Module, mask) -> str | None:
 
 @dataclass
 class Asked:
-    """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and what it asks for."""
+    """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and what it asks
+    for.
+    """
 
     module: torch.nn.Module
     q_BHTE: Tensor
@@ -123,7 +136,9 @@ class Call:
 
 
 class Noting:
-    """pre: keeps the calls of one forward, which ends at the last of them. mixed: (args, kwargs) of each mixer, by name."""
+    """pre: keeps the calls of one forward, which ends at the last of them. mixed: (args, kwargs) of
+    each mixer, by name.
+    """
 
     def __init__(self, n_calls: int):
         self.n_calls, self.calls, self.mixed = n_calls, [], {}
@@ -131,7 +146,8 @@ class Noting:
     def _noted(self, answer: Tensor) -> Tensor:
         if len(self.calls) + len(self.mixed) == self.n_calls:
             raise Stopped
-        # The calls of a layer do not depend on each other (decoder/probe.py saw to it): any answer does.
+        # The calls of a layer do not depend on each other (decoder/probe.py saw to it): any answer
+        # does.
         return answer
 
     def __call__(self, asked: Asked):
@@ -155,7 +171,9 @@ class Noting:
 
 
 class Answering:
-    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order; mixers theirs, [B, t, D], by name."""
+    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order; mixers
+    theirs, [B, t, D], by name.
+    """
 
     def __init__(self, answers: list[Tensor], mixed: dict | None = None):
         self.answers, self.mixed = list(answers), mixed
@@ -189,13 +207,15 @@ def in_the_midst() -> bool:
 
 @contextmanager
 def on_its_own():
-    """Within, a forward knows nothing of the one in whose midst it is called (by a hook, or a signal's handler).
+    """Within, a forward knows nothing of the one in whose midst it is called (by a hook, or a
+    signal's handler).
 
     RuntimeError in the midst of a tile, whose layer's modules do not go their ordinary ways.
     """
     if current.role is not None:
         raise RuntimeError(
-            "hfpatch: expected no other forward in the midst of a layer's tile, one came (from a signal's handler?); have the "
+            "hfpatch: expected no other forward in the midst of a layer's tile, one came (from a "
+            "signal's handler?); have the "
             "handler set a flag, and run the model between steps."
         )
     before, sequence = dict(vars(current)), current.sequence
@@ -227,12 +247,13 @@ def asking(role):
 def not_exchanged(what: str) -> ValueError:
     """What ends a forward that would take a rank's part of each row for the whole."""
     return ValueError(
-        f"hfpatch: expected attention that can be exchanged between the ranks of a sequence, {what} came; "
+        "hfpatch: expected attention that can be exchanged between the ranks of a sequence, "
+        f"{what} came; "
         "leave it out, or train without sequence parallelism."
     )
 
 
-# --- which configs name our attention now -----------------------------------------------------------------------------
+# --- which configs name our attention now ---------------------------------------------------------
 
 _entered: dict = {}  # id(config): [the config, what it named before, how many contexts name ours]
 
@@ -254,7 +275,9 @@ def our_attention(configs, batch: Batch | None):
         try:
             for config in entered:
                 _leave(config)
-        except BaseException:  # Ctrl-C in the midst of it, which ends every context around this one too
+        except (
+            BaseException
+        ):  # Ctrl-C in the midst of it, which ends every context around this one too
             for config in entered:
                 _leave(config, wholly=True)
             raise
@@ -272,7 +295,9 @@ def _leave(config, wholly: bool = False) -> None:
 
 
 def unnamed(configs) -> bool:
-    """Whether a forward with our attention is under way, and these configs do not name it: of a layer that came later."""
+    """Whether a forward with our attention is under way, and these configs do not name it: of a
+    layer that came later.
+    """
     return current.batch is not None and any(id(config) not in _entered for config in configs)
 
 
@@ -283,11 +308,16 @@ def named(config) -> str | None:
 
 
 def standard(config) -> str | None:
-    """Which of transformers' own attentions, for all of which ours may stand, a config names: eager, sdpa, flex_attention or flash;
-    None for another. Each version of FlashAttention, and its kernels on the hub under the name of their repository, are called
-    by one function."""
+    """Which of transformers' own attentions, for all of which ours may stand, a config names:
+    eager, sdpa, flex_attention or flash; None for another. Each version of FlashAttention, and its
+    kernels on the hub under the name of their repository, are called by one function.
+    """
     name = named(config) or ""
     if name in ("eager", "sdpa", "flex_attention"):
         return name
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    return "flash" if function is flash_attention_forward or ("flash" in name and ulysses(function)) else None
+    return (
+        "flash"
+        if function is flash_attention_forward or ("flash" in name and ulysses(function))
+        else None
+    )

@@ -1,10 +1,12 @@
-"""Which tokens may see each other, decided once a step from what the caller passed, never as a [T, T] mask.
+"""Which tokens may see each other, decided once a step from what the caller passed, never as a [T,
+T] mask.
 
-One rule for every family. Without a mask and without a cache a document starts wherever a position is not its predecessor plus
-1 (transformers' rule for sdpa). Beside a 2D mask or a cache, where transformers looks at the mask alone, a document starts where
-the positions of the visible tokens restart: jumps (PoSE), fractions (interpolation) and repeats start none, so those equal
-transformers; packed rows stay isolated, where transformers lets their documents see each other. A masked token hides itself as a
-key and nothing else.
+One rule for every family. Without a mask and without a cache a document starts wherever a position
+is not its predecessor plus 1 (transformers' rule for sdpa). Beside a 2D mask or a cache, where
+transformers looks at the mask alone, a document starts where the positions of the visible tokens
+restart: jumps (PoSE), fractions (interpolation) and repeats start none, so those equal
+transformers; packed rows stay isolated, where transformers lets their documents see each other. A
+masked token hides itself as a key and nothing else.
 """
 
 from dataclasses import dataclass
@@ -18,15 +20,19 @@ from hfpatch.store.device import ToHost
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that nobody sees, or None; blind_BT:
-    tokens before a row's first visible one, which see nobody, or None where there is none whose output is read."""
+    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that
+    nobody sees, or None; blind_BT: tokens before a row's first visible one, which see nobody, or
+    None where there is none whose output is read.
+    """
 
     documents: Documents | None = None
     hidden_BT: Tensor | None = None
     blind_BT: Tensor | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
-        """What it says of so many tokens of one row, the first given among the flattened ones, where no keys are hidden."""
+        """What it says of so many tokens of one row, the first given among the flattened ones,
+        where no keys are hidden.
+        """
         bounds = [] if self.documents is None else self.documents.bounds
         inside = {x - first for x in bounds if first < x < first + tokens}
         return Rows(_from_bounds([0, *sorted(inside), tokens], 1, tokens, device))
@@ -35,13 +41,15 @@ class Rows:
 def _restarts(positions_BT: Tensor) -> Tensor:
     """Where positions fall: [B, T-1], for tokens 1 to T-1.
 
-    A token that repeats its row's least position starts a document of its own, unless the row repeats others too (positions
-    that were interpolated, not counted) or holds nothing else.
+    A token that repeats its row's least position starts a document of its own, unless the row
+    repeats others too (positions that were interpolated, not counted) or holds nothing else.
     """
     step_BT = positions_BT[:, 1:] - positions_BT[:, :-1]
     least_B1 = positions_BT.amin(1, keepdim=True)
     repeats, at_least = step_BT == 0, positions_BT[:, 1:] == least_B1
-    counted_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(1, keepdim=True)
+    counted_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(
+        1, keepdim=True
+    )
     return (step_BT < 0) | (repeats & at_least & counted_B1)
 
 
@@ -64,26 +72,41 @@ def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, counted: b
 
 
 def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more than one document."""
+    """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more
+    than one document.
+    """
     given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
-    starts = lambda positions, mask=None: _document_starts(positions, None if mask is None else mask.bool(), True)  # noqa: E731
+    starts = lambda positions, mask=None: _document_starts(  # noqa: E731
+        positions, None if mask is None else mask.bool(), True
+    )
     return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
 
 
 def shown(mask, B: int, T: int, past: int) -> Tensor | None:
-    """[B, T] of bool: which of the T tokens behind `past` ones a mask of scores, or a dict of them, lets see themselves.
+    """[B, T] of bool: which of the T tokens behind `past` ones a mask of scores, or a dict of them,
+    lets see themselves.
 
-    Padding is hidden from itself. None where the mask is of another kind, or does not reach so far."""
+    Padding is hidden from itself. None where the mask is of another kind, or does not reach so far.
+    """
     masks = mask.values() if isinstance(mask, dict) else [mask]
     for mask in masks:
-        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == T and past + T <= mask.shape[3]:
+        if (
+            isinstance(mask, Tensor)
+            and mask.dim() == 4
+            and mask.shape[2] == T
+            and past + T <= mask.shape[3]
+        ):
             itself = mask[:, 0].diagonal(past, 1, 2).expand(B, T)
             return itself if itself.dtype == torch.bool else itself == 0
     return None
 
 
-def packs(B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu_seq_lens: Tensor | None) -> bool:
-    """Whether a batch of B rows holds more documents than rows, as its positions [1 or B, T] or its offsets say."""
+def packs(
+    B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu_seq_lens: Tensor | None
+) -> bool:
+    """Whether a batch of B rows holds more documents than rows, as its positions [1 or B, T] or its
+    offsets say.
+    """
     if cu_seq_lens is not None:
         return cu_seq_lens.numel() > B + 1
     return position_ids is not None and restarts(position_ids.expand(B, -1), attention_mask)
@@ -92,24 +115,27 @@ def packs(B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu
 def refuse_packed(kind: type, advice: str = "do not pack"):
     """ValueError: documents would see each other in this class of model, or layer."""
     raise ValueError(
-        f"hfpatch: expected one document a row, position_ids that restart came to a {kind.__name__}, in which what mixes tokens "
+        "hfpatch: expected one document a row, position_ids that restart came to a "
+        f"{kind.__name__}, in which what mixes tokens "
         f"was not seen to keep documents apart; {advice}."
     )
 
 
 def find_rows(
-    B: int, T: int, device: torch.device, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+    B: int, T: int, device: torch.device, attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
     padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
     """Documents and hidden keys of a batch (the module's rule).
 
-    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1] offsets over the flattened tokens
-    (FlashAttention's keyword), which wins over positions; chunk: attention ends every so many tokens of a document, which left
-    padding is not (Llama 4); idle_BT: tokens whose output nobody reads, so that hidden ones among them at a row's end cost
-    nothing; padding: False where masked tokens are no rows of their own and only a restart starts a document;
-    cached: transformers would make a cache of this batch.
-    ValueError where offsets do not cover the tokens.
+    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1]
+    offsets over the flattened tokens (FlashAttention's keyword), which wins over positions; chunk:
+    attention ends every so many tokens of a document, which left padding is not (Llama 4); idle_BT:
+    tokens whose output nobody reads, so that hidden ones among them at a row's end cost nothing;
+    padding: False where masked tokens are no rows of their own and only a restart starts a
+    document; cached: transformers would make a cache of this batch. ValueError where offsets do not
+    cover the tokens.
     """
     offsets = None if cu_seq_lens is None else ToHost(cu_seq_lens).get()
     packed = offsets is not None
@@ -117,18 +143,24 @@ def find_rows(
         bounds = offsets.tolist()
         if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
             raise ValueError(
-                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), {bounds[:3]}...{bounds[-1]} came; "
+                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), "
+                f"{bounds[:3]}...{bounds[-1]} came; "
                 "count every token of the batch once."
             )
     if attention_mask is None and position_ids is None and chunk is None and not packed:
         return Rows()
     given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
     where = device if given else torch.device("cpu")  # what is known here waits for no device
-    inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu") if packed else None
+    inside = (
+        torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
+        if packed
+        else None
+    )
 
     def find(*_):
-        """[B*T + 2]: where documents start; whether keys are hidden, and some tokens blind. Runs beside the layers, on what came
-        with the batch."""
+        """[B*T + 2]: where documents start; whether keys are hidden, and some tokens blind. Runs
+        beside the layers, on what came with the batch.
+        """
         starts_BT = torch.zeros(B, T, dtype=torch.bool, device=where)
         starts_BT[:, 0] = True
         if packed:
@@ -140,7 +172,8 @@ def find_rows(
         hidden = blind = torch.zeros((), dtype=torch.bool, device=where)
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
-            # Before the first visible token nobody is seen, and behind the last one nobody is asked: rows of their own.
+            # Before the first visible token nobody is seen, and behind the last one nobody is
+            #     asked: rows of their own.
             starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
             starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
             hidden = holes_BT.any()
@@ -149,7 +182,8 @@ def find_rows(
             at = torch.arange(T, device=where)
             index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
             if position_ids is not None and not packed and not counted:
-                # Where transformers found documents, it counts as their positions do, which may begin anywhere.
+                # Where transformers found documents, it counts as their positions do, which may
+                # begin anywhere.
                 index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
             starts_BT |= index_BT % chunk == 0
         return torch.cat([starts_BT.view(-1), hidden[None], blind[None]])
@@ -164,7 +198,9 @@ def find_rows(
 
 
 def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Masked tokens before a row's first visible one, idle ones behind its last, and all others: [B, T] of bool each."""
+    """Masked tokens before a row's first visible one, idle ones behind its last, and all others:
+    [B, T] of bool each.
+    """
     visible_BT = attention_mask.bool()
     left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)
     rest_BT = ~visible_BT & ~left_BT
@@ -179,5 +215,7 @@ def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
     if bounds == list(range(0, B * T + 1, T)):
         return None
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(device, non_blocking=cuda)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(
+        device, non_blocking=cuda
+    )
     return Documents(tuple(bounds), cu_seqlens)

@@ -1,8 +1,9 @@
 """The mask as a description: what transformers' mask factories hand on in place of a [T, T] tensor.
 
-A family asks `create_causal_mask` and its relatives for masks; those call the function registered for the attention
-implementation with a closure `mask_function(batch, head, query, key)`. Ours asks the closure which kind it is, once a kind, and
-returns a `Mask`, which the model hands to attention untouched.
+A family asks `create_causal_mask` and its relatives for masks; those call the function registered
+for the attention implementation with a closure `mask_function(batch, head, query, key)`. Ours asks
+the closure which kind it is, once a kind, and returns a `Mask`, which the model hands to attention
+untouched.
 """
 
 from contextlib import nullcontext
@@ -24,10 +25,12 @@ _asking = lock()
 
 
 class Batch:
-    """What the caller said of a batch's tokens: who asks first looks it up, for each chunk size once.
+    """What the caller said of a batch's tokens: who asks first looks it up, for each chunk size
+    once.
 
-    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as documents.find_rows takes them.
-    sequence: the ranks that share these rows (parallel.exchange.Sequence), or None; t: how many tokens this one has.
+    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as
+    documents.find_rows takes them. sequence: the ranks that share these rows
+    (parallel.exchange.Sequence), or None; t: how many tokens this one has.
     """
 
     def __init__(
@@ -53,29 +56,49 @@ class Batch:
 
     @cached_property
     def apart(self) -> tuple[int, ...] | None:
-        """Where documents start and end in the flattened tokens as the positions say, whatever is masked: for mixers, which see
-        masked tokens as transformers has them do. None where every row is one."""
+        """Where documents start and end in the flattened tokens as the positions say, whatever is
+        masked: for mixers, which see masked tokens as transformers has them do. None where every
+        row is one.
+        """
         visible, positions, offsets = self.said
         if positions is None and offsets is None:
             return None
-        documents = find_rows(self.B, self.T, self.device, visible, positions, offsets, padding=False).documents
+        documents = find_rows(
+            self.B, self.T, self.device, visible, positions, offsets, padding=False
+        ).documents
         return None if documents is None else documents.bounds
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
-        """Of these rows' tokens a to b, one document each; of one row, more where its positions jump."""
+        """Of these rows' tokens a to b, one document each; of one row, more where its positions
+        jump.
+        """
         if (rows.start, a, b) not in self._parts:
-            visible, idle = (None if x is None else x[rows, a:b] for x in (self.said[0], self._idle))
+            visible, idle = (
+                None if x is None else x[rows, a:b] for x in (self.said[0], self._idle)
+            )
             B = len(range(self.B)[rows])
-            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible, idle_BT=idle)
+            part = self._parts[rows.start, a, b] = Batch(
+                B, b - a, self.device, visible, idle_BT=idle
+            )
             if B == 1 and visible is None:
-                part._rows[None] = self.rows().part((rows.start or 0) * self.T + a, b - a, self.device)
+                part._rows[None] = self.rows().part(
+                    (rows.start or 0) * self.T + a, b - a, self.device
+                )
         return self._parts[rows.start, a, b]
 
     def within_documents(self, function):
-        """A closure of the caller's own as transformers asks it of packed rows, where neither a mask nor a cache came: each
-        document sees itself alone, and is asked at positions inside it or, by older versions, inside its row."""
+        """A closure of the caller's own as transformers asks it of packed rows, where neither a
+        mask nor a cache came: each document sees itself alone, and is asked at positions inside it
+        or, by older versions, inside its row.
+        """
         visible, positions, offsets = self.said
-        if positions is None or visible is not None or offsets is not None or self.cached or self.sequence is not None:
+        if (
+            positions is None
+            or visible is not None
+            or offsets is not None
+            or self.cached
+            or self.sequence is not None
+        ):
             return function
         at_BT = positions.expand(self.B, -1).to(self.device)
         of_BT = masking_utils.find_packed_sequence_indices(at_BT)
@@ -83,25 +106,36 @@ class Batch:
             return function
         inside = hasattr(masking_utils, "packed_sequence_compatibility_function")
         at = (lambda b, i: at_BT[b, i]) if inside else (lambda b, i: i)
-        return lambda b, h, q, kv: (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at(b, q), at(b, kv))
+        return lambda b, h, q, kv: (
+            (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at(b, q), at(b, kv))
+        )
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
             self._rows[chunk] = find_rows(
-                self.B, self.T, self.device, *self.said, chunk=chunk, idle_BT=self._idle, cached=self.cached
+                self.B,
+                self.T,
+                self.device,
+                *self.said,
+                chunk=chunk,
+                idle_BT=self._idle,
+                cached=self.cached,
             )
         return self._rows[chunk]
 
 
-ANSWERED: dict = {}  # functions of torch that take a mask -> what answers for them where that is a Mask
+# functions of torch that take a mask -> what answers for them where that is a Mask
+ANSWERED: dict = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what has no such description.
+    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what
+    has no such description.
 
-    Code that makes something of it (sparse attention, scores written out) meets transformers' own mask: `tensor`. added: the dtype
-    in which that is added to scores, as eager attention has it; None where it is bool, as sdpa takes it.
+    Code that makes something of it (sparse attention, scores written out) meets transformers' own
+    mask: `tensor`. added: the dtype in which that is added to scores, as eager attention has it;
+    None where it is bool, as sdpa takes it.
     """
 
     batch: Batch
@@ -116,7 +150,9 @@ class Mask:
         return Pattern(rows.documents, window, rows.hidden_BT, softcap, rows.blind_BT)
 
     def dense(self) -> Tensor | None:
-        """As sdpa takes it: bool [B, 1, T, T], True where seen; None where plain causality says it all."""
+        """As sdpa takes it: bool [B, 1, T, T], True where seen; None where plain causality says it
+        all.
+        """
         pattern, b = self.pattern(), self.batch
         if pattern.plain and self.build is None:
             return None
@@ -124,7 +160,8 @@ class Mask:
         if self.build is None:
             return allowed
         theirs = self.build()
-        # A closure of its own may show keys that come later: only documents and hidden keys narrow it.
+        # A closure of its own may show keys that come later: only documents and hidden keys narrow
+        #     it.
         apart = replace(pattern, window=None).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
         causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
         return (apart | ~causal) & theirs if theirs is not None else apart
@@ -134,17 +171,27 @@ class Mask:
         """[B, 1, T, T], whole also where causality says it all."""
         allowed, b = self.dense(), self.batch
         if allowed is None:
-            allowed = torch.ones(b.t, b.t, dtype=torch.bool, device=b.device).tril().expand(b.B, 1, -1, -1)
+            allowed = (
+                torch.ones(b.t, b.t, dtype=torch.bool, device=b.device)
+                .tril()
+                .expand(b.B, 1, -1, -1)
+            )
         if self.added is None:
             return allowed
-        return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(~allowed, torch.finfo(self.added).min)
+        return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(
+            ~allowed, torch.finfo(self.added).min
+        )
 
     @property
     def dtype(self) -> torch.dtype:
         return self.added or torch.bool
 
     def __getitem__(self, index) -> "Mask | Tensor":
-        cut = isinstance(index, tuple) and len(index) == 4 and all(isinstance(x, slice) for x in index)
+        cut = (
+            isinstance(index, tuple)
+            and len(index) == 4
+            and all(isinstance(x, slice) for x in index)
+        )
         if cut and not any(x.start for x in index) and all(x.stop is None for x in index[:3]):
             return self  # models cut masks to the keys' length, which is ours already
         return self.tensor[index]
@@ -156,7 +203,11 @@ class Mask:
         return replace(self, batch=self.batch.part(rows, a, b))
 
     def to(self, *args, **kwargs) -> "Mask | Tensor":
-        other = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype) and x is not self.dtype]
+        other = [
+            x
+            for x in (*args, *kwargs.values())
+            if isinstance(x, torch.dtype) and x is not self.dtype
+        ]
         return self.tensor.to(*args, **kwargs) if other else self
 
     def __getattr__(self, name: str):
@@ -172,7 +223,9 @@ class Mask:
         kwargs = kwargs or {}
         if function in ANSWERED:
             return ANSWERED[function](*args, **kwargs)
-        args, kwargs = pytree().tree_map(lambda x: x.tensor if isinstance(x, Mask) else x, (args, kwargs))
+        args, kwargs = pytree().tree_map(
+            lambda x: x.tensor if isinstance(x, Mask) else x, (args, kwargs)
+        )
         return function(*args, **kwargs)
 
 
@@ -206,18 +259,25 @@ for _operator in _OPERATORS:
 
 
 def _held(function):
-    """The code of a closure, whose method it is, and what it and those it holds were made with, as a flat list."""
+    """The code of a closure, whose method it is, and what it and those it holds were made with, as
+    a flat list.
+    """
     if isinstance(function, (tuple, list)):
         return [len(function), *(x for held in function for x in _held(held))]
     if not (callable(function) and hasattr(function, "__code__")):
         return [function]
     cells = tuple(c.cell_contents for c in function.__closure__ or ())
-    defaults = (*(function.__defaults__ or ()), *(x for item in (function.__kwdefaults__ or {}).items() for x in item))
+    defaults = (
+        *(function.__defaults__ or ()),
+        *(x for item in (function.__kwdefaults__ or {}).items() for x in item),
+    )
     return [function.__code__, getattr(function, "__self__", None), *_held(cells), *_held(defaults)]
 
 
 def _unpadded(function):
-    """The closure with zeros for its tensors, which have no values in a simulation: chunks count from the left padding."""
+    """The closure with zeros for its tensors, which have no values in a simulation: chunks count
+    from the left padding.
+    """
     if isinstance(function, (tuple, list)):
         return type(function)(map(_unpadded, function))
     if isinstance(function, Tensor):
@@ -225,7 +285,9 @@ def _unpadded(function):
     if not hasattr(function, "__code__"):
         return function
     cells = tuple(CellType(_unpadded(c.cell_contents)) for c in function.__closure__ or ())
-    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    return FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
 
 
 def _ask(function, T: int, local: int | None, device):
@@ -233,7 +295,9 @@ def _ask(function, T: int, local: int | None, device):
     zero = torch.zeros((), dtype=torch.long, device=device)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(T, (SAMPLES,), generator=generator)
-    near = (q - torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)).clamp(0, T - 1)
+    near = (q - torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)).clamp(
+        0, T - 1
+    )
     far = torch.randint(T, (SAMPLES,), generator=generator)
     q, kv = torch.cat([q, q]), torch.cat([near, far])
     seen = lambda q, kv: torch.as_tensor(function(zero, zero, q.to(device), kv.to(device))).cpu()  # noqa: E731
@@ -247,13 +311,17 @@ def _ask(function, T: int, local: int | None, device):
     every = torch.arange(1, T)
     starts = (~seen(every, every - 1)).nonzero().flatten() + 1
     chunk_of = torch.bucketize(torch.arange(T), starts, right=True)
-    if bool((starts.diff() == local).all()) and torch.equal(found, causal & (chunk_of[q] == chunk_of[kv])):
+    if bool((starts.diff() == local).all()) and torch.equal(
+        found, causal & (chunk_of[q] == chunk_of[kv])
+    ):
         return "chunk", local
     return None
 
 
 def describe(function, T: int, local: int | None, device) -> tuple | None:
-    """The kind of a mask closure, from what it answers; closures of a structure seen before are known."""
+    """The kind of a mask closure, from what it answers; closures of a structure seen before are
+    known.
+    """
     try:
         held = _held(function)
         key = *(Tensor if isinstance(x, Tensor) else x for x in held), local, T
@@ -265,12 +333,19 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
     with _asking:
         try:
-            with real_tensors() if simulated or not has_tensor else nullcontext(), torch.device("cpu"):
-                function, device = (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
+            with (
+                real_tensors() if simulated or not has_tensor else nullcontext(),
+                torch.device("cpu"),
+            ):
+                function, device = (
+                    (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
+                )
                 kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
         except (RuntimeError, IndexError, TypeError, ValueError):
             kind = None
         if has_tensor and (kind is None or kind[0] != "chunk"):
-            return None  # what a tensor says may change with the batch; a chunk's says the left padding, which we count too
+            # what a tensor says may change with the batch; a chunk's says the left padding, which
+            # we count too
+            return None
         _kinds[key] = kind
     return kind

@@ -1,4 +1,6 @@
-"""What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole sequence."""
+"""What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole
+sequence.
+"""
 
 import torch
 import torch.distributed as dist
@@ -24,9 +26,11 @@ _sequences: dict = {}  # by what they are made of: what ranks agreed on stays ag
 
 
 def replaced_attention(config) -> bool:
-    """Whether attention calls go to a function from outside transformers that may see tokens which this process does not have.
+    """Whether attention calls go to a function from outside transformers that may see tokens which
+    this process does not have.
 
-    Nothing here may take such a function's place. DeepSpeed's Ulysses is known: `sequence_now` says what it does.
+    Nothing here may take such a function's place. DeepSpeed's Ulysses is known: `sequence_now` says
+    what it does.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(named(config))
     known = function is None or function.__module__.startswith("transformers.")
@@ -34,10 +38,11 @@ def replaced_attention(config) -> bool:
 
 
 def sequence_now(config, training: bool) -> Sequence | None:
-    """The ranks that share the rows of the forward under way; None where every process has whole rows.
+    """The ranks that share the rows of the forward under way; None where every process has whole
+    rows.
 
-    Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave it alone or `sharded()` says
-    so; under torch's context_parallel whatever runs in its context.
+    Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave
+    it alone or `sharded()` says so; under torch's context_parallel whatever runs in its context.
     """
     return _sequence_under(named(config), training)
 
@@ -51,7 +56,12 @@ def _sequence_under(name: str | None, training: bool) -> Sequence | None:
         found = None if group is None or (training_only and not training) else (group, False)
         if found is not None and training:
             summed_gradients(deepspeed_config(), dist.get_world_size(group))
-    if found is None and training and (group := ulysses_group()) is not None and dist.get_world_size(group) > 1:
+    if (
+        found is None
+        and training
+        and (group := ulysses_group()) is not None
+        and dist.get_world_size(group) > 1
+    ):
         raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
     if found is None or dist.get_world_size(found[0]) == 1:
         return None
@@ -60,8 +70,9 @@ def _sequence_under(name: str | None, training: bool) -> Sequence | None:
 
 @torch.compiler.assume_constant_result
 def shared_in_a_graph(name: str, training: bool) -> bool:
-    """Whether ranks share rows, or may, where a graph runs in which attention of this name is asked for: also one that was traced
-    in an evaluation of whole rows."""
+    """Whether ranks share rows, or may, where a graph runs in which attention of this name is asked
+    for: also one that was traced in an evaluation of whole rows.
+    """
     groups = (ulysses_group(), context_parallel_group())
     if any(group is not None and dist.get_world_size(group) > 1 for group in groups):
         return True
@@ -72,16 +83,26 @@ def shared_in_a_graph(name: str, training: bool) -> bool:
 
 
 def left_alone_in_evaluation(config) -> Sequence | None:
-    """The ranks that share rows in training but not here: accelerate told Ulysses to leave evaluation's whole, or nobody entered
-    context parallelism for it."""
+    """The ranks that share rows in training but not here: accelerate told Ulysses to leave
+    evaluation's whole, or nobody entered context parallelism for it.
+    """
     if current.sequence is not None or context_parallel() is not None:
         return None
-    group, left = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (context_parallel_group(), True)
-    return sequence_of(group) if group is not None and left and dist.get_world_size(group) > 1 else None
+    group, left = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (
+        context_parallel_group(),
+        True,
+    )
+    return (
+        sequence_of(group)
+        if group is not None and left and dist.get_world_size(group) > 1
+        else None
+    )
 
 
 def parts_of_trainers_evaluation() -> Sequence | None:
-    """The ranks that have a part each of the rows which transformers' Trainer evaluates now; None elsewhere."""
+    """The ranks that have a part each of the rows which transformers' Trainer evaluates now; None
+    elsewhere.
+    """
     found = context_parallel() if current.sequence is None else None
     if found is None or dist.get_world_size(found[0]) == 1 or not evaluated_by_trainer():
         return None
@@ -89,17 +110,19 @@ def parts_of_trainers_evaluation() -> Sequence | None:
 
 
 def summed_gradients(config: dict, size: int) -> None:
-    """ValueError for a DeepSpeed config under which gradients are summed over a sequence's ranks, not averaged.
+    """ValueError for a DeepSpeed config under which gradients are summed over a sequence's ranks,
+    not averaged.
 
-    The loss that transformers makes of the ranks' losses has gradients `size` times too large, which ZeRO-3's reduce-scatter
-    divides away; Adam hides that, clipping does not.
+    The loss that transformers makes of the ranks' losses has gradients `size` times too large,
+    which ZeRO-3's reduce-scatter divides away; Adam hides that, clipping does not.
     """
     zero = config.get("zero_optimization", {})
     stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
     if stage != 3 or not scatters:
         came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
         raise ValueError(
-            f"hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, {came} came, where gradients are {size} "
+            f"hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, {came} "
+            f"came, where gradients are {size} "
             'times too large; set "stage": 3 and "reduce_scatter": true.'
         )
 
@@ -112,12 +135,16 @@ def sequence_of(group, zigzag: bool = False) -> Sequence:
 
 
 def sharded(sequence: Sequence | None | bool):
-    """Within, forwards share their rows with the ranks of `sequence`; with nobody where it is False."""
+    """Within, forwards share their rows with the ranks of `sequence`; with nobody where it is
+    False.
+    """
     return having(sequence=sequence)
 
 
 def why_not_exchanged(config, training: bool) -> str | None:
-    """None where attention over rows that ranks share can be ours, else the reason in a few words."""
+    """None where attention over rows that ranks share can be ours, else the reason in a few
+    words.
+    """
     dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
     return "attention dropout" if training and dropout else None
 
@@ -125,15 +152,19 @@ def why_not_exchanged(config, training: bool) -> str | None:
 def items_of_a_mean_over_rows(
     sequence: Sequence, shift_labels: Tensor, batches: list[dict], args, ignore: int
 ) -> tuple[Tensor, int]:
-    """(num_items_in_batch, rows) with which the mean that transformers' Trainer takes under Ulysses is that over a step's tokens.
+    """(num_items_in_batch, rows) with which the mean that transformers' Trainer takes under Ulysses
+    is that over a step's tokens.
 
-    It takes the mean over a step's rows of each row's own mean, in which this rank's weighs by its labels. batches: this rank's
-    of the step, with shift_labels; args: TrainingArguments, whose `average_tokens_across_devices` says which ranks' tokens count;
-    rows: whose mean it is.
+    It takes the mean over a step's rows of each row's own mean, in which this rank's weighs by its
+    labels. batches: this rank's of the step, with shift_labels; args: TrainingArguments, whose
+    `average_tokens_across_devices` says which ranks' tokens count; rows: whose mean it is.
     """
     everybody = dist.group.WORLD if args.average_tokens_across_devices else sequence.group
     mine = (shift_labels != ignore).sum()
-    row, step = mine.clone(), sum((batch["shift_labels"] != ignore).sum() for batch in batches).to(mine.device)
+    row, step = (
+        mine.clone(),
+        sum((batch["shift_labels"] != ignore).sum() for batch in batches).to(mine.device),
+    )
     dist.all_reduce(row, group=sequence.group)
     dist.all_reduce(step, group=everybody)
     rows = len(batches) * (dist.get_world_size(everybody) // sequence.size)
@@ -141,7 +172,9 @@ def items_of_a_mean_over_rows(
 
 
 def weights_move(model: nn.Module) -> bool:
-    """Whether accelerate's hooks bring weights to the device for each call, or lay the model out over several devices."""
+    """Whether accelerate's hooks bring weights to the device for each call, or lay the model out
+    over several devices.
+    """
     devices = set()
     for hook in filter(None, map(engine_hook, modules_in(model))):
         for one in getattr(hook, "hooks", (hook,)):
@@ -155,18 +188,23 @@ def refuse_training_over_a_device_map(training: bool) -> None:
     """ValueError: a layer runs again in backward, when the hooks have taken its weights away."""
     if training:
         raise ValueError(
-            "hfpatch: expected a model on one device, one with a device map or offloaded weights came for training; load it "
-            "without device_map (FSDP or DeepSpeed ZeRO-3 spread a model that does not fit), or call hfpatch.undo(model)."
+            "hfpatch: expected a model on one device, one with a device map or offloaded weights "
+            "came for training; load it "
+            "without device_map (FSDP or DeepSpeed ZeRO-3 spread a model that does not fit), or "
+            "call hfpatch.undo(model)."
         )
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
-    """ValueError: other mixers of tokens than attention want whole rows. unknown: why nobody could look for them."""
+    """ValueError: other mixers of tokens than attention want whole rows. unknown: why nobody could
+    look for them.
+    """
     mixes = "mixes tokens by something else than attention too"
     if unknown:
         mixes = f"may mix tokens by something else than attention ({unknown})"
     raise ValueError(
-        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which {mixes}; train it without sequence "
+        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which {mixes}; "
+        "train it without sequence "
         "parallelism."
     )
 
@@ -175,47 +213,68 @@ def require_positions(position_ids: Tensor | None) -> None:
     """ValueError without position_ids: each rank would count its own tokens from 0."""
     if position_ids is None:
         raise ValueError(
-            "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, and each rank would count its "
-            "own from 0; put position_ids = torch.arange(tokens) into every batch before it is sharded."
+            "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, "
+            "and each rank would count its "
+            "own from 0; put position_ids = torch.arange(tokens) into every batch before it is "
+            "sharded."
         )
 
 
-def refuse_uneven_rows(sequence: Sequence, given: Tensor, watched: int, **beside: Tensor | None) -> None:
-    """ValueError on all ranks where their parts of the rows differ in shape, or one's labels and the like from its tokens: those
-    that go on would wait for the others; so they would where layers with hooks inside, which `watched` stands for, are others: run
-    whole, they exchange once more. given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None."""
+def refuse_uneven_rows(
+    sequence: Sequence, given: Tensor, watched: int, **beside: Tensor | None
+) -> None:
+    """ValueError on all ranks where their parts of the rows differ in shape, or one's labels and
+    the like from its tokens: those that go on would wait for the others; so they would where layers
+    with hooks inside, which `watched` stands for, are others: run whole, they exchange once more.
+    given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None.
+    """
     B, t = given.shape[:2]
     mine = {"input_ids": (B, t)}
     for name, x in beside.items():
-        mine[name] = (-1, -1) if x is None else (max(B, len(x)), x.shape[1]) if len(x) == 1 else tuple(x.shape[:2])
+        mine[name] = (
+            (-1, -1)
+            if x is None
+            else (max(B, len(x)), x.shape[1])
+            if len(x) == 1
+            else tuple(x.shape[:2])
+        )
     numbers = [*mine.values(), (watched, 0)]
     gather = lambda x: sequence.all_gather(torch.tensor(numbers, device=x.device))  # noqa: E731
     found = ToHost(gather, given).get()
     ranks = [] if found is None else found.tolist()
-    words = lambda shapes: ", ".join(f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0)  # noqa: E731
+    words = lambda shapes: ", ".join(  # noqa: E731
+        f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0
+    )
     for rank, (*shapes, hooks) in enumerate(ranks):
         if hooks != ranks[0][-1]:
             raise ValueError(
-                f"hfpatch: expected hooks inside the same layers on all ranks that share rows, rank {rank} has others than rank 0, "
+                "hfpatch: expected hooks inside the same layers on all ranks that share rows, "
+                f"rank {rank} has others than rank 0, "
                 "and would wait for it; register them on all."
             )
         if shapes != ranks[0][:-1] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
             raise ValueError(
-                "hfpatch: expected parts of one shape on all ranks that share rows, with labels and position_ids as long as "
-                f"input_ids, rank {rank} has {words(shapes)}" + (f", rank 0 {words(ranks[0])}" if rank else "")
+                "hfpatch: expected parts of one shape on all ranks that share rows, with labels "
+                "and position_ids as long as "
+                f"input_ids, rank {rank} has {words(shapes)}" + (f", rank 0 {words(ranks[0])}"
+                                                                 if rank else "")
                 + "; cut or pad the rows before they are dealt out."
             )  # fmt: skip
 
 
 def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:
-    """Whole rows [B, T] of attention_mask, position_ids and the like [1 or B, t], in one exchange; None where none came."""
+    """Whole rows [B, T] of attention_mask, position_ids and the like [1 or B, t], in one exchange;
+    None where none came.
+    """
     given = [x.expand(B, -1) for x in shards if x is not None]
     whole = iter(sequence.whole(*(x.long() for x in given)) if given else ())
     return [None if x is None else next(whole).to(x.dtype) for x in shards]
 
 
 def refuse_unless_by_engine(config) -> None:
-    """ValueError where ranks share rows and no engine put a function that exchanges tokens in place of transformers' attention."""
+    """ValueError where ranks share rows and no engine put a function that exchanges tokens in place
+    of transformers' attention.
+    """
     name = named(config)
     by_engine = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or name == "sdpa" and context_parallel()
     if current.sequence or not by_engine:
@@ -223,15 +282,19 @@ def refuse_unless_by_engine(config) -> None:
 
 
 def refuse_parts(config, batch: Batch) -> None:
-    """ValueError where transformers' own attention, as engines replace it, would not see the rows of a batch, which ranks share, as
-    they are: it takes whole rows and drops masks; flash attention alone reads documents and windows elsewhere."""
+    """ValueError where transformers' own attention, as engines replace it, would not see the rows
+    of a batch, which ranks share, as they are: it takes whole rows and drops masks; flash attention
+    alone reads documents and windows elsewhere.
+    """
     refuse_unless_by_engine(config)
     name, (mask, *_) = named(config), batch.said
     documents = batch.rows().documents if mask is None else batch.apart
     if documents is not None and "flash" not in name:
         raise ValueError(
-            f"hfpatch: expected one document a row where sequence parallelism runs {name} itself, restarting position_ids came; "
-            'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not pack.'
+            f"hfpatch: expected one document a row where sequence parallelism runs {name} itself, "
+            "restarting position_ids came; "
+            'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not '
+            "pack."
         )
     if mask is not None:
         hidden = ~mask.bool()

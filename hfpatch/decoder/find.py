@@ -1,4 +1,6 @@
-"""Where a model keeps its decoder: the list of layers, the module that runs them, the one that has the head and the loss."""
+"""Where a model keeps its decoder: the list of layers, the module that runs them, the one that has
+the head and the loss.
+"""
 
 from dataclasses import dataclass
 
@@ -9,9 +11,11 @@ from hfpatch.compat import modules_of
 
 @dataclass(frozen=True)
 class Decoder:
-    """layers: the decoder layers in order; stack: the module whose forward runs them; causal: the module around it that has the
-    head, or None; norm_path: where, seen from `causal`, the norm between the last layer and the head is, or None; around: models
-    around `causal` that compute a loss from what its head gives."""
+    """layers: the decoder layers in order; stack: the module whose forward runs them; causal: the
+    module around it that has the head, or None; norm_path: where, seen from `causal`, the norm
+    between the last layer and the head is, or None; around: models around `causal` that compute a
+    loss from what its head gives.
+    """
 
     layers: tuple[nn.Module, ...]
     stack: nn.Module
@@ -28,11 +32,15 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
-    """What transformers calls the decoder of this model, the text tower of a multimodal one; what it calls the decoder of that,
-    which may have a head or an encoder, and so on. The model itself where it runs layers, or nothing is called so."""
+    """What transformers calls the decoder of this model, the text tower of a multimodal one; what
+    it calls the decoder of that, which may have a head or an encoder, and so on. The model itself
+    where it runs layers, or nothing is called so.
+    """
     if list_of_layers(model) is not None:
         return model
-    models = [m for m in model.modules() if hasattr(type(m), "get_decoder") and hasattr(m, "config")]
+    models = [
+        m for m in model.modules() if hasattr(type(m), "get_decoder") and hasattr(m, "config")
+    ]
     for module in models:
         try:
             inner = module.get_decoder()
@@ -50,15 +58,20 @@ def _text_decoder(model: nn.Module) -> nn.Module:
 
 
 def _stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules that run layers; where some are of models that read tokens first of all, not those of images or sound."""
+    """The modules that run layers; where some are of models that read tokens first of all, not
+    those of images or sound.
+    """
     models = [m for m in model.modules() if hasattr(type(m), "main_input_name")]
-    reads = {m: type(of).main_input_name for of in models for m in of.modules()}  # the innermost model comes last
+    # the innermost model comes last
+    reads = {m: type(of).main_input_name for of in models for m in of.modules()}
     stacks = [m for m in model.modules() if list_of_layers(m) is not None]
     return [m for m in stacks if reads.get(m) == "input_ids"] or stacks
 
 
 def find_decoder(model: nn.Module) -> Decoder | None:
-    """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list of layers."""
+    """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list
+    of layers.
+    """
     stack = _text_decoder(model)
     if list_of_layers(stack) is None:
         stacks = _stacks(stack) or _stacks(model)
@@ -66,14 +79,32 @@ def find_decoder(model: nn.Module) -> Decoder | None:
             return None
         stack = max(stacks, key=lambda m: len(list_of_layers(m)))
     layers = tuple(list_of_layers(stack))
-    causal = next((m for m in model.modules() if _has_head(m) and any(inner is stack for inner in m.modules())), None)
+    causal = next(
+        (
+            m
+            for m in model.modules()
+            if _has_head(m) and any(inner is stack for inner in m.modules())
+        ),
+        None,
+    )
     path, around = None, ()
     if causal is not None:
         head = causal.get_output_embeddings()
-        outer = (m for m in model.modules() if m is not causal and any(inner is causal for inner in m.modules()))
-        around = tuple(m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head)
+        outer = (
+            m
+            for m in model.modules()
+            if m is not causal and any(inner is causal for inner in m.modules())
+        )
+        around = tuple(
+            m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head
+        )
         norm = next(
-            (n for n, m in stack.named_children() if n in ("norm", "final_layernorm", "ln_f", "final_norm")), None
+            (
+                n
+                for n, m in stack.named_children()
+                if n in ("norm", "final_layernorm", "ln_f", "final_norm")
+            ),
+            None,
         )
         place = next(n for n, m in causal.named_modules() if m is stack)
         path = None if norm is None else f"{place}.{norm}" if place else norm

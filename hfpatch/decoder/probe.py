@@ -1,4 +1,6 @@
-"""Asking one layer: how often it calls attention, whether it is the common block, whose values no gradient reads."""
+"""Asking one layer: how often it calls attention, whether it is the common block, whose values no
+gradient reads.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +31,13 @@ class _Counting:
     """LayerTraits every call with NaN and remembers whether a later call saw one."""
 
     def __init__(self, value: float = float("nan")):
-        self.modules, self.inputs, self.independent, self.reasons, self.value = [], [], True, [], value
+        self.modules, self.inputs, self.independent, self.reasons, self.value = (
+            [],
+            [],
+            True,
+            [],
+            value,
+        )
         self.softcap = None
 
     def __call__(self, asked: Asked) -> Tensor:
@@ -65,7 +73,9 @@ class _Captured(Exception):
 
 
 def captured(stack: nn.Module, layer: nn.Module) -> tuple[tuple, dict, Batch]:
-    """(args, kwargs) with which the stack calls this layer, and the batch that its mask describes."""
+    """(args, kwargs) with which the stack calls this layer, and the batch that its mask
+    describes.
+    """
     ids = torch.arange(TOKENS)[None] % stack.config.vocab_size
     batch = Batch(1, TOKENS, ids.device)
     found = {}
@@ -91,13 +101,15 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     (x, *args), kwargs, batch = captured(stack, layer)
     streams = len(x) if x.dim() == 4 else None
     forward = by_rows(type(layer).forward.__get__(layer), streams)
-    return ask_layer(layer, forward, x if streams is None else joined(x), args, kwargs, (stack.config,), batch)
+    return ask_layer(
+        layer, forward, x if streams is None else joined(x), args, kwargs, (stack.config,), batch
+    )
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:
-    """The LayerTraits of one layer, by running `forward` (its own) on a few tokens; random numbers and buffers go on
-    as if it was not
-    asked."""
+    """The LayerTraits of one layer, by running `forward` (its own) on a few tokens; random numbers
+    and buffers go on as if it was not asked.
+    """
     rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
     with rng, _NoDropout(), state_apart(layer) as written:
         try:
@@ -105,7 +117,10 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> La
         except Exception as error:  # a family's own code
             answers = LayerTraits(reason=_said(error))
         # Tiles would write it more often, each with what it has of the row.
-        return replace(answers, reason=answers.reason or next((f"it writes to {name}" for name in written()), None))
+        return replace(
+            answers,
+            reason=answers.reason or next((f"it writes to {name}" for name in written()), None),
+        )
 
 
 def _said(error: Exception) -> str:
@@ -130,10 +145,21 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
 
     def answered(inside: bool) -> LayerTraits:
         """inside: attention runs inside of what mixes tokens; else it is answered."""
-        with torch.no_grad(), our_attention(configs, batch), asking(None if inside else _Counting(0.0)):
+        with (
+            torch.no_grad(),
+            our_attention(configs, batch),
+            asking(None if inside else _Counting(0.0)),
+        ):
             found = find_mixers(layer, run if inside else told, x_BTD, known)
         return _with_mixers(
-            layer, run, x_BTD, configs, batch, () if inside else tuple(count.modules), found, count.reasons
+            layer,
+            run,
+            x_BTD,
+            configs,
+            batch,
+            () if inside else tuple(count.modules),
+            found,
+            count.reasons,
         )
 
     answers = answered(False)
@@ -154,17 +180,28 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         return replace(answers, reason=_said(error))
 
 
-def _with_mixers(layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]) -> LayerTraits:
-    """What the layer answers where its tokens meet in these modules, which call attention, and those that were `found`."""
+def _with_mixers(
+    layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]
+) -> LayerTraits:
+    """What the layer answers where its tokens meet in these modules, which call attention, and
+    those that were `found`.
+    """
     if found is None:
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     mixers, paired = found
     names = {id(m): n for n, m in layer.named_modules()}
     known = LayerTraits(tuple(names[id(m)] for m in attention), mixers, paired, looked=True)
     count = _Counting()
-    with torch.no_grad(), our_attention(configs, batch), asking(count), standing_in(layer, mixers, count.mixer, paired):
+    with (
+        torch.no_grad(),
+        our_attention(configs, batch),
+        asking(count),
+        standing_in(layer, mixers, count.mixer, paired),
+    ):
         out = run(x_BTD)
-    if isinstance(out, tuple) and any(isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2] for x in out[1:]):
+    if isinstance(out, tuple) and any(
+        isinstance(x, Tensor) and x.shape[:2] != x_BTD.shape[:2] for x in out[1:]
+    ):
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
         return replace(known, reason=reasons[0])
@@ -189,7 +226,13 @@ class _Probe:
     """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
-        self.layer, self.forward, self.x, self.batch, self.configs = layer, forward, x_BTD, batch, configs
+        self.layer, self.forward, self.x, self.batch, self.configs = (
+            layer,
+            forward,
+            x_BTD,
+            batch,
+            configs,
+        )
         self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
         self.known = known
         self.T = x_BTD.shape[1]
@@ -197,7 +240,9 @@ class _Probe:
             parts = self._ask().pre(self.x, 0, self.T)
         self.dparts = [torch.randn_like(p) for p in parts]
         n = 3 * len(known.attention)
-        like = [q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])] + parts[n:]
+        like = [
+            q[..., :1].expand(*q.shape[:3], v.shape[3]) for q, v in zip(parts[:n:3], parts[2:n:3])
+        ] + parts[n:]
         self.outs = [torch.randn_like(x) for x in like]
         with torch.no_grad():
             made = self._ask().post(self.x, self.outs, 0, self.T)
@@ -205,7 +250,14 @@ class _Probe:
 
     def _ask(self, arguments=None, **known) -> LayerParts:
         answers = replace(self.known, **known)
-        return LayerParts(self.layer, arguments or self.arguments, answers, self.configs, self.batch, forward=self.forward)
+        return LayerParts(
+            self.layer,
+            arguments or self.arguments,
+            answers,
+            self.configs,
+            self.batch,
+            forward=self.forward,
+        )
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()
@@ -225,34 +277,53 @@ class _Probe:
         return self._gradients(run)
 
     def _pre(self, **known):
-        return self._gradients(lambda x: (self._ask(**known).pre(x, 0, self.T, dead=True), self.dparts, []))
+        return self._gradients(
+            lambda x: (self._ask(**known).pre(x, 0, self.T, dead=True), self.dparts, [])
+        )
 
     def by_place(self) -> bool:
-        """Whether it makes something else of a few tokens one by one: of the last, say, or by a table of positions of its own.
-        One token alone may go to another expert by rounding."""
+        """Whether it makes something else of a few tokens one by one: of the last, say, or by a
+        table of positions of its own. One token alone may go to another expert by rounding.
+        """
 
         def parts(bounds):
             found = []
             for a, b in bounds:
                 x, outs, ask = self.x[:, a:b], [out[:, a:b] for out in self.outs], self._ask()
                 found.append(ask.pre(x, a, b) + ask.post(x, outs, a, b))
-            return [torch.cat(tiles, 1).unsqueeze(2).flatten(2).to(self.x.dtype) for tiles in zip(*found)]
+            return [
+                torch.cat(tiles, 1).unsqueeze(2).flatten(2).to(self.x.dtype)
+                for tiles in zip(*found)
+            ]
 
         with torch.no_grad():
             pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
-            # Norms and routers compute in float32 also in a float64 model; products in less, under autocast and as TF32.
+            # Norms and routers compute in float32 also in a float64 model; products in less, under
+            # autocast and as TF32.
             device = self.x.device.type
             steps = [torch.finfo(torch.float32).eps, 2**-10 if device == "cuda" else 0.0]
-            steps += [torch.finfo(dtype).eps for dtype in (self.x.dtype, autocast_dtype(device)) if dtype is not None]
-            other = [~((a - b).norm(dim=-1) <= max(steps) ** 0.5 * a.norm(dim=-1)) for a, b in pairs]
+            steps += [
+                torch.finfo(dtype).eps
+                for dtype in (self.x.dtype, autocast_dtype(device))
+                if dtype is not None
+            ]
+            other = [
+                ~((a - b).norm(dim=-1) <= max(steps) ** 0.5 * a.norm(dim=-1)) for a, b in pairs
+            ]
         return int(torch.stack(other).any(0).sum()) > 1
 
     def answers(self) -> LayerTraits:
         with torch.enable_grad():
-            block = looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
+            block = (
+                looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
+            )
             post, pre = self._post(), self._pre()
             inside = tuple(f"{name}." for name in self.known.mixers)  # run whole, elsewhere
-            names = [n for n, m in self.layer.named_modules() if can_go_without(m) and not n.startswith(inside)]
+            names = [
+                n
+                for n, m in self.layer.named_modules()
+                if can_go_without(m) and not n.startswith(inside)
+            ]
             run_post = self._called(names, lambda: self._post(block=block))
             run_pre = self._called(names, lambda: self._pre(block=block))
             dead_post = tuple(n for n in run_post if self._dead(n, self._post, post))
@@ -264,10 +335,14 @@ class _Probe:
         return replace(self.known, block=block, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
-        """Those of these modules that run() calls: to leave out the others costs time a tile, and saves nothing."""
+        """Those of these modules that run() calls: to leave out the others costs time a tile, and
+        saves nothing.
+        """
         called: set[str] = set()
         handles = [
-            self.layer.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            self.layer.get_submodule(name).register_forward_pre_hook(
+                lambda *_, name=name: called.add(name)
+            )
             for name in names
         ]
         run()
@@ -294,19 +369,27 @@ class _Probe:
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:
-        # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out alone.
-        args, kwargs = pytree().tree_map(_far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec))
+        # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out
+        # alone.
+        args, kwargs = pytree().tree_map(
+            _far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec)
+        )
         far = Arguments(args, kwargs, *self.x.shape[:2])
         try:
             with torch.no_grad():
                 pairs = [
-                    (self._ask(far, block=True).pre(self.x, 0, self.T), self._ask(far).pre(self.x, 0, self.T)),
-                    (self._ask(block=True).pre(self.x, 0, self.T), self._ask().pre(self.x, 0, self.T)),
-                    (self._ask(block=True).post(self.x, self.outs, 0, self.T), self._ask().post(self.x, self.outs, 0, self.T)),
+                    (self._ask(far, block=True).pre(self.x, 0, self.T),
+                     self._ask(far).pre(self.x, 0, self.T)),
+                    (self._ask(block=True).pre(self.x, 0, self.T),
+                     self._ask().pre(self.x, 0, self.T)),
+                    (self._ask(block=True).post(self.x, self.outs, 0, self.T),
+                     self._ask().post(self.x, self.outs, 0, self.T)),
                 ]  # fmt: skip
             values = all(_equal(ours, theirs) for ours, theirs in pairs)
             return (
-                values and _equal(self._post(block=True), self._post()) and _equal(self._pre(block=True), self._pre())
+                values
+                and _equal(self._post(block=True), self._post())
+                and _equal(self._pre(block=True), self._pre())
             )
         except Exception:  # a layer that only looks like one may raise anything
             return False
@@ -314,5 +397,6 @@ class _Probe:
 
 def _equal(ours, theirs) -> bool:
     return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True)
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
     )

@@ -1,4 +1,6 @@
-"""A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer of each kind."""
+"""A scaled-down instance of a decoder stack: the same class, a few thousand parameters, one layer
+of each kind.
+"""
 
 import copy
 import inspect
@@ -19,35 +21,57 @@ from hfpatch.decoder.find import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
-TOKENS = 40  # longer than the window, the chunk and the original positions below, so that all of them act
+# longer than the window, the chunk and the original positions below, so that all of them act
+TOKENS = 40
 
-# What a config calls its sizes, and what a small instance has. Sizes that are absent or None stay so.
+# What a config calls its sizes, and what a small instance has. Sizes that are absent or None stay
+# so.
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4,
-    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-    "shared_experts_intermediate_size": 32, "head_dim": 16, "lru_width": 64, "attention_window_size": 8, "global_head_dim": 16,
-    "embedding_dim": 64, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16,
-    "sliding_window": 8, "attention_chunk_size": 8, "max_position_embeddings": 64, "original_max_position_embeddings": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_state": 8, "ssm_state_size": 8,
-    "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8, "mamba_dt_rank": 8,
-    "num_heads": 8, "rotary_dim": 8, "linear_head_dim": 8, "swa_head_dim": 16, "sliding_window_size": 8, "rel_extent": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_block_size": 8, "index_topk_blocks": 2,
-    "indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2, "keep_window_size": 8,
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "word_embed_proj_dim": 64,
+    "num_attention_heads": 4,
+    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "shared_experts_intermediate_size": 32, "head_dim": 16, "lru_width": 64,
+    "attention_window_size": 8, "global_head_dim": 16,
+    "embedding_dim": 64, "vocab_size": 64, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 16,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "qk_head_dim": 24, "v_head_dim": 16,
+    "sliding_window": 8, "attention_chunk_size": 8, "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16,
+    "mamba_d_state": 8, "ssm_state_size": 8,
+    "mamba_n_groups": 1, "n_groups": 1, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8,
+    "mamba_dt_rank": 8,
+    "num_heads": 8, "rotary_dim": 8, "linear_head_dim": 8, "swa_head_dim": 16,
+    "sliding_window_size": 8, "rel_extent": 16,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_block_size": 8,
+    "index_topk_blocks": 2,
+    "indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "keep_window_size": 8,
     "window_size": 8, "local_attention": 16, "block_size": 8,
 }  # fmt: skip
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def scaled_config(config, n_layers: int, at=None):
-    """A copy of a text config with the sizes above and n_layers layers: those that lists have at `at`, else the first."""
+    """A copy of a text config with the sizes above and n_layers layers: those that lists have at
+    `at`, else the first.
+    """
     at = range(n_layers) if at is None else at
     small = copy.deepcopy(config)
-    real = {name: _value(small, name) for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")}
+    real = {
+        name: _value(small, name)
+        for name in ("num_hidden_layers", "num_key_value_heads", "num_attention_heads")
+    }
     for name, size in SIZES.items():
         value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -57,7 +81,8 @@ def scaled_config(config, n_layers: int, at=None):
             setattr(small, name, type(value)(size for _ in at))
     latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
     if latent:
-        small.head_dim = SIZES["qk_rope_head_dim"]  # what is rotated is all that this name says there
+        # what is rotated is all that this name says there
+        small.head_dim = SIZES["qk_rope_head_dim"]
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
             setattr(small, name, 0.0)  # a random function agrees with nothing
@@ -67,10 +92,15 @@ def scaled_config(config, n_layers: int, at=None):
         small.num_key_value_heads = 2 if grouped else 1 if real["num_key_value_heads"] == 1 else 4
     for name, value in list(vars(small).items()):
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
-        if by_layer and isinstance(value, (list, tuple)) and len(value) == real["num_hidden_layers"]:
+        if (
+            by_layer
+            and isinstance(value, (list, tuple))
+            and len(value) == real["num_hidden_layers"]
+        ):
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    # Where a layer with two attentions counts as two above (LongCat); xLSTM's; where those above are an encoder's (BART).
+    # Where a layer with two attentions counts as two above (LongCat); xLSTM's; where those above
+    # are an encoder's (BART).
     for name in ("num_layers", "num_blocks", "decoder_layers"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
@@ -89,15 +119,22 @@ def scaled_config(config, n_layers: int, at=None):
         if latent and "partial_rotary_factor" in rope:
             rope["partial_rotary_factor"] = 1.0
         if not any(isinstance(inner, dict) for inner in rope.values()):
-            # Pairs by height, width and time, the first two alike (ERNIE); what has no images reads none of it.
-            width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
-            share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
+            # Pairs by height, width and time, the first two alike (ERNIE); what has no images reads
+            # none of it.
+            width = (
+                _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+            )
+            share = (
+                rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
+            )
             pairs = int(width * share) // 2
             rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
     by_layer = config.to_dict().get("per_layer_config")
     if by_layer:  # what single layers have other than the config
         given = {int(i): values for i, values in by_layer.items()}
-        small.per_layer_config = {i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given}
+        small.per_layer_config = {
+            i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given
+        }
     name_attention(small, "eager")
     run_experts_plainly(small)
     return small
@@ -105,13 +142,18 @@ def scaled_config(config, n_layers: int, at=None):
 
 def _scaled_override(values: dict, config) -> dict:
     """A layer's own sizes: twice those above where its are larger than the config's."""
-    found, heads = dict(values), values.get("num_attention_heads", _value(config, "num_attention_heads"))
+    found, heads = (
+        dict(values),
+        values.get("num_attention_heads", _value(config, "num_attention_heads")),
+    )
     for name, value in values.items():
         if name in SIZES and isinstance(value, int):
             found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
     if "num_key_value_heads" in values:
         n = values["num_key_value_heads"]
-        found["num_key_value_heads"] = 1 if n == 1 else found.get("num_attention_heads", 4) if n == heads else 2
+        found["num_key_value_heads"] = (
+            1 if n == 1 else found.get("num_attention_heads", 4) if n == heads else 2
+        )
     return found
 
 
@@ -123,21 +165,32 @@ def _value(config, name: str):
 
 
 def _rope_tables(config) -> list[dict]:
-    tables = [t for n in ("rope_parameters", "rope_scaling") if isinstance(t := getattr(config, n, None), dict)]
-    return tables + [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+    tables = [
+        t
+        for n in ("rope_parameters", "rope_scaling")
+        if isinstance(t := getattr(config, n, None), dict)
+    ]
+    return tables + [
+        inner for table in tables for inner in table.values() if isinstance(inner, dict)
+    ]
 
 
 _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
 
 
 def kind_of(layer: nn.Module) -> tuple:
-    """What tells one kind of layer from another: the classes in it, and the settings that their forwards branch on."""
+    """What tells one kind of layer from another: the classes in it, and the settings that their
+    forwards branch on.
+    """
 
     def settings(module):
-        plain = ((n, v) for n, v in vars(module).items() if not n.startswith("_") and n not in _NO_KIND)
+        plain = (
+            (n, v) for n, v in vars(module).items() if not n.startswith("_") and n not in _NO_KIND
+        )
 
         def told(n, v):
-            switch = n.startswith(("use", "is", "has", "no")) or "rope" in n  # 0 and 1 that stand for False and True
+            # 0 and 1 that stand for False and True
+            switch = n.startswith(("use", "is", "has", "no")) or "rope" in n
             return v if isinstance(v, (bool, str)) or switch and v in (0, 1) else v is None
 
         return tuple(sorted((n, told(n, v)) for n, v in plain
@@ -145,7 +198,9 @@ def kind_of(layer: nn.Module) -> tuple:
 
     # Adapters, quantised projections and torch's own modules make no other kind of layer.
     home = type(layer).__module__.split(".")[0]
-    own = ((name, m) for name, m in layer.named_modules() if type(m).__module__.split(".")[0] == home)
+    own = (
+        (name, m) for name, m in layer.named_modules() if type(m).__module__.split(".")[0] == home
+    )
     return tuple(
         (name.replace(".base_layer", ""), vars(type(m)).get("_hfpatch_base", type(m)), settings(m))
         for name, m in own
@@ -155,8 +210,9 @@ def kind_of(layer: nn.Module) -> tuple:
 
 @contextmanager
 def quiet_process():
-    """Inside, random numbers, the default dtype and device, hooks on all modules, and DeepSpeed's way of making parameters are not
-    the caller's."""
+    """Inside, random numbers, the default dtype and device, hooks on all modules, and DeepSpeed's
+    way of making parameters are not the caller's.
+    """
     dtype = torch.get_default_dtype()
     cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
     try:
@@ -173,11 +229,13 @@ def quiet_process():
 
 
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
-    """A stack of class stack_class in training mode, float64 where it can be, with weights of ordinary size.
+    """A stack of class stack_class in training mode, float64 where it can be, with weights of
+    ordinary size.
 
-    kinds: of the real layers, in order. As many of the first layers are made as hold one of each kind; where that is too many, one
-    of each kind that the config lists. Where the class cannot be made so, a base whose forward it runs. ValueError, saying why,
-    where an instance would be too large, or of other modules; whatever the class itself raises otherwise.
+    kinds: of the real layers, in order. As many of the first layers are made as hold one of each
+    kind; where that is too many, one of each kind that the config lists. Where the class cannot be
+    made so, a base whose forward it runs. ValueError, saying why, where an instance would be too
+    large, or of other modules; whatever the class itself raises otherwise.
     """
     taken = inspect.signature(stack_class.forward).parameters
     if "hidden_states" in taken and "input_ids" not in taken:
@@ -192,10 +250,14 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     raise first_error
 
 
-def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool, twice: bool) -> nn.Module:
-    """derived: what the config makes of its sizes once it has them is made anew (Zamba 2's head sizes), and there are two layers at
-    least (RWKV's weights begin by a layer's share of the depth); twice: so are there of each kind that has them (Zamba's share
-    weights, and one alone is refused)."""
+def _small_stack(
+    stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool, twice: bool
+) -> nn.Module:
+    """derived: what the config makes of its sizes once it has them is made anew (Zamba 2's head
+    sizes), and there are two layers at least (RWKV's weights begin by a layer's share of the
+    depth); twice: so are there of each kind that has them (Zamba's share weights, and one alone is
+    refused).
+    """
     at = {kinds.index(kind) for kind in kinds}
     if twice:
         at |= {i for i in range(len(kinds)) if kinds[:i].count(kinds[i]) == 1}
@@ -204,17 +266,27 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, der
     exact = exact and n_layers <= MOST_LAYERS
     if len(at) > MOST_LAYERS:
         raise ValueError(f"it has {len(at)} kinds of layers")
-    small = scaled_config(config, n_layers) if n_layers <= MOST_LAYERS else scaled_config(config, len(at), at)
+    small = (
+        scaled_config(config, n_layers)
+        if n_layers <= MOST_LAYERS
+        else scaled_config(config, len(at), at)
+    )
     if derived:
-        getattr(small, "__post_init__", lambda: None)()  # which configs of transformers 5.0 have not
+        # which configs of transformers 5.0 have not
+        getattr(small, "__post_init__", lambda: None)()
     with torch.device("meta"):
         empty = stack_class(small)
     parameters = sum(p.numel() for p in empty.parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"a small instance would have {parameters:,} parameters")
     made_of = lambda kinds: {made for kind in kinds for _, made, _ in kind}  # noqa: E731
-    if not exact and not made_of(kinds) <= made_of(kind_of(layer) for layer in list_of_layers(empty)):
-        raise ValueError(f"its kinds of layers, first occurring in the first {n_layers}, are made of other modules")
+    if not exact and not made_of(kinds) <= made_of(
+        kind_of(layer) for layer in list_of_layers(empty)
+    ):
+        raise ValueError(
+            f"its kinds of layers, first occurring in the first {n_layers}, are made of other "
+            "modules"
+        )
     made = stack_class(small)
     run_scans_plainly(made)
     with torch.no_grad():
@@ -223,6 +295,7 @@ def _small_stack(stack_class: type, config, kinds: list[tuple], exact: bool, der
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
-        # Sizes that do not fit show here; what it keeps from call to call is as it was made (RecurrentGemma's states).
+        # Sizes that do not fit show here; what it keeps from call to call is as it was made
+        # (RecurrentGemma's states).
         copy.deepcopy(made.train())(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     return made

@@ -1,30 +1,51 @@
-"""Buffers and gates of a layer while it is asked: what its modules write goes to copies, and zeros hide nothing."""
+"""Buffers and gates of a layer while it is asked: what its modules write goes to copies, and zeros
+hide nothing.
+"""
 
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import buffers_of, hooked_by_forward, is_sharded_by_zero3, parameters_of, version
+from hfpatch.compat import (
+    buffers_of,
+    hooked_by_forward,
+    is_sharded_by_zero3,
+    parameters_of,
+    version,
+)
 
 _WIDE = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 def _is_zero(p: Tensor | None) -> bool:
-    here = type(p) is nn.Parameter and p.dtype in _WIDE and not p.is_meta and not is_sharded_by_zero3(p)
+    here = (
+        type(p) is nn.Parameter
+        and p.dtype in _WIDE
+        and not p.is_meta
+        and not is_sharded_by_zero3(p)
+    )
     return here and not p.detach().any()
 
 
 @contextmanager
 def state_apart(layer: nn.Module):
-    """Within, the layer's modules that have buffers write to copies of them, as in training, and weights that are zero yet (gates,
-    what adapters end in) have values, for they hide what they weigh. Yields a function, which gives the names of the buffers that
-    were written to."""
-    own = [(name, m, m.training, dict(buffers_of(m))) for name, m in layer.named_modules() if buffers_of(m)]
+    """Within, the layer's modules that have buffers write to copies of them, as in training, and
+    weights that are zero yet (gates, what adapters end in) have values, for they hide what they
+    weigh. Yields a function, which gives the names of the buffers that were written to.
+    """
+    own = [
+        (name, m, m.training, dict(buffers_of(m)))
+        for name, m in layer.named_modules()
+        if buffers_of(m)
+    ]
     zeros = [(m, n, p) for m in layer.modules() for n, p in parameters_of(m).items() if _is_zero(p)]
     with torch.inference_mode(False):  # whose tensors count no writes
         others = [nn.Parameter(torch.randn_like(p) / 8, p.requires_grad) for *_, p in zeros]
-        copied = [{n: b if b is None else b.detach().clone() for n, b in buffers.items()} for *_, buffers in own]
+        copied = [
+            {n: b if b is None else b.detach().clone() for n, b in buffers.items()}
+            for *_, buffers in own
+        ]
     for (_, module, _, _), copies in zip(own, copied):
         buffers_of(module).update(copies)
         module.training = True

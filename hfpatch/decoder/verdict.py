@@ -1,8 +1,8 @@
 """What each kind of layer answers when it is asked, found before any layer is trusted.
 
-A scaled-down instance of the decoder (decoder/small_instance.py) runs as transformers has it and tiled, forward and
-backward, plain,
-packed and with hidden tokens. A kind of layer that differs beyond rounding is not tiled, and the report says so.
+A scaled-down instance of the decoder (decoder/small_instance.py) runs as transformers has it and
+tiled, forward and backward, plain, packed and with hidden tokens. A kind of layer that differs
+beyond rounding is not tiled, and the report says so.
 """
 
 import copy
@@ -29,11 +29,14 @@ from hfpatch.layer.shared_keys import hands_on_keys
 from hfpatch.layer.strangers import is_token_wise
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
-CLOSE = 3e-4  # of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
+# of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
+CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SECONDS = 3.0  # after that no more is tried
 LATE = f"the verdict took more than {SECONDS:.0f} s"
-SHARED_KEYS = "its layers share keys with later ones, and would store them again when they run again"
+SHARED_KEYS = (
+    "its layers share keys with later ones, and would store them again when they run again"
+)
 TILE = 16
 DOCUMENTS = (0, 17, TOKENS)
 
@@ -44,10 +47,13 @@ class _Different(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """answers: one for each layer; places: of all modules in the layers of the small instance (places.places_in); ours:
-    whether the stack may have our attention and masks; alone: why its layers cannot even run twice and stay as they are, or None;
-    prefill: whether they fill an empty KV cache as transformers' do; apart: whether documents of one row were seen not to see each
-    other; across: whether what mixes tokens beside attention lets them where transformers' own layers run."""
+    """answers: one for each layer; places: of all modules in the layers of the small instance
+    (places.places_in); ours: whether the stack may have our attention and masks; alone: why its
+    layers cannot even run twice and stay as they are, or None; prefill: whether they fill an empty
+    KV cache as transformers' do; apart: whether documents of one row were seen not to see each
+    other; across: whether what mixes tokens beside attention lets them where transformers' own
+    layers run.
+    """
 
     answers: tuple[LayerTraits, ...]
     places: frozenset[tuple[str, type]] = frozenset()
@@ -62,7 +68,9 @@ def ask_model(decoder: Decoder) -> Verdict:
     """What the layers of this model answered, and what may be trusted."""
     n = len(decoder.layers)
     if not hasattr(decoder.stack, "config"):
-        return Verdict((), frozenset(), False, "its layers are in a module without a config", apart=True)
+        return Verdict(
+            (), frozenset(), False, "its layers are in a module without a config", apart=True
+        )
     shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
     if shared and hands_on_keys(decoder.layers[0]):
         shared = None
@@ -70,25 +78,44 @@ def ask_model(decoder: Decoder) -> Verdict:
     kinds = [kind_of(layer) for layer in decoder.layers]
     try:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
-    except Exception as error:  # whatever a family raises on a small instance, it is a reason not to trust
+    except (
+        Exception
+    ) as error:  # whatever a family raises on a small instance, it is a reason not to trust
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
         return Verdict((untried,) * n, frozenset(), False, shared)
     unknown = LayerTraits(reason="no layer of its kind in the small instance")
-    answers = tuple(_answer(found, layer, kind) or unknown for layer, kind in zip(decoder.layers, kinds))
-    return Verdict(answers, found.places, found.ours, shared or found.alone, found.prefill, found.apart, found.across)
+    answers = tuple(
+        _answer(found, layer, kind) or unknown for layer, kind in zip(decoder.layers, kinds)
+    )
+    return Verdict(
+        answers,
+        found.places,
+        found.ours,
+        shared or found.alone,
+        found.prefill,
+        found.apart,
+        found.across,
+    )
 
 
 def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | None:
-    """Of a layer with declared modules (hfpatch.token_wise): that of the kind which has other modules in their places."""
+    """Of a layer with declared modules (hfpatch.token_wise): that of the kind which has other
+    modules in their places.
+    """
     declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
-    others = ((tuple(row for row in known if row[0] not in declared), answer) for known, answer in found.answers.items())
+    others = (
+        (tuple(row for row in known if row[0] not in declared), answer)
+        for known, answer in found.answers.items()
+    )
     return next((answer for known, answer in others if known == kind), None)
 
 
 @dataclass
 class _Found:
-    """The same of a small instance: answers by kind; places: of all that is in its layers (places.places_in)."""
+    """The same of a small instance: answers by kind; places: of all that is in its layers
+    (places.places_in).
+    """
 
     answers: dict[tuple, LayerTraits]
     ours: bool = True
@@ -123,15 +150,25 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
             found = _Found({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
             found.apart = _keeps_apart(_patched(stack, found))
             return found
-        # Of what mixes tokens in a way that was not found, documents are not kept apart, in transformers either.
-        expected = _Expected(stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values()))
+        # Of what mixes tokens in a way that was not found, documents are not kept apart, in
+        # transformers either.
+        expected = _Expected(
+            stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values())
+        )
         found = _settled(answers, expected, late)
-        never = "packed" in expected.batches and not found.ours and not _keeps_apart(_patched(stack, found))
+        never = (
+            "packed" in expected.batches
+            and not found.ours
+            and not _keeps_apart(_patched(stack, found))
+        )
         if never:
-            # However it runs, a document of several is another than alone (its model takes no positions): such rows are refused.
+            # However it runs, a document of several is another than alone (its model takes no
+            # positions): such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected, late)
-        found.places = frozenset(place for layer in list_of_layers(stack) for place in places_in(layer))
+        found.places = frozenset(
+            place for layer in list_of_layers(stack) for place in places_in(layer)
+        )
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
@@ -149,23 +186,33 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
             answers[kind] = probe.ask(stack, layers[i])
         except Exception as error:  # of the stack, before it comes to the layer
             answers[kind] = LayerTraits(
-                reason=f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
+                reason=(
+                    f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
+                )
             )
     return answers
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _Found:
-    """The most that agrees with transformers: tiled, kind by kind, whole with our attention, whole with its own, left alone."""
+    """The most that agrees with transformers: tiled, kind by kind, whole with our attention, whole
+    with its own, left alone.
+    """
     difference = expected.differs(_Found(asked))
     if difference is None:
         return _Found(asked)
     answers = dict(asked)
     for kind, answer in asked.items():
         if len(asked) > 1 and not answer.reason:
-            others = {k: a if k == kind else replace(a, reason=a.reason or "not now") for k, a in asked.items()}
+            others = {
+                k: a if k == kind else replace(a, reason=a.reason or "not now")
+                for k, a in asked.items()
+            }
             reason = LATE if late() else expected.differs(_Found(others))
             answers[kind] = replace(answer, reason=reason)
-    whole = {kind: replace(answer, reason=answer.reason or difference) for kind, answer in answers.items()}
+    whole = {
+        kind: replace(answer, reason=answer.reason or difference)
+        for kind, answer in answers.items()
+    }
     for found in (_Found(answers), _Found(whole), _Found(whole, ours=False)):
         if late():
             return _Found(whole, ours=False)
@@ -195,7 +242,8 @@ class _Expected:
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
-        visible[0, 11:13], visible[1, -5:] = 0, 0  # a hole, and padding; what hidden tokens see counts too
+        # a hole, and padding; what hidden tokens see counts too
+        visible[0, 11:13], visible[1, -5:] = 0, 0
         a, b = DOCUMENTS[1:]
         one = slice(0, 1)
         apart = [
@@ -209,8 +257,12 @@ class _Expected:
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
             self.batches["packed"] = (apart, joined)
-        # Of copies: what a family keeps from call to call (RecurrentGemma's states) is none of the stack's.
-        self.wanted = {name: self._gradients(copy.deepcopy(stack), alone) for name, (alone, _) in self.batches.items()}
+        # Of copies: what a family keeps from call to call (RecurrentGemma's states) is none of the
+        #     stack's.
+        self.wanted = {
+            name: self._gradients(copy.deepcopy(stack), alone)
+            for name, (alone, _) in self.batches.items()
+        }
 
     @staticmethod
     def _gradients(stack, batches) -> dict[str, Tensor]:
@@ -240,7 +292,9 @@ class _Expected:
             pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
             for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
                 pairs += [(a.keys, b.keys), (a.values, b.values)]
-            return all(a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs)
+            return all(
+                a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs
+            )
         except Exception:  # a cache of the family's own
             return False
 
@@ -258,16 +312,22 @@ class _Expected:
                 raise _Different(f"other parameters have gradients on a {name} batch")
             for what, value in wanted.items():
                 error, module = (got[what] - value).norm(), what.removesuffix(".bias")
-                # A bias of keys that are not rotated shifts all scores alike: its gradient is the rounding of its weight's.
-                rounding = EPS * wanted[f"{module}.weight"].norm() if f"{module}.weight" in wanted else 0.0
+                # A bias of keys that are not rotated shifts all scores alike: its gradient is the
+                #     rounding of its weight's.
+                rounding = (
+                    EPS * wanted[f"{module}.weight"].norm() if f"{module}.weight" in wanted else 0.0
+                )
                 if not error <= max(CLOSE * value.norm().clamp_min(1e-3), rounding):
                     raise _Different(
-                        f"it differs from transformers on a {name} batch ({what}: {error / value.norm():.0e})"
+                        f"it differs from transformers on a {name} batch ({what}: "
+                        f"{error / value.norm():.0e})"
                     )
 
 
 def _keeps_apart(stack: nn.Module) -> bool:
-    """Whether a document says the same whatever stands before it in its row, where positions restart."""
+    """Whether a document says the same whatever stands before it in its row, where positions
+    restart.
+    """
     a, b = DOCUMENTS[1:]
     ids = torch.randint(1, stack.config.vocab_size, (1, b))
     other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)
@@ -287,13 +347,19 @@ def _patched(stack: nn.Module, found: _Found) -> nn.Module:
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    session = LayerRuntime(Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers))
+    session = LayerRuntime(
+        Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers)
+    )
     ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
     ours._hfpatch_turn = session.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason="not asked"))
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
-        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_traits = session, configs, answer
+        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_traits = (
+            session,
+            configs,
+            answer,
+        )
         layer._hfpatch_places = places_in(layer)
     return ours

@@ -1,15 +1,17 @@
-"""A training step on the clock: the real model, session and policy over fake tensors, on a device whose streams are clocks.
+"""A training step on the clock: the real model, session and policy over fake tensors, on a device
+whose streams are clocks.
 
     timeline = clock("llama-3.1-8b", seq_len=131072, gpu="h100")
     print(timeline)
 
-Nothing is computed and no GPU is asked. Each operation takes, on its stream, the seconds that the step model gives its shape
-(budget/seconds.py: FLOPs and bytes over the rates of budget/hardware.py), each copy its bytes over the link, each launch some
-of the host's time. Events order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
+Nothing is computed and no GPU is asked. Each operation takes, on its stream, the seconds that the
+step model gives its shape (budget/seconds.py: FLOPs and bytes over the rates of
+budget/hardware.py), each copy its bytes over the link, each launch some of the host's time. Events
+order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
 session issues its work: where compute waits for a copy, the copy is exposed.
 
-On the clock is one GPU that holds weights, gradients and optimizer states. Not on it: engines that gather or offload those,
-ranks that share rows, and what kernels take beyond the model's rates.
+On the clock is one GPU that holds weights, gradients and optimizer states. Not on it: engines that
+gather or offload those, ranks that share rows, and what kernels take beyond the model's rates.
 """
 
 import contextlib
@@ -30,8 +32,8 @@ from hfpatch.layer.call import LayerCall
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 
-# Of one launch: with it a Llama's layer in one tile takes the host about what budget/seconds.py says, HOST_SECONDS_PER_LAYER
-# and HOST_SECONDS_PER_TILE.
+# Of one launch: with it a Llama's layer in one tile takes the host about what budget/seconds.py
+# says, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
 LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
@@ -50,7 +52,9 @@ class Event:
 
 
 class ClockDevice(Device):
-    """A device whose streams know the time alone. It notes every slice of work, and compute's waits for copies."""
+    """A device whose streams know the time alone. It notes every slice of work, and compute's waits
+    for copies.
+    """
 
     pins = True
 
@@ -68,7 +72,7 @@ class ClockDevice(Device):
     def compute(self) -> Stream:
         return self.streams[0]
 
-    # -- the device interface ------------------------------------------------------------------------------------------
+    # -- the device interface ----------------------------------------------------------------------
     def stream(self) -> Stream:
         self.streams.append(Stream("side stream"))
         return self.streams[-1]
@@ -100,9 +104,11 @@ class ClockDevice(Device):
         times = [event.time] if event is not None else [stream.now for stream in self.streams]
         self.host = max(self.host, *times)
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------
     def launch(self, seconds: float) -> None:
-        """Work on the current stream, which begins when the stream is there and the host has issued it."""
+        """Work on the current stream, which begins when the stream is there and the host has issued
+        it.
+        """
         stream = self.current()
         self.host += LAUNCH_SECONDS
         start = max(stream.now, self.host)
@@ -112,20 +118,28 @@ class ClockDevice(Device):
         self._note(Slice(stream.name, start, stream.now, self.turn, *self.place))
 
     def copy(self, nbytes: int, direction: str) -> None:
-        """A copy between host and device on the current stream; copies in one direction share the link."""
+        """A copy between host and device on the current stream; copies in one direction share the
+        link.
+        """
         stream = self.current()
         self.host += LAUNCH_SECONDS
         start = max(stream.now, self.host, self.links[direction])
         stream.now = self.links[direction] = start + nbytes / self.rates[direction]
         if stream is not self.compute:
             stream.name = direction
-        self._note(Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", nbytes))
+        self._note(
+            Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", nbytes)
+        )
 
     def _note(self, new: Slice) -> None:
         """Behind the last of its row, or as more of it."""
         row = self.rows.setdefault(new.stream, [])
         last = row[-1] if row else None
-        if last is not None and (last.turn, last.name) == (new.turn, new.name) and new.start - last.end < 1e-9:
+        if (
+            last is not None
+            and (last.turn, last.name) == (new.turn, new.name)
+            and new.start - last.end < 1e-9
+        ):
             last.end, last.nbytes = new.end, last.nbytes + new.nbytes
         elif new.end > new.start:
             row.append(new)
@@ -150,7 +164,9 @@ class ClockFollower(Follower):
 
     @contextmanager
     def tiled(self, layer: int, phase: str):
-        """Within runs a layer in tiles; what comes before attention is told from what comes after by attention itself."""
+        """Within runs a layer in tiles; what comes before attention is told from what comes after
+        by attention itself.
+        """
         before, self.layer = self.layer, layer
         self.clock.place = f"layer {layer}", phase
         try:
@@ -165,7 +181,14 @@ class ClockFollower(Follower):
             if kind is not None:
                 return layer, "attention"
             backward = self.clock.turn == "backward" and self.kind == "backward"
-            return layer, phase if phase != "attention" else "before attention" if backward else "after attention"
+            return (
+                layer,
+                phase
+                if phase != "attention"
+                else "before attention"
+                if backward
+                else "after attention",
+            )
         found = _LAYER.search(self._where())
         if found is None:
             return "", "head" if self.clock.turn in ("forward", "backward") else self.clock.turn
@@ -173,14 +196,29 @@ class ClockFollower(Follower):
 
     def _cost(self, func, args, kwargs) -> None:
         super()._cost(func, args, kwargs)
-        gpu, seconds, kind = self.clock.gpu, kernels_cost.matmul_flops(func, args) / self.clock.gpu.matmul_flops, None
+        gpu, seconds, kind = (
+            self.clock.gpu,
+            kernels_cost.matmul_flops(func, args) / self.clock.gpu.matmul_flops,
+            None,
+        )
         attention = kernels_cost.attention(func, args, kwargs)
         if attention is not None:
             kind, flops = attention
-            seconds += flops / (gpu.attention_forward if kind == "forward" else gpu.attention_backward)
+            seconds += flops / (
+                gpu.attention_forward if kind == "forward" else gpu.attention_backward
+            )
             if kind == "backward":
                 *_, columns, width = kernels_cost.sizes(func, args[1], args[2])
-                seconds += TAIL_SHARE * 5 * BLOCK_ROWS * columns * 2 * width * gpu.processors / gpu.attention_backward
+                seconds += (
+                    TAIL_SHARE
+                    * 5
+                    * BLOCK_ROWS
+                    * columns
+                    * 2
+                    * width
+                    * gpu.processors
+                    / gpu.attention_backward
+                )
         if self.clock.current() is self.clock.compute:
             self.clock.place = self._placed(kind)
             self.kind = kind or self.kind
@@ -192,7 +230,9 @@ class ClockFollower(Follower):
         """Of a copy between host and device, else None."""
         if func is not torch.ops.aten.copy_.default:
             return None
-        on_host = [self.ledger.blocks[self._refs[id(x.untyped_storage())][1]].host for x in args[:2]]
+        on_host = [
+            self.ledger.blocks[self._refs[id(x.untyped_storage())][1]].host for x in args[:2]
+        ]
         return {(True, False): UP, (False, True): DOWN}.get(tuple(on_host))
 
     def _moved(self, nbytes: int) -> None:
@@ -212,7 +252,11 @@ def _tiles_on(follower: list):
         real = getattr(LayerCall, name)
 
         def run(call, *args, **kwargs):
-            with follower[0].tiled(call.layer._hfpatch_index, phase) if follower else contextlib.nullcontext():
+            with (
+                follower[0].tiled(call.layer._hfpatch_index, phase)
+                if follower
+                else contextlib.nullcontext()
+            ):
                 return real(call, *args, **kwargs)
 
         return mock.patch.object(LayerCall, name, run)
@@ -223,11 +267,15 @@ def _tiles_on(follower: list):
 
 @contextmanager
 def _standing_in(clock: ClockDevice):
-    """Within, the clock is the device that the session finds, and host memory is made without pages."""
+    """Within, the clock is the device that the session finds, and host memory is made without
+    pages.
+    """
     before, host_empty = DEVICES.get(clock.device), devices.host_empty
     DEVICES[clock.device] = clock
     try:
-        with mock.patch.object(devices, "host_empty", lambda nbytes, mapped: host_empty(nbytes, False)):
+        with mock.patch.object(
+            devices, "host_empty", lambda nbytes, mapped: host_empty(nbytes, False)
+        ):
             yield
     finally:
         del DEVICES[clock.device]
@@ -236,7 +284,14 @@ def _standing_in(clock: ClockDevice):
 
 
 def clocked(
-    model, gpu: Gpu, policy: Policy, *, batch: int, seq_len: int, title: str = "a step", optimizer: float = 0.0
+    model,
+    gpu: Gpu,
+    policy: Policy,
+    *,
+    batch: int,
+    seq_len: int,
+    title: str = "a step",
+    optimizer: float = 0.0,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
@@ -255,11 +310,25 @@ def clocked(
         found = simulate(model, batch, seq_len, policy=policy, follower=follower)
     end, begins = device.compute.now, made[0].begins
     zero, turn = begins["forward"], begins["backward"]
-    seconds = {"forward": turn - zero, "backward": end - turn, "optimizer": optimizer, "step": end - zero + optimizer}
+    seconds = {
+        "forward": turn - zero,
+        "backward": end - turn,
+        "optimizer": optimizer,
+        "step": end - zero + optimizer,
+    }
     if optimizer:
-        device.rows[COMPUTE].append(Slice(COMPUTE, end, end + optimizer, "optimizer", "", "optimizer"))
+        device.rows[COMPUTE].append(
+            Slice(COMPUTE, end, end + optimizer, "optimizer", "", "optimizer")
+        )
     slices = [s for row in device.rows.values() for s in row]
     for s in slices:
         s.start, s.end = s.start - zero, s.end - zero
     waits = device.rows[WAITS]
-    return Timeline(title, [s for s in slices if s.stream != WAITS], waits, seconds, device.late, found.peak_bytes)
+    return Timeline(
+        title,
+        [s for s in slices if s.stream != WAITS],
+        waits,
+        seconds,
+        device.late,
+        found.peak_bytes,
+    )

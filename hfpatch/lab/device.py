@@ -32,7 +32,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
+        :200
+    ]
 
 
 def tree_hash(folder: Path, without: tuple = ()) -> str:
@@ -46,8 +48,12 @@ def tree_hash(folder: Path, without: tuple = ()) -> str:
             entries.append((path.name + "/", b"40000", bytes.fromhex(tree_hash(path))))
         elif path.is_file():
             data, mode = path.read_bytes(), b"100755" if os.access(path, os.X_OK) else b"100644"
-            entries.append((path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest()))
-    tree = b"".join(mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
+            entries.append(
+                (path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest())
+            )
+    tree = b"".join(
+        mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries)
+    )
     return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
 
 
@@ -78,7 +84,9 @@ class Clock:
         return [(b - a) * 1e3 for a, b in pairs]
 
 
-def timed(stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60) -> list[float]:
+def timed(
+    stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60
+) -> list[float]:
     """Median milliseconds of each stage. stages(i, mark): one run on input set i, calling mark()
     after each stage.
 
@@ -141,7 +149,9 @@ def copy_rate(device: torch.device, small: bool) -> float:
     return 2 * n / (timed(run, budget_ms=100, least=3)[0] / 1e3)
 
 
-def matmul_rate(device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192) -> float:
+def matmul_rate(
+    device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192
+) -> float:
     """FLOP/s of a matmul of random values (zeros run faster)."""
     m, n, k = (64, 64, 64) if small else (m, n, k)
     a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)

@@ -79,7 +79,9 @@ def _make_rope(T, w, dtype, device, seed):
         _randn(1, T, heads, w.head_dim, dtype=dtype, device=device, generator=g).transpose(1, 2)
         for heads in (w.heads, w.kv_heads)
     ]
-    inverse = 500000.0 ** -(torch.arange(0, w.head_dim, 2, device=device, dtype=torch.float64) / w.head_dim)
+    inverse = 500000.0 ** -(
+        torch.arange(0, w.head_dim, 2, device=device, dtype=torch.float64) / w.head_dim
+    )
     angle = torch.arange(T, device=device, dtype=torch.float64)[None, :, None] * inverse
     angle = torch.cat((angle, angle), -1)
     return rows, [], [angle.cos().to(dtype), angle.sin().to(dtype)]
@@ -87,7 +89,11 @@ def _make_rope(T, w, dtype, device, seed):
 
 def _make_swiglu(T, w, dtype, device, seed):
     g = _generator(device, seed)
-    return [_randn(T, w.intermediate, dtype=dtype, device=device, generator=g) for _ in range(2)], [], []
+    return (
+        [_randn(T, w.intermediate, dtype=dtype, device=device, generator=g) for _ in range(2)],
+        [],
+        [],
+    )
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -120,12 +126,14 @@ OPS = {
            exact=lambda x, w: (rms_norm_ref(x, w, EPS),),
            plain=lambda x, w: (eager_rms_norm(x, w),),
            ours=lambda x, w: (ops.rms_norm(x, w, EPS),),
-           dims=(0,), out_dims=(0,), fwd_elements=lambda w: 2 * w.hidden, bwd_elements=lambda w: 3 * w.hidden),
+           dims=(0,), out_dims=(0,), fwd_elements=lambda w: 2 * w.hidden,
+           bwd_elements=lambda w: 3 * w.hidden),
         Op("add_rms_norm", _make_norm(2),
            exact=lambda x, r, w: add_rms_norm_ref(x, r, w, EPS),
            plain=_eager_add,
            ours=lambda x, r, w: ops.add_rms_norm(x, r, w, EPS),
-           dims=(0, 0), out_dims=(0, 0), fwd_elements=lambda w: 4 * w.hidden, bwd_elements=lambda w: 4 * w.hidden),
+           dims=(0, 0), out_dims=(0, 0), fwd_elements=lambda w: 4 * w.hidden,
+           bwd_elements=lambda w: 4 * w.hidden),
         Op("rope", _make_rope,
            exact=rope_ref, plain=_eager_rope, ours=ops.rope,
            dims=(2, 2), out_dims=(2, 2), fixed_dims=(1, 1),
@@ -193,16 +201,22 @@ def _larger(a: float, b: float) -> float:
     return a if a >= b or a != a else b
 
 
-def errors(op: Op, function, rows, shared, fixed, ups, *, chunk=CHUNK, only: list | None = None, copy=True) -> dict:
+def errors(
+    op: Op, function, rows, shared, fixed, ups, *, chunk=CHUNK, only: list | None = None, copy=True
+) -> dict:
     """{"out0": Error, ..., "grad0": ...} of function against float64.
 
     only: [a, b) ranges of tokens to look at. copy: call function on copies, since Liger's writes
     over what it is given.
     """
     given = rows, shared, fixed, ups
-    outs, grads = run(function, *([[t.clone() for t in group] for group in given] if copy else given))
+    outs, grads = run(
+        function, *([[t.clone() for t in group] for group in given] if copy else given)
+    )
     T = rows[0].shape[op.dims[0]]
-    found = {f"out{i}": Error() for i in range(len(outs))} | {f"grad{i}": Error() for i in range(len(grads))}
+    found = {f"out{i}": Error() for i in range(len(outs))} | {
+        f"grad{i}": Error() for i in range(len(grads))
+    }
     sums = [[torch.zeros_like(s, dtype=torch.float64) for _ in range(2)] for s in shared]
     ranges = only or [(a, min(a + chunk, T)) for a in range(0, T, chunk)]
     for a, b in ranges:

@@ -44,11 +44,17 @@ def plain_loss(x, weight, labels):
     return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
 
-def loss(dtype, T: int, widths: Widths, device, masked=0.0, chunk=2048, only=None) -> dict[str, Error]:
+def loss(
+    dtype, T: int, widths: Widths, device, masked=0.0, chunk=2048, only=None
+) -> dict[str, Error]:
     """linear_cross_entropy over T tokens, that share of them without a label."""
     g = torch.Generator(device=device).manual_seed(T)
     x = torch.randn(T, widths.hidden, device=device, generator=g, dtype=dtype).requires_grad_()
-    weight = (0.02 * torch.randn(widths.vocab, widths.hidden, device=device, generator=g)).to(dtype).requires_grad_()
+    weight = (
+        (0.02 * torch.randn(widths.vocab, widths.hidden, device=device, generator=g))
+        .to(dtype)
+        .requires_grad_()
+    )
     labels = torch.randint(0, widths.vocab, (T,), device=device, generator=g)
     if masked:
         labels[torch.rand(T, device=device, generator=g) < masked] = -100
@@ -58,7 +64,10 @@ def loss(dtype, T: int, widths: Widths, device, masked=0.0, chunk=2048, only=Non
     names = ("dx",) if only else ("loss", "dx", "dw")
     found = {name: Error() for name in names}
     wide, narrow = weight.detach().double().requires_grad_(), weight.detach().requires_grad_()
-    sums = [[0.0, torch.zeros(1 if only else weight.shape, dtype=torch.float64, device=device)] for _ in range(2)]
+    sums = [
+        [0.0, torch.zeros(1 if only else weight.shape, dtype=torch.float64, device=device)]
+        for _ in range(2)
+    ]
     for a, b in only or [(a, min(a + chunk, T)) for a in range(0, T, chunk)]:
         one, other = (x[a:b].detach().to(d).requires_grad_() for d in (torch.float64, dtype))
         true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum").loss / valid
@@ -84,7 +93,9 @@ def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     mask = None if pattern.plain else pattern.allowed(range(T), range(T), B, T, q.device)
     if sinks is None and pattern.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale
+        ).transpose(1, 2)
     scores = q @ k.transpose(-1, -2) * scale
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
@@ -96,7 +107,14 @@ def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
 
 
 def attention(
-    key: str, dtype, T: int, widths: Widths, device, group: int = 1, pattern: Pattern = CAUSAL, sinks=False
+    key: str,
+    dtype,
+    T: int,
+    widths: Widths,
+    device,
+    group: int = 1,
+    pattern: Pattern = CAUSAL,
+    sinks=False,
 ) -> dict[str, Error]:
     """Backend `key` on slices of wider tensors, as the layer calls it: `group` KV heads, not the
     first."""
@@ -107,16 +125,29 @@ def attention(
         torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(dtype)
         for n in (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
     ]
-    heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)  # not the first: an offset too
+    # not the first: an offset too
+    heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)
     q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
-    given = [q, k, v] + ([torch.randn(group * repeat, device=device, generator=g).to(dtype)] if sinks else [])
-    options = {"scale": scale, "pattern": pattern, "backend": key, "sinks_H": given[3] if sinks else None}
+    given = [q, k, v] + (
+        [torch.randn(group * repeat, device=device, generator=g).to(dtype)] if sinks else []
+    )
+    options = {
+        "scale": scale,
+        "pattern": pattern,
+        "backend": key,
+        "sinks_H": given[3] if sinks else None,
+    }
     out, lse, state = attention_forward(q, k, v, **options)
     grads = attention_backward(dout, q, k, v, out, lse, state, **options)
     results = []
     for function, dt in (
         (lambda q, k, v, s=None: plain_attention(q, k, v, scale, pattern, s), dtype),
-        (lambda q, k, v, s=None: attention_ref(q, k, v, scale=scale, pattern=pattern, sinks_H=s)[0], torch.float64),
+        (
+            lambda q, k, v, s=None: attention_ref(q, k, v, scale=scale, pattern=pattern, sinks_H=s)[
+                0
+            ],
+            torch.float64,
+        ),
     ):
         leaves = [t.detach().to(dt).requires_grad_() for t in given]
         made = function(*leaves)
@@ -124,7 +155,8 @@ def attention(
     found = {name: Error() for name in ("out", "dq", "dk", "dv", "dsink")[: 1 + len(given)]}
     for error, got, plain, true in zip(found.values(), (out, *grads), *results):
         error.see(got, plain, true)
-    if T == 1:  # dq and dk of one token are zero: what is left of them has nothing to be measured by
+    # dq and dk of one token are zero: what is left of them has nothing to be measured by
+    if T == 1:
         del found["dq"], found["dk"]
     return found
 

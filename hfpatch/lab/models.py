@@ -1,4 +1,6 @@
-"""What `--model` may be: a preset, a config.json, a folder with one, a config or model object, or a hub id."""
+"""What `--model` may be: a preset, a config.json, a folder with one, a config or model object, or a
+hub id.
+"""
 
 import json
 import os
@@ -18,7 +20,9 @@ _TOWERS = {
 
 
 def resolve(model) -> tuple[str, ModelShape, dict]:
-    """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another kind."""
+    """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another
+    kind.
+    """
     if isinstance(model, ModelShape):
         return "model", model, {}
     name, values = text_config_of(model)
@@ -29,12 +33,17 @@ def text_config_of(model) -> tuple[str, dict]:
     """config_of(), of a model of several towers its language tower's. ValueError as there."""
     name, values = config_of(model)
     kind = values.get("model_type")
-    return (name, values) if not isinstance(kind, str) or kind in FAMILIES else _language_tower(name, values)
+    return (
+        (name, values)
+        if not isinstance(kind, str) or kind in FAMILIES
+        else _language_tower(name, values)
+    )
 
 
 def _language_tower(name: str, values: dict) -> tuple[str, dict]:
-    """The name and config of what writes text in a model of several towers; as they came for any other model. ValueError for values
-    that are none of a config's."""
+    """The name and config of what writes text in a model of several towers; as they came for any
+    other model. ValueError for values that are none of a config's.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -45,9 +54,13 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
         made = AutoConfig.for_model(**values)
         text = made.get_text_config(decoder=True)
         told = made.to_dict() if text is made else text.to_dict()
-    except Exception as error:  # what a family's config classes make of junk has a class of its own each
+    except (
+        Exception
+    ) as error:  # what a family's config classes make of junk has a class of its own each
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error
+        raise ValueError(
+            f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
+        ) from error
     if text is made:
         return name, values
     inner = told["model_type"]
@@ -58,8 +71,8 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
 
 
 def config_of(model, download: bool = True) -> tuple[str, dict]:
-    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's cache; download: whether the
-    hub may be asked for what the cache has not.
+    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's
+    cache; download: whether the hub may be asked for what the cache has not.
 
     ValueError where there is none.
     """
@@ -69,7 +82,8 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         config = getattr(model, "config", model)
         if not hasattr(config, "to_dict") and not hasattr(config, "__dict__"):
             raise ValueError(
-                f"hfpatch: expected a model, its config or a name, {type(model).__name__} came; pass what `hfpatch plan` takes."
+                f"hfpatch: expected a model, its config or a name, {type(model).__name__} came; "
+                "pass what `hfpatch plan` takes."
             )
         values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         return getattr(config, "_name_or_path", "") or "model", values
@@ -84,11 +98,17 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
     if name.count("/") == 1 and not path.parent.exists() and not name.endswith(".json"):
         return name, hub_config(name, download)
     if name and Path(name).is_dir():
-        raise ValueError(f"hfpatch: a model's folder holds a config.json, {name} has none; pass another.")
+        raise ValueError(
+            f"hfpatch: a model's folder holds a config.json, {name} has none; pass another."
+        )
     if name.endswith(".json") or "/" in name:
-        raise ValueError(f"hfpatch: expected a model's folder or config.json, there is none at {name}; check the path.")
+        raise ValueError(
+            f"hfpatch: expected a model's folder or config.json, there is none at {name}; check "
+            "the path."
+        )
     raise ValueError(
-        f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one of them, a "
+        f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one "
+        "of them, a "
         "config.json, a model's folder, or a hub id like owner/name."
     )
 
@@ -98,31 +118,43 @@ def read_config(path: Path) -> dict:
     try:
         values = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"hfpatch: a config.json was expected, {path} is no JSON; pass the model's folder.") from None
+        raise ValueError(
+            f"hfpatch: a config.json was expected, {path} is no JSON; pass the model's folder."
+        ) from None
     if not isinstance(values, dict):
-        raise ValueError(f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came.")
+        raise ValueError(
+            f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came."
+        )
     return values
 
 
 def hub_config(name: str, download: bool = True) -> dict:
-    """The config.json of a model in the local cache, or (download) of the hub. ValueError says what to fetch otherwise."""
+    """The config.json of a model in the local cache, or (download) of the hub. ValueError says what
+    to fetch otherwise.
+    """
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     except ImportError:
-        raise ValueError(f"hfpatch: {name!r} is no preset and huggingface_hub is absent; pass a config.json.") from None
+        raise ValueError(
+            f"hfpatch: {name!r} is no preset and huggingface_hub is absent; pass a config.json."
+        ) from None
     try:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):
         pass  # not in the cache; its ValueErrors name no file
     if not download:
         raise ValueError(
-            f"hfpatch: expected a preset or a model in the local cache, {name!r} came, and nothing is downloaded here; download "
+            f"hfpatch: expected a preset or a model in the local cache, {name!r} came, and "
+            "nothing is downloaded here; download "
             "its config.json and pass the file."
         )
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)  # fails at once where downloads try again
+        # fails at once where downloads try again
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
         return read_config(Path(hf_hub_download(name, "config.json")))
-    except Exception as error:  # no network, a gated or an unknown model: each has a class of its own, by version
+    except (
+        Exception
+    ) as error:  # no network, a gated or an unknown model: each has a class of its own, by version
         raise ValueError(
             f"hfpatch: expected a preset or a model whose config.json can be had, {name!r} came "
             f"({type(error).__name__}); download its config.json and pass the file."

@@ -1,4 +1,6 @@
-"""What a clocked step did when: slices by stream, the waits of compute for copies, and two ways to look at them."""
+"""What a clocked step did when: slices by stream, the waits of compute for copies, and two ways to
+look at them.
+"""
 
 import html
 import json
@@ -8,7 +10,8 @@ from pathlib import Path
 
 # Colours of the page, by the first word of a slice's phase; what has no colour here is grey.
 COLOURS = {
-    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a", "head": "#c397d8",
+    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a",
+    "head": "#c397d8",
     "waits": "#d54e53", "copies": "#999999", "optimizer": "#e7c547",
 }  # fmt: skip
 PIXELS = 4000  # of the page's drawing: slices narrower than one are drawn as one
@@ -16,7 +19,9 @@ PIXELS = 4000  # of the page's drawing: slices narrower than one are drawn as on
 
 @dataclass(slots=True)
 class Slice:
-    """Work of one kind on one stream. start, end: seconds; turn: "forward", "backward" or "optimizer"."""
+    """Work of one kind on one stream. start, end: seconds; turn: "forward", "backward" or
+    "optimizer".
+    """
 
     stream: str
     start: float
@@ -33,8 +38,10 @@ class Slice:
 
 @dataclass
 class Timeline:
-    """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's waits for copies;
-    late: seconds in which compute waited for the host to issue work; peak_bytes: on the device, as simulated."""
+    """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's
+    waits for copies; late: seconds in which compute waited for the host to issue work; peak_bytes:
+    on the device, as simulated.
+    """
 
     title: str
     slices: list[Slice] = field(default_factory=list)
@@ -45,7 +52,9 @@ class Timeline:
     planned: float | None = None  # seconds of the closed form
 
     def exposed(self, *by: str) -> dict[tuple, float]:
-        """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn", "layer", "phase")."""
+        """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn",
+        "layer", "phase").
+        """
         found: dict[tuple, float] = defaultdict(float)
         for wait in self.waits:
             found[tuple(getattr(wait, name) for name in by)] += wait.end - wait.start
@@ -57,14 +66,20 @@ class Timeline:
 
     def busy(self, stream: str, turn: str | None = None) -> float:
         """Seconds in which a stream worked."""
-        return sum(s.end - s.start for s in self.slices if s.stream == stream and turn in (None, s.turn))
+        return sum(
+            s.end - s.start for s in self.slices if s.stream == stream and turn in (None, s.turn)
+        )
 
     def to_dict(self) -> dict:
         """The sums, ready for JSON."""
-        layers = [[*key, value] for key, value in sorted(self.exposed("turn", "layer", "phase").items())]
+        layers = [
+            [*key, value] for key, value in sorted(self.exposed("turn", "layer", "phase").items())
+        ]
         return {
-            "title": self.title, "seconds": self.seconds, "exposed_seconds": self.exposed_seconds, "exposed": layers,
-            "late_seconds": self.late, "peak_bytes": self.peak_bytes, "planned_seconds": self.planned,
+            "title": self.title, "seconds": self.seconds, "exposed_seconds": self.exposed_seconds,
+            "exposed": layers,
+            "late_seconds": self.late, "peak_bytes": self.peak_bytes,
+            "planned_seconds": self.planned,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -73,29 +88,41 @@ class Timeline:
         exposed = self.exposed("turn")
         for turn, seconds in self.seconds.items():
             wait = sum(exposed.values()) if turn == "step" else exposed.get((turn,), 0.0)
-            line = f"{turn:<10}{seconds:9.3f} s, copies exposed {wait:7.3f} s ({wait / step:.1%} of the step)"
+            line = (
+                f"{turn:<10}{seconds:9.3f} s, copies exposed {wait:7.3f} s ({wait / step:.1%} of "
+                "the step)"
+            )
             late = sum(self.late.values()) if turn == "step" else self.late.get(turn, 0.0)
             lines.append(f"{line}, compute waits for the host {late:.3f} s")
-        worst = sorted(self.exposed("turn", "layer", "phase").items(), key=lambda item: -item[1])[:5]
+        worst = sorted(self.exposed("turn", "layer", "phase").items(), key=lambda item: -item[1])[
+            :5
+        ]
         lines += [
-            f"  {' '.join(filter(None, key))}: {1e3 * value:.1f} ms exposed" for key, value in worst if value > 1e-4
+            f"  {' '.join(filter(None, key))}: {1e3 * value:.1f} ms exposed"
+            for key, value in worst
+            if value > 1e-4
         ]
         if self.planned is not None:
             lines.append(
-                f"the plan's closed form says {self.planned:.3f} s ({step / self.planned - 1:+.1%} on the clock)"
+                f"the plan's closed form says {self.planned:.3f} s "
+                f"({step / self.planned - 1:+.1%} on the clock)"
             )
         lines.append(f"peak memory on the device: {self.peak_bytes / 2**30:.2f} GiB (simulated)")
         return "\n".join(lines)
 
 
-# -- Chrome's trace format, which Perfetto opens -----------------------------------------------------------------------
+# -- Chrome's trace format, which Perfetto opens ---------------------------------------------------
 def trace_events(timeline: Timeline) -> list[dict]:
     """Complete events in microseconds: a thread a stream, one of compute's waits above them."""
     rows = {name: i for i, name in enumerate(_rows(timeline))}
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}]
     for name, i in rows.items():
-        events.append({"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": name}})
-        events.append({"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}})
+        events.append(
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": name}}
+        )
+        events.append(
+            {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
+        )
     for s in [*timeline.waits, *timeline.slices]:
         events.append({
             "ph": "X", "pid": 0, "tid": rows[s.stream], "name": s.name, "cat": s.turn,
@@ -118,7 +145,7 @@ def write_trace(timeline: Timeline, path) -> Path:
     return path
 
 
-# -- one page ----------------------------------------------------------------------------------------------------------
+# -- one page --------------------------------------------------------------------------------------
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body{{font:14px sans-serif;margin:1em}}pre{{background:#f4f4f4;padding:.7em}}
 #t{{overflow-x:auto;border:1px solid #ccc}}svg text{{font:11px sans-serif}}</style>
@@ -149,11 +176,14 @@ def page(timeline: Timeline) -> str:
             colour = COLOURS.get("waits" if row == "waits" else s.phase.split(" ")[0], "#bbb")
             told = html.escape(f"{row}: {s.turn}, {s.name}, {1e3 * (s.end - s.start):.2f} ms")
             body.append(
-                f'<rect x="{x:.2f}" y="2" width="{width:.2f}" height="28" fill="{colour}"><title>{told}</title></rect>'
+                f'<rect x="{x:.2f}" y="2" width="{width:.2f}" height="28" '
+                f'fill="{colour}"><title>{told}</title></rect>'
             )
         body.append("</g>")
     title, text = html.escape(timeline.title), html.escape(f"rows: {', '.join(rows)}\n{timeline}")
-    return PAGE.format(title=title, text=text, width=PIXELS, height=height * len(rows), body="".join(body))
+    return PAGE.format(
+        title=title, text=text, width=PIXELS, height=height * len(rows), body="".join(body)
+    )
 
 
 def write_page(timeline: Timeline, path) -> Path:

@@ -17,16 +17,29 @@ class ExactNorm(LlamaRMSNorm):
     def forward(self, x):
         if x.dtype != torch.float64:
             return super().forward(x)
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
 
-def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+def exact_loss(
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **kwargs,
+):
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits, target = logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1)
     if num_items_in_batch is None:
         return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
-    return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
+    return (
+        nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+        / num_items_in_batch
+    )
 
 
 def with_exact_norms(model: nn.Module) -> nn.Module:

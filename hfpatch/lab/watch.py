@@ -13,7 +13,11 @@ GiB = 1 << 30
 
 def owned_bytes(model) -> int:
     """Parameters, and buffers beside them: a base in 4 bits keeps its scales there."""
-    return sum(t.numel() * t.element_size() for group in (model.parameters(), model.buffers()) for t in group)
+    return sum(
+        t.numel() * t.element_size()
+        for group in (model.parameters(), model.buffers())
+        for t in group
+    )
 
 
 class GradWatch:
@@ -89,12 +93,17 @@ class HostWatch:
         self.stop.set()
         self.thread.join()
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"host_used_gib": (self.start - min(self.low, self._available())) / GiB, "host_rss_gib": own / GiB}
+        return {
+            "host_used_gib": (self.start - min(self.low, self._available())) / GiB,
+            "host_rss_gib": own / GiB,
+        }
 
 
 def pinned_gib(model) -> float | None:
     """Pinned host memory: the session's, and the caching host allocator's at its highest."""
-    engines = {id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_session")) is not None}
+    engines = {
+        id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_session")) is not None
+    }
     pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
     total = sum(p.bytes_held for p in pools if p.pinned)
     if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):

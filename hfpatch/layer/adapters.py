@@ -1,4 +1,5 @@
-"""Adapters that tiles would change: what they do to a token hangs on other tokens, on its place in the row, or on a draw for all.
+"""Adapters that tiles would change: what they do to a token hangs on other tokens, on its place in
+the row, or on a draw for all.
 
 Known by the names of PEFT's classes, which is not imported for a model without them.
 """
@@ -9,7 +10,8 @@ from torch import nn
 
 from hfpatch.parts.quantised import kinds_of
 
-TOLD = "offsets from the end of a row", "a task for each row"  # what a model's forward tells its adapters
+# what a model's forward tells its adapters
+TOLD = "offsets from the end of a row", "a task for each row"
 _WHOLE = {
     "peft.LilyLayer": "experts that all tokens' mean weighs",
     "peft.PveraLayer": "a draw for all tokens",
@@ -25,7 +27,9 @@ _found: dict[type, tuple] = {}
 
 
 def _of_kind(kind: type) -> tuple:
-    """(What such a module has that makes its layer run whole or None, whether it is LoRA's, whether it is another adapter)."""
+    """(What such a module has that makes its layer run whole or None, whether it is LoRA's, whether
+    it is another adapter).
+    """
     names = kinds_of(kind)
     lora = "peft.LoraLayer" in names and kind.__module__.startswith("peft.tuners.lora")
     reason = next((why for name, why in _WHOLE.items() if name in names), None)
@@ -33,13 +37,16 @@ def _of_kind(kind: type) -> tuple:
 
 
 def _of_variants(loras) -> str | None:
-    kinds = {type(variant).__name__ for m in loras for variant in getattr(m, "lora_variant", {}).values()}
+    kinds = {
+        type(variant).__name__ for m in loras for variant in getattr(m, "lora_variant", {}).values()
+    }
     return next((why for name, why in _VARIANTS.items() if name in kinds), None)
 
 
 def look(modules: list[nn.Module]) -> tuple[str | None, bool]:
-    """(What an adapter in a layer of these modules has that makes it run whole, or None; whether adapters may draw numbers of
-    their own)."""
+    """(What an adapter in a layer of these modules has that makes it run whole, or None; whether
+    adapters may draw numbers of their own).
+    """
     draws = False
     for kind in {*map(type, modules)} if "peft" in sys.modules else ():
         if kind not in _found:

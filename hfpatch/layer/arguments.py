@@ -12,7 +12,9 @@ from hfpatch.layer.mixers import Mixer
 
 
 def _token_axis(x, B: int, T: int) -> int | None:
-    """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [..., T]."""
+    """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [...,
+    T].
+    """
     if not isinstance(x, Tensor) or x.dim() == 0 or T not in x.shape:
         return None
     if x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == T:
@@ -27,7 +29,9 @@ _WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
 
 
 def _may_want(values) -> bool:
-    """Whether one of these arguments, or of those in it, wants a gradient, or is of a kind that may hold one that does."""
+    """Whether one of these arguments, or of those in it, wants a gradient, or is of a kind that may
+    hold one that does.
+    """
     for x in values:
         if isinstance(x, Tensor):
             if x.requires_grad:
@@ -41,13 +45,17 @@ def _may_want(values) -> bool:
 
 
 class Arguments:
-    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a token axis."""
+    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a
+    token axis.
+    """
 
     def __init__(self, args, kwargs, B: int, T: int):
         self.args, self.kwargs, self.B, self.T = args, kwargs, B, T
         self._wanted = []
         if _may_want(args) or _may_want(kwargs.values()):
-            self._wanted = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+            self._wanted = [
+                i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad
+            ]
         self._gradients = None  # of those that want one, while backward runs
 
     # Only where something asks: the common block takes what it wants by name.
@@ -76,7 +84,10 @@ class Arguments:
         """(args, kwargs) of tokens a to b."""
         self.cut = self.leaves
         if (a, b) != (0, self.T):
-            self.cut = [x if axis is None else x.narrow(axis, a, b - a) for x, axis in zip(self.leaves, self.axes)]
+            self.cut = [
+                x if axis is None else x.narrow(axis, a, b - a)
+                for x, axis in zip(self.leaves, self.axes)
+            ]
         if self._gradients:
             self.cut = list(self.cut)
             for i, whole in zip(self._wanted, self._gradients):
@@ -92,11 +103,16 @@ class Arguments:
 
     @contextmanager
     def gradients(self):
-        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that this gives."""
+        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that
+        this gives.
+        """
         wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
-        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over tiles.
+        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over
+        # tiles.
         found = self._gradients = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype)
+            torch.zeros_like(
+                x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype
+            )
             for x, axis in zip(wanted, axes)
         ]
         try:
@@ -106,9 +122,11 @@ class Arguments:
         found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
-        """A mixer's call for whole rows, and its input as it was given, from its arguments in the last tile.
+        """A mixer's call for whole rows, and its input as it was given, from its arguments in the
+        last tile.
 
-        ValueError where one of them is neither its input nor an argument of the layer that wants no gradient, passed on as it came.
+        ValueError where one of them is neither its input nor an argument of the layer that wants no
+        gradient, passed on as it came.
         """
         leaves, spec = pytree().tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
@@ -117,17 +135,24 @@ class Arguments:
         learnt = any(id(x) in wanted for x in leaves)
         if len(new) != 1 or learnt:
             came = (
-                "an argument of its layer that wants a gradient" if learnt else f"{len(new)} tensors made in its layer"
+                "an argument of its layer that wants a gradient"
+                if learnt
+                else f"{len(new)} tensors made in its layer"
             )
             raise ValueError(
-                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments of its layer that want no "
-                f"gradient, {came} came, of which backward would know nothing; call apply with checkpointing='off'."
+                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments "
+                "of its layer that want no "
+                f"gradient, {came} came, of which backward would know nothing; call apply with "
+                "checkpointing='off'."
             )
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
-        whole[new[0]] = None  # of a tile: what calls the mixer gives it whole rows, and it would live on until backward
-        return Mixer(module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart), leaves[new[0]]
+        # of a tile: what calls the mixer gives it whole rows, and it would live on until backward
+        whole[new[0]] = None
+        return Mixer(
+            module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart
+        ), leaves[new[0]]
 
 
 def _take(into: Tensor, stand_in: Tensor) -> None:

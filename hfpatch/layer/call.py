@@ -1,17 +1,19 @@
-"""A decoder layer as one autograd function (tiled.py): tile by tile everywhere but in attention, whose forward never runs twice.
+"""A decoder layer as one autograd function (tiled.py): tile by tile everywhere but in attention,
+whose forward never runs twice.
 
-Forward keeps the layer's input x, the attention outputs and their log-sum-exp (and what else the policy says: kept.py), and hands
-them to `offload.py`. Backward:
+Forward keeps the layer's input x, the attention outputs and their log-sum-exp (and what else the
+policy says: kept.py), and hands them to `offload.py`. Backward:
 
-    A  for each tile: post(x, out) again under autograd; dx over the incoming gradient, dout into one buffer
-    B  q, k, v again, tile by tile
-    C  attention backward, per group of KV heads where memory is short; dq over q, dk over k, dv over v
-    D  for each tile: pre(x) again under autograd with dq, dk, dv; dx finished
+    A  for each tile: post(x, out) again under autograd; dx over the incoming gradient, dout into
+    one buffer B  q, k, v again, tile by tile C  attention backward, per group of KV heads where
+    memory is short; dq over q, dk over k, dv over v D  for each tile: pre(x) again under autograd
+    with dq, dk, dv; dx finished
 
-x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B builds serves D. What is kept
-is not computed: q, k and v make B needless, the sum after attention the projection before it, and x in A. Where the device is
-short, what has heads lies in the tier instead, and B to D see a group of it or a tile (groups.py).
-`pre` and `post` are asked of the layer's own forward (layer/parts.py, `LayerParts`); it may call attention more than once.
+x is fetched once a phase and is not resident in C. With a single tile x stays, and the graph that B
+builds serves D. What is kept is not computed: q, k and v make B needless, the sum after attention
+the projection before it, and x in A. Where the device is short, what has heads lies in the tier
+instead, and B to D see a group of it or a tile (groups.py). `pre` and `post` are asked of the
+layer's own forward (layer/parts.py, `LayerParts`); it may call attention more than once.
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
@@ -52,7 +54,8 @@ class LayerCall(Kept):
     # The call before in the same segment, of which only the first keeps its input (every > 1).
     earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
-    by_group: bool = False  # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
+    # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
+    by_group: bool = False
     previous: object = lambda: None  # weak reference to the call before, whose backward comes next
 
     def __post_init__(self):
@@ -63,15 +66,19 @@ class LayerCall(Kept):
         self.ask.let_go()
         self.attention = Attention()
 
-    # -- pieces ------------------------------------------------------------------------------------------------------
+    # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         dtype, cache = self.autocast
         if dtype is None and autocast_dtype(self.device.type) is None:
             return nullcontext()
-        return autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
+        return autocast(
+            self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cache
+        )
 
     def _random(self, phase: str, index: int, run):
-        """run(). Records the generators' state before a tile in forward; brings it back when the tile is run again."""
+        """run(). Records the generators' state before a tile in forward; brings it back when the
+        tile is run again.
+        """
         if not self.random:
             return run()
         with self._replayed(phase, index):
@@ -89,7 +96,8 @@ class LayerCall(Kept):
             yield
 
     def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B, t, D].
+        """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B,
+        t, D].
 
         dead: nobody reads their values, only their graph.
         """
@@ -97,20 +105,28 @@ class LayerCall(Kept):
             return self.ask.direct.pre(x_BtD, *self.bounds[index])
         # Detached: a view taken without a graph says that it wants a gradient, and has none.
         x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
-        parts = self._random("pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead))
-        dtype, n = self.autocast[0], 3 * len(self.ask.asked)  # a mixer casts its input itself, autocast leaves float64
+        parts = self._random(
+            "pre", index, partial(self.ask.pre, x_BtD, *self.bounds[index], dead=dead)
+        )
+        # a mixer casts its input itself, autocast leaves float64
+        dtype, n = self.autocast[0], 3 * len(self.ask.asked)
         cast = lambda x: x if dtype is None or x.dtype == torch.float64 else x.to(dtype)  # noqa: E731
         return [*map(cast, parts[:n]), *parts[n:]]
 
     def _attend(self, parts: list[Tensor], again: bool = False):
-        forward = partial(self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again)
+        forward = partial(
+            self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again
+        )
         return self._random("attend", 0, forward)
 
     def _attend_backward(self, parts, douts, outs, lses, into) -> list:
-        return self._random("attend", 0, partial(self.attention.backward, parts, douts, outs, lses, into))
+        return self._random(
+            "attend", 0, partial(self.attention.backward, parts, douts, outs, lses, into)
+        )
 
     def _post(self, x_BtD: Tensor, outs_BtGE: list[Tensor], index: int, grad: bool, **kept):
-        """post() over the tile's attention outputs, as attention gave them: [y, what was recorded...] and the joined outs.
+        """post() over the tile's attention outputs, as attention gave them: [y, what was
+        recorded...] and the joined outs.
 
         kept: what is `known` inside the tile, or to be `noted`.
         """
@@ -120,7 +136,14 @@ class LayerCall(Kept):
         joined = [out.contiguous() for out in self.attention.join(outs_BtGE)]
         if grad:
             joined = [out.detach().requires_grad_(True) for out in joined]
-        post = partial(self.ask.post, x_BtD if grad else x_BtD.detach(), joined, *self.bounds[index], dead=grad, **kept)
+        post = partial(
+            self.ask.post,
+            x_BtD if grad else x_BtD.detach(),
+            joined,
+            *self.bounds[index],
+            dead=grad,
+            **kept,
+        )
         return self._random("post", index, post), joined
 
     def _qkv(self, tiles):
@@ -154,21 +177,31 @@ class LayerCall(Kept):
     def _whole_douts(self, douts: list[Tensor]) -> list:
         tokens = self.bounds[-1][1]
         if not self.by_group:
-            return [self.attention.room(d, tokens, n) for d, n in zip(douts, self.attention.counts())]
-        return [Grouped(self.transfers, d, tokens, n) for d, n in zip(douts, self.attention.counts())]
+            return [
+                self.attention.room(d, tokens, n) for d, n in zip(douts, self.attention.counts())
+            ]
+        return [
+            Grouped(self.transfers, d, tokens, n) for d, n in zip(douts, self.attention.counts())
+        ]
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
 
-        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (a segment run again), None
-        nothing.
+        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (a
+        segment run again), None nothing.
         """
         B, T, _ = x_BTD.shape
         self.bounds = tile_bounds(B, T, self.policy.tile)
-        plain = type(self.attention) is Attention and not self.ask.answers.mixers and self.ask.cache is None
+        plain = (
+            type(self.attention) is Attention
+            and not self.ask.answers.mixers
+            and self.ask.cache is None
+        )
         plain = plain and not self.ask.leaves
-        self.by_group = self.policy.by_group and self.queue is not None and len(self.bounds) > 1 and plain
+        self.by_group = (
+            self.policy.by_group and self.queue is not None and len(self.bounds) > 1 and plain
+        )
         if where == "again":
             self.x = self.x or self._for_now(x_BTD)
         elif where == "tier" and self.earlier is None:
@@ -183,11 +216,15 @@ class LayerCall(Kept):
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in parts]  # attention hides these copies
             outs, lses = self._attend(parts)
-            left = [parts[i].detach() for i in self.ask.places_left()]  # its own graph's outputs are not what is kept
+            # its own graph's outputs are not what is kept
+            left = [parts[i].detach() for i in self.ask.places_left()]
             del parts
             if where == "again" or (alone and self.policy.save_attention):
                 save = self.transfers.save if where == "tier" else self._for_now
-                self.outs, self.lses = [o.saved if self.by_group else save(o) for o in outs], [save(s) for s in lses]
+                self.outs, self.lses = (
+                    [o.saved if self.by_group else save(o) for o in outs],
+                    [save(s) for s in lses],
+                )
             del lses
             if self.by_group:
                 self.transfers.settle()
@@ -196,7 +233,9 @@ class LayerCall(Kept):
             whole, out_tiles = None, [Cut(o, self.bounds) for o in outs]
             for index, (a, b) in self.ask.phase(enumerate(self.bounds)):
                 noted = dict.fromkeys(inside)
-                tiles = self._post(x_tiles[index], [o[index] for o in out_tiles], index, grad=False, noted=noted)[0]
+                tiles = self._post(
+                    x_tiles[index], [o[index] for o in out_tiles], index, grad=False, noted=noted
+                )[0]
                 if inside:
                     self.save_inside(noted, within)
                 del noted
@@ -208,7 +247,8 @@ class LayerCall(Kept):
                 for out, tile in zip(whole, tiles):
                     out[:, a:b] = tile
                 del tiles, tile
-            room = self.session.spare if alone else 0  # the next layer hides what is left of the copies
+            # the next layer hides what is left of the copies
+            room = self.session.spare if alone else 0
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
             if self.queue is not None:
@@ -218,9 +258,11 @@ class LayerCall(Kept):
             torch.clear_autocast_cache()
         return [*whole, *left]
 
-    # -- backward ----------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
     def _materialise(self) -> None:
-        """every > 1: runs the segment's layers again up to this one, keeping what their backward will want."""
+        """every > 1: runs the segment's layers again up to this one, keeping what their backward
+        will want.
+        """
         calls, call = [], self.earlier
         while call is not None:
             calls.append(call)
@@ -236,7 +278,8 @@ class LayerCall(Kept):
         self.x = self._for_now(x)
         self.transfers.settle()
         if not self.x.resident:
-            # Ring slots, last used before x went to the tier, would be filled while it is on its way there.
+            # Ring slots, last used before x went to the tier, would be filled while it is on its
+            # way there.
             self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
 
     def _for_now(self, x: Tensor) -> Saved:
@@ -245,14 +288,17 @@ class LayerCall(Kept):
 
     @property
     def first_again(self) -> "LayerCall":
-        """Which call runs first when this one's backward begins: the first of its segment, where that is to run again."""
+        """Which call runs first when this one's backward begins: the first of its segment, where
+        that is to run again.
+        """
         call = self
         while self.x is None and call.earlier is not None:
             call = call.earlier
         return call
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
-        """(dx or None, gradients of the arguments that want one and of what is trained). Without a graph, but for a tile's own.
+        """(dx or None, gradients of the arguments that want one and of what is trained). Without a
+        graph, but for a tile's own.
 
         private: dy may be overwritten; retain: the graph stays for another pass.
         """
@@ -268,7 +314,9 @@ class LayerCall(Kept):
         if not self.x.resident:
             self.push_passes()
         before = self.previous()
-        streamed = self.session.weights.again(self.layer, None if before is None else before.first_again.layer)
+        streamed = self.session.weights.again(
+            self.layer, None if before is None else before.first_again.layer
+        )
         several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
         weights = WeightGradients(self.then, several=several, by_hand=self.ask.direct is not None)
         self.ask.adds_up(weights.adding if several else None)
@@ -287,16 +335,24 @@ class LayerCall(Kept):
         return dx, [*darguments, *weights.handed_over()]
 
     def _tickets(self, before: "LayerCall | None") -> tuple:
-        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the layer whose turn is next."""
+        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the
+        layer whose turn is next.
+        """
         tickets = self.ticket(self.lses), self.ticket(self.qkv)
         if before is not None and before.earlier is None:
             before.prefetch()
         return tickets
 
-    def _post_back(self, x, outs, index: int, dys: list, need_x: bool, known: dict, weights) -> tuple:
-        """(dx of a tile or None, the gradients of its attention outputs), from those of what `post` gives."""
+    def _post_back(
+        self, x, outs, index: int, dys: list, need_x: bool, known: dict, weights
+    ) -> tuple:
+        """(dx of a tile or None, the gradients of its attention outputs), from those of what `post`
+        gives.
+        """
         if self.ask.direct is not None:
-            dx, dout = self.ask.direct.post_back(x, *self.attention.join(outs), dys[0], known, weights)
+            dx, dout = self.ask.direct.post_back(
+                x, *self.attention.join(outs), dys[0], known, weights
+            )
             return dx if need_x else None, [dout]
         x = x.detach().requires_grad_(need_x)
         with torch.enable_grad():
@@ -304,15 +360,21 @@ class LayerCall(Kept):
         known.clear()
         _walk(tiles, dys)
         # Nothing comes back through a product without a derivative (torchao's of int8 activations).
-        return x.grad, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        return x.grad, [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
+        ]
 
     def _pre_again(self, x, index: int, need_x: bool, weights, dead: bool) -> tuple:
-        """(q, k, v of a tile, a function that gives dx of it or None from their gradients). dead: nobody reads q, k, v."""
+        """(q, k, v of a tile, a function that gives dx of it or None from their gradients). dead:
+        nobody reads q, k, v.
+        """
         direct = self.ask.direct
         if direct is not None:
             kept: list = []
             parts = direct.pre(x, *self.bounds[index], kept, dead)
-            return parts, lambda grads, dsinks: direct.pre_back(x, *self.bounds[index], kept, grads, need_x, weights)
+            return parts, lambda grads, dsinks: direct.pre_back(
+                x, *self.bounds[index], kept, grads, need_x, weights
+            )
         x = x.detach().requires_grad_(need_x)
         with torch.enable_grad():
             parts = self._pre(x, index, dead)
@@ -326,7 +388,9 @@ class LayerCall(Kept):
         return parts, back
 
     def _backward_one(self, dy, private, need_x, weights, retain, before):
-        """All four phases on one tile: x is fetched once and, where q, k, v are not kept, one graph of `pre` serves B and D."""
+        """All four phases on one tile: x is fetched once and, where q, k, v are not kept, one graph
+        of `pre` serves B and D.
+        """
         lse_ticket, qkv_ticket = self._tickets(before)
         for _, x, outs, known in self.tiles(self.passes()[0]):
             parts, back, values, lses = [], None, None, None
@@ -363,10 +427,16 @@ class LayerCall(Kept):
         dx = None
         if need_x:
             dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
-        douts, dy_tiles = None, [None if d is None else Cut(d, self.bounds) for d in (dy, *self.dextras)]
+        douts, dy_tiles = (
+            None,
+            [None if d is None else Cut(d, self.bounds) for d in (dy, *self.dextras)],
+        )
         for index, x_t, out_t, known in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
-            x_t, out_t = known["mid"][0] if x_t is None else x_t, out_t if outs is None else [o[:, a:b] for o in outs]
+            x_t, out_t = (
+                known["mid"][0] if x_t is None else x_t,
+                out_t if outs is None else [o[:, a:b] for o in outs],
+            )
             dys = [None if d is None else d[index] for d in dy_tiles]
             dx_t, douts_t = self._post_back(x_t, out_t, index, dys, need_x, known, weights)
             if need_x:
@@ -404,7 +474,9 @@ class LayerCall(Kept):
         # D
         if parked is not None:
             dx = torch.empty(parked.shape, dtype=parked.dtype, device=self.device)
-            tile_of_dx = _one_ahead(lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds))
+            tile_of_dx = _one_ahead(
+                lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds)
+            )
         grads = [Cut(g, self.bounds) for g in parts]
         for index, x_t, _, _ in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
@@ -428,25 +500,34 @@ class LayerCall(Kept):
         return self._qkv((i, x_t) for i, x_t, _, _ in self.tiles(names))
 
     def _kept_qkv(self, ticket, retain: bool) -> list[Tensor] | None:
-        """q, k, v as they were kept, to be overwritten by their gradients; None where they were not."""
+        """q, k, v as they were kept, to be overwritten by their gradients; None where they were
+        not.
+        """
         if ticket is None:
             return None
         parts = list(ticket.wait())
-        return [p.clone() for p in parts] if (retain or self.ask.leaves) and self.qkv[0].resident else parts
+        return (
+            [p.clone() for p in parts]
+            if (retain or self.ask.leaves) and self.qkv[0].resident
+            else parts
+        )
 
     def _park(self, dx: Tensor) -> Saved:
         """dx in the tier while attention runs backward."""
         parked = self.transfers.save(dx)
         self.transfers.settle()
         # dx may be dy, which autograd's and the callers' frames still hold: this frees its memory.
-        # Llama-3.1-8B in bf16 at 131,072 tokens, tiles of 2,048, dx parked, attention outputs streamed:
-        # 3.61 GiB beyond parameters and gradients at the highest total, 4.61 GiB without (simulated).
+        # Llama-3.1-8B in bf16 at 131,072 tokens, tiles of 2,048, dx parked, attention outputs
+        # streamed: 3.61 GiB beyond parameters and gradients at the highest total, 4.61 GiB without
+        # (simulated).
         dx.data = dx.new_empty(0)
         return parked
 
 
 def _one_ahead(fetch, count: int):
-    """A function giving what the i-th ticket brings, i going up from 0, while the next is under way."""
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under
+    way.
+    """
     tickets = {0: fetch(0)}
 
     def take(i):

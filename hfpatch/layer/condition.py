@@ -1,7 +1,8 @@
 """What one decoder layer is made of now, and what of that keeps it from running in tiles.
 
-A layer's traits (answers.py) are found once, at `apply`, on a small instance. Here they meet what stands in the layer today:
-adapters, hooks, modules put in later. The stack looks once a forward (`look`); a layer that is called by hand looks itself.
+A layer's traits (answers.py) are found once, at `apply`, on a small instance. Here they meet what
+stands in the layer today: adapters, hooks, modules put in later. The stack looks once a forward
+(`look`); a layer that is called by hand looks itself.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ _NO_MASK = "_attach_context_parallel_hooks."
 
 @dataclass(slots=True)
 class Condition:
-    """What the modules in a layer say of how it runs, for as long as `snapshot` holds. Nothing here refers to the layer.
+    """What the modules in a layer say of how it runs, for as long as `snapshot` holds. Nothing here
+    refers to the layer.
 
     Attributes:
         answers: the layer's traits, for which this was found.
@@ -107,25 +109,34 @@ def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
 
 
 def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
-    """None where nobody watches what is inside the layer: tiles would show hooks parts of a row, and more often.
+    """None where nobody watches what is inside the layer: tiles would show hooks parts of a row,
+    and more often.
 
-    Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first alone.
+    Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first
+        alone.
     """
     hooked, units = watched_by_user(inside), fsdp2_units(inside)
     if hooked is None and not units:
         return None
-    hooked = units[0] if hooked is None else hooked  # a module that holds others may be empty, and false
+    # a module that holds others may be empty, and false
+    hooked = units[0] if hooked is None else hooked
     return f"hooks on {next(n for n, m in layer.named_modules() if m is hooked)}"
 
 
 def _patched_class(modules: list[nn.Module]) -> str | None:
-    """Whose class runs another forward than when the small instance was tried, for the whole process."""
+    """Whose class runs another forward than when the small instance was tried, for the whole
+    process.
+    """
     kinds = dict.fromkeys(MADE_FROM[type(m)] for m in modules)
-    return next((f"another {k.__name__}.forward than at apply()" for k in kinds if not as_asked(k)), None)
+    return next(
+        (f"another {k.__name__}.forward than at apply()" for k in kinds if not as_asked(k)), None
+    )
 
 
 def _why_not_inside(layer: nn.Module, traits: LayerTraits, mixing: list[nn.Module]) -> str | None:
-    """Why the modules by which tokens meet, and those around them, are not what they were at apply()."""
+    """Why the modules by which tokens meet, and those around them, are not what they were at
+    apply().
+    """
     for attn in mixing:
         kind = getattr(attn, "_hfpatch_base", type(attn))
         if package_of(attn) != package_of(layer):
@@ -146,8 +157,12 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches this module, but for what a tiled call serves otherwise: transformers' recorders, and
-    accelerate's hooks under context parallelism, which take away a mask."""
+    """Whether somebody watches this module, but for what a tiled call serves otherwise:
+    transformers' recorders, and accelerate's hooks under context parallelism, which take away a
+    mask.
+    """
     forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
-    others = [h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)]
+    others = [
+        h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)
+    ]
     return bool(forward or others) or engine_hook(module) is not None

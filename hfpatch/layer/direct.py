@@ -91,9 +91,9 @@ class _Norm:
 class Direct(Block):
     """`pre` and `post` of a block, and their backward functions.
 
-    `sums` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A forward
-    appends what its backward needs to a list. The backward empties that list, so each value is
-    freed after its last use.
+    `sums` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A
+    forward appends what its backward needs to a list. The backward empties that list, so each value
+    is freed after its last use.
     """
 
     def __init__(self, layer: nn.Module):

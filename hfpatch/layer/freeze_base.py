@@ -18,19 +18,24 @@ def _computed_in(model: nn.Module) -> torch.dtype | None:
 
 
 def widened(model: nn.Module) -> list[str]:
-    """Names of frozen parameters that are float32 in a model of 16 bits whose Linear layers are quantised."""
+    """Names of frozen parameters that are float32 in a model of 16 bits whose Linear layers are
+    quantised.
+    """
     if _computed_in(model) is None or not any(is_quantised(m) for m in model.modules()):
         return []
-    return [n for n, p in model.named_parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    return [
+        n for n, p in model.named_parameters() if p.dtype == torch.float32 and not p.requires_grad
+    ]
 
 
 def freeze_base(model: nn.Module) -> nn.Module:
     """Freezes the model for LoRA, before or after PEFT wraps it, and no more; returns it.
 
-    In place of `peft.prepare_model_for_kbit_training`, which also makes norms, embeddings and head float32: the residual stream
-    and what is kept of it then take twice the memory. Where that has been called, the dtype of the config comes back, which
-    loses nothing. Adapters stay trained, as they are. `enable_input_require_grads()` is taken back: a tiled layer needs no
-    gradient of what was embedded. Raises ValueError on what is no model.
+    In place of `peft.prepare_model_for_kbit_training`, which also makes norms, embeddings and head
+    float32: the residual stream and what is kept of it then take twice the memory. Where that has
+    been called, the dtype of the config comes back, which loses nothing. Adapters stay trained, as
+    they are. `enable_input_require_grads()` is taken back: a tiled layer needs no gradient of what
+    was embedded. Raises ValueError on what is no model.
     """
     expect_module(model)
     dtype, quantised = _computed_in(model), any(is_quantised(m) for m in model.modules())

@@ -1,4 +1,6 @@
-"""A tiled layer in autograd's graph: one function with one node, whose forward and backward are layer.py's."""
+"""A tiled layer in autograd's graph: one function with one node, whose forward and backward are
+layer.py's.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,8 @@ class _TiledLayer(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "hfpatch: expected a first-order backward, create_graph=True came; "
-                "for second derivatives call hfpatch.undo(model), and model.set_attn_implementation('eager')."
+                "for second derivatives call hfpatch.undo(model), and "
+                "model.set_attn_implementation('eager')."
             )
         call = ctx.call
         if dy is None:
@@ -37,14 +40,16 @@ class _TiledLayer(torch.autograd.Function):
         n = len(dextras) - len(call.ask.places_left())
         call.dextras, call.dleft = dextras[:n], dextras[n:]
         try:
-            held = holders(dy)  # on a line of its own, as in _Probe: an argument list holds a reference too
+            # on a line of its own, as in _Probe: an argument list holds a reference too
+            held = holders(dy)
             private = is_private(dy, held, call.private)
             with call.session.turn:
                 dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         except RuntimeError as error:
             refuse_a_batch(error)
             raise
-        call.dextras = call.dleft = ()  # the graph, and the call with it, may live as long as the loss
+        # the graph, and the call with it, may live as long as the loss
+        call.dextras = call.dleft = ()
         return None, dx, *grads
 
 
@@ -52,10 +57,12 @@ _apply = applying(_TiledLayer)
 
 
 def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) -> list[Tensor]:
-    """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the way.
+    """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the
+    way.
 
-    session: layer.runtime.LayerRuntime, which gave the policy; ask: layer.parts.LayerParts of this call. Without a gradient to come
-    nothing is kept. again: what the first run found out about the layer is known.
+    session: layer.runtime.LayerRuntime, which gave the policy; ask: layer.parts.LayerParts of this
+    call. Without a gradient to come nothing is kept. again: what the first run found out about the
+    layer is known.
     """
     layer = ask.layer
     policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
@@ -67,29 +74,43 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) ->
     known = ask.random = (
         ask.random
         or kind in session.draws
-        or any([m.training and m.p > 0 for m in modules if "p" in m.__dict__ and isinstance(m, DROPOUTS)])
+        or any(
+            [
+                m.training and m.p > 0
+                for m in modules
+                if "p" in m.__dict__ and isinstance(m, DROPOUTS)
+            ]
+        )
     )
     call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then, random=known,
+        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
+        random=known,
         shards=session.shards if policy.every == 1 else None,
         mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
-        call.queue = session.queues.get((x.device, policy.offload))  # there where this length was trained before
+        # there where this length was trained before
+        call.queue = session.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
     call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
     if call.keep != policy.keep and session.checkpointing.keep != "auto":
         lost = ", ".join(name for name in policy.keep if name not in call.keep)
         session.tell(
-            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing (adapters, autocast, or "
+            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing "
+            "(adapters, autocast, or "
             "another block)."
         )
     call.shape, call.dtype = x.shape, x.dtype
     call.private = session.private(x)
     session.link(call, x)
-    # What draws and no module tells of it (F.dropout, noise before a router) is found out by what it leaves behind.
-    real = not (known or direct) and x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    # What draws and no module tells of it (F.dropout, noise before a router) is found out by what
+    # it leaves behind.
+    real = (
+        not (known or direct)
+        and x.device.type != "meta"
+        and (x.__class__ is Tensor or not is_fake(x))
+    )
     watched = Generators(x.device) if real else None
     outputs = _apply(call, x, *tensors)
     drew = watched and watched.drew()

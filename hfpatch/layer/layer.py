@@ -1,4 +1,6 @@
-"""Any decoder layer: in tiles where that is exact, else whole with its input offloaded (route.py decides)."""
+"""Any decoder layer: in tiles where that is exact, else whole with its input offloaded (route.py
+decides).
+"""
 
 from contextlib import nullcontext
 
@@ -7,7 +9,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hfpatch.compat import collected_now, collecting, pytree, under_zero3
-from hfpatch.context.current import NotStopped, current, not_exchanged, our_attention, standard, unnamed
+from hfpatch.context.current import (
+    NotStopped,
+    current,
+    not_exchanged,
+    our_attention,
+    standard,
+    unnamed,
+)
 from hfpatch.context.documents import refuse_packed
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
@@ -27,11 +36,12 @@ _RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind th
 
 
 class UntiledLayer:
-    """Mixed over a decoder layer's class where it runs as transformers has it (checkpointing="off").
+    """Mixed over a decoder layer's class where it runs as transformers has it
+    (checkpointing="off").
 
-    `_hfpatch_traits`: its kind's LayerTraits, found on a small instance, which had modules in `_hfpatch_places`;
-    `_hfpatch_configs`: those that what is in it reads; `_hfpatch_condition`: condition.py's; `_hfpatch_streams`: how many its
-    hidden states have (streams.py), or None.
+    `_hfpatch_traits`: its kind's LayerTraits, found on a small instance, which had modules in
+    `_hfpatch_places`; `_hfpatch_configs`: those that what is in it reads; `_hfpatch_condition`:
+    condition.py's; `_hfpatch_streams`: how many its hidden states have (streams.py), or None.
     """
 
     _hfpatch_condition: Condition | None = None
@@ -46,10 +56,14 @@ class UntiledLayer:
         """The ranks that share the rows of the forward under way."""
         if batch is not None:
             return batch.sequence
-        return next((s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None)
+        return next(
+            (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
+        )
 
     def _refuse_parts(self, kwargs, batch: Batch | None, condition: Condition) -> None:
-        """ValueError where tokens meet in this layer, or may, by more than attention that ranks which share rows exchange."""
+        """ValueError where tokens meet in this layer, or may, by more than attention that ranks
+        which share rows exchange.
+        """
         if batch is None and not current.declined:  # called by hand
             if isinstance(kwargs.get("attention_mask"), Mask):
                 raise not_exchanged("a layer that runs again after its model's forward")
@@ -60,7 +74,8 @@ class UntiledLayer:
             refuse_shared_mixers(type(self), why or None)
 
     def forward(self, hidden_states, *args, **kwargs):
-        if not isinstance(self, UntiledLayer):  # bound by somebody (accelerate) who keeps it beyond undo()
+        # bound by somebody (accelerate) who keeps it beyond undo()
+        if not isinstance(self, UntiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
@@ -72,8 +87,9 @@ class UntiledLayer:
 
 
 def why_not_shared(answers: LayerTraits, condition: Condition) -> str | None:
-    """Why ranks cannot share the rows of such a layer: "" where it mixes tokens beside attention, else who does not know; None
-    where they can."""
+    """Why ranks cannot share the rows of such a layer: "" where it mixes tokens beside attention,
+    else who does not know; None where they can.
+    """
     if not answers.looked or condition.unknown:
         return condition.unknown or answers.reason
     mixes = answers.mixers and not answers.attends
@@ -85,9 +101,11 @@ def _run_directly(function, *args, **kwargs):
 
 
 class TiledLayer(UntiledLayer):
-    """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its input offloaded.
+    """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its
+    input offloaded.
 
-    `_hfpatch_session`: the model's layer.runtime.LayerRuntime; `_hfpatch_index`: which of its layers this is.
+    `_hfpatch_session`: the model's layer.runtime.LayerRuntime; `_hfpatch_index`: which of its
+    layers this is.
     """
 
     @property
@@ -105,8 +123,9 @@ class TiledLayer(UntiledLayer):
 
     def __call__(self, hidden_states, *args, **kwargs):
         if torch.is_grad_enabled() and not hidden_states.requires_grad and self._under_zero3:
-            # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs before the module's
-            # backward where no input wants a gradient (the first layer under LoRA).
+            # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs
+            # before the module's backward where no input wants a gradient (the first layer under
+            # LoRA).
             hidden_states = hidden_states.detach().requires_grad_(True)
         return super().__call__(hidden_states, *args, **kwargs)
 
@@ -121,7 +140,8 @@ class TiledLayer(UntiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
-        with session.turn:  # without gradients too: what another thread's backward has under way is not left over
+        # without gradients too: what another thread's backward has under way is not left over
+        with session.turn:
             request = self._request(hidden_states, batch, args, kwargs)
             self._refuse(request)
             way = route(request)
@@ -136,10 +156,13 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """This call, with a batch also where the layer is called by hand, and without a mask takes every row for one causal
-        sequence."""
+        """This call, with a batch also where the layer is called by hand, and without a mask takes
+        every row for one causal sequence.
+        """
         by_hand = batch is None and not current.declined
-        condition = look(self) if by_hand or self._hfpatch_condition is None else self._hfpatch_condition
+        condition = (
+            look(self) if by_hand or self._hfpatch_condition is None else self._hfpatch_condition
+        )
         if by_hand and kwargs.get("attention_mask") is None and given.dim() == 3:
             known = {standard(c) for c in self._hfpatch_configs}
             if known <= {"sdpa", "flash"} and self._sequence(None) is None:
@@ -147,13 +170,29 @@ class TiledLayer(UntiledLayer):
         x = given
         if batch is not None and given.dim() == 4 and given.shape[1:3] == (batch.B, batch.t):
             self._hfpatch_streams, x = len(given), joined(given)
-        return Request(self, x, given, args, kwargs, batch, _cache_of(args, kwargs), self._sequence(batch), condition)
+        return Request(
+            self,
+            x,
+            given,
+            args,
+            kwargs,
+            batch,
+            _cache_of(args, kwargs),
+            self._sequence(batch),
+            condition,
+        )
 
     def _refuse(self, r: Request) -> None:
-        """ValueError for rows that ranks share, or documents of one row, which this layer cannot keep apart."""
+        """ValueError for rows that ranks share, or documents of one row, which this layer cannot
+        keep apart.
+        """
         if r.sequence is not None:
             self._refuse_parts(r.kwargs, r.batch, r.condition)
-        if self._hfpatch_traits.reason == OTHER_MIXER and r.batch is not None and r.batch.apart is not None:
+        if (
+            self._hfpatch_traits.reason == OTHER_MIXER
+            and r.batch is not None
+            and r.batch.apart is not None
+        ):
             refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
@@ -162,16 +201,20 @@ class TiledLayer(UntiledLayer):
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         args, own = (r.args, own) if r.cache is None else without_cache(r.args, own)
         ask = LayerParts(
-            self, Arguments(args, own, *r.x.shape[:2]), answers, self._hfpatch_configs, r.batch, records=records,
-            cache=r.cache, collected=bool(lists), modules=[self, *r.condition.inside], random=r.condition.draws,
-            looked=r.condition, written=DequantizedWeights(self) if policy.dense else None, leaves=r.condition.leaves,
+            self, Arguments(args, own, *r.x.shape[:2]), answers, self._hfpatch_configs, r.batch,
+            records=records,
+            cache=r.cache, collected=bool(lists), modules=[self, *r.condition.inside],
+            random=r.condition.draws,
+            looked=r.condition, written=DequantizedWeights(self) if policy.dense else None,
+            leaves=r.condition.leaves,
         )  # fmt: skip
         try:
             with session.weights.forward(self, r.x.device):
                 y, *extras = tiled_layer(session, policy, ask, r.x)
         except NotStopped as error:
             raise RuntimeError(
-                f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small instance, {error}; "
+                f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
+                f"instance, {error}; "
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
@@ -184,13 +227,20 @@ class TiledLayer(UntiledLayer):
             ask = LayerParts(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
             device = r.x.device
             rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-            with rng, torch.no_grad(), collecting({}), self._hfpatch_session.weights.forward(self, device):
+            with (
+                rng,
+                torch.no_grad(),
+                collecting({}),
+                self._hfpatch_session.weights.forward(self, device),
+            ):
                 ask.pre(r.x[:, :1], 0, 1)
             r.condition.read, r.condition.leaves = ask.read, bool(ask.left)
         return r.condition.read
 
     def _whole(self, r: Request):
-        """A function that runs the layer whole on its hidden states, packed documents one by one where mixers would mix them."""
+        """A function that runs the layer whole on its hidden states, packed documents one by one
+        where mixers would mix them.
+        """
         session, answers, batch = self._hfpatch_session, self._hfpatch_traits, r.batch
 
         def whole(h):
@@ -199,14 +249,19 @@ class TiledLayer(UntiledLayer):
             apart = nullcontext()
             if answers.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(r.args, r.kwargs, *r.x.shape[:2])
-                apart = documents_apart(self, answers.mixers, arguments, self._hfpatch_configs, batch, answers.paired)
+                apart = documents_apart(
+                    self, answers.mixers, arguments, self._hfpatch_configs, batch, answers.paired
+                )
             with session.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *r.args, **r.kwargs)
 
         return whole
 
     def _checkpointed(self, r: Request, policy, whole):
-        session, configs = self._hfpatch_session, self._hfpatch_configs if r.batch is not None else ()
+        session, configs = (
+            self._hfpatch_session,
+            self._hfpatch_configs if r.batch is not None else (),
+        )
         if r.kwargs.get("use_cache"):
             r.kwargs["use_cache"] = False
 

@@ -1,9 +1,10 @@
-"""What mixes tokens by something else than an attention that can be asked: a module that runs whole (delta net, Mamba, short
-convolution; attention that is written out, or whose mask is its own).
+"""What mixes tokens by something else than an attention that can be asked: a module that runs whole
+(delta net, Mamba, short convolution; attention that is written out, or whose mask is its own).
 
-Between `pre` and `post` it stands where attention does: `pre` notes its input, `post` is given a tile of its output, and backward
-runs it again, whole. Packed documents go through it one by one, which isolates them on any kernel, with the memory of the longest.
-Which modules these are is found by changing one token and looking whether others notice.
+Between `pre` and `post` it stands where attention does: `pre` notes its input, `post` is given a
+tile of its output, and backward runs it again, whole. Packed documents go through it one by one,
+which isolates them on any kernel, with the memory of the longest. Which modules these are is found
+by changing one token and looking whether others notice.
 """
 
 from contextlib import contextmanager
@@ -17,11 +18,14 @@ from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch, Mask
 
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # said by our documents
+# said by our documents
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def standing_in(layer: nn.Module, names, answer, paired=()):
-    """Within, the named modules of the layer answer with answer(name, args, kwargs), those in `paired` with None behind it."""
+    """Within, the named modules of the layer answer with answer(name, args, kwargs), those in
+    `paired` with None behind it.
+    """
 
     def answering(name):
         if name in paired:
@@ -33,9 +37,11 @@ def standing_in(layer: nn.Module, names, answer, paired=()):
 
 @dataclass
 class Mixer:
-    """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them is its input [B, T, D]; axes:
-    the token axis of each; B: rows of the batch; configs, batch: as asking.our_attention has them; bounds: where documents start
-    and end in the flattened B*T tokens, None where every row is one."""
+    """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them
+    is its input [B, T, D]; axes: the token axis of each; B: rows of the batch; configs, batch: as
+    asking.our_attention has them; bounds: where documents start and end in the flattened B*T
+    tokens, None where every row is one.
+    """
 
     module: nn.Module
     leaves: list
@@ -53,7 +59,10 @@ class Mixer:
         if self.bounds is None:
             return [(slice(None), 0, x_BTD.shape[1])]
         T = x_BTD.shape[1]
-        return [(slice(a // T, a // T + 1), a % T, (b - 1) % T + 1) for a, b in zip(self.bounds, self.bounds[1:])]
+        return [
+            (slice(a // T, a // T + 1), a % T, (b - 1) % T + 1)
+            for a, b in zip(self.bounds, self.bounds[1:])
+        ]
 
     def _call(self, x: Tensor, rows: slice, a: int, b: int) -> Tensor:
         """x: whole, or the document's own."""
@@ -79,7 +88,8 @@ class Mixer:
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
         """[B, T, D]. keep: backward comes soon and walks the graph that is made here."""
         outs = [
-            self._graph(x_BTD, *piece) if keep else (None, self._call(x_BTD, *piece)) for piece in self._pieces(x_BTD)
+            self._graph(x_BTD, *piece) if keep else (None, self._call(x_BTD, *piece))
+            for piece in self._pieces(x_BTD)
         ]
         self.kept = outs if keep else None
         outs = [out.detach() if keep else out for _, out in outs]
@@ -93,12 +103,15 @@ class Mixer:
         return torch.cat(rows)
 
     def _graph(self, x_BTD: Tensor, rows: slice, a: int, b: int) -> tuple[Tensor, Tensor]:
-        x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()  # other documents are written beside it
+        # other documents are written beside it
+        x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
         with torch.enable_grad():
             return x, self._call(x.requires_grad_(), rows, a, b)
 
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
-        """The input's gradient into `into`, which may be x; weights get theirs by autograd, a document at a time."""
+        """The input's gradient into `into`, which may be x; weights get theirs by autograd, a
+        document at a time.
+        """
         for i, (rows, a, b) in enumerate(self._pieces(x_BTD)):
             x, out = self.kept[i] if self.kept else self._graph(x_BTD, rows, a, b)
             torch.autograd.backward(out, dout_BTD[rows, a:b])
@@ -122,7 +135,7 @@ def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=(
         yield
 
 
-# --- finding them -------------------------------------------------------------------------------------------------------
+# --- finding them ---------------------------------------------------------------------------------
 
 TOKEN = 5  # the one that is changed
 
@@ -144,11 +157,18 @@ def _moved(ours, theirs, tokens: int) -> bool:
 
 
 def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
-    """Whether run(*args, **kwargs) lets other tokens notice that one changed. known: ids of tensors that are not to change."""
+    """Whether run(*args, **kwargs) lets other tokens notice that one changed. known: ids of tensors
+    that are not to change.
+    """
     leaves, spec = pytree().tree_flatten((args, kwargs))
     changed = list(leaves)
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and x.is_floating_point() and id(x) not in known and tokens in x.shape:
+        if (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and id(x) not in known
+            and tokens in x.shape
+        ):
             axis = next(i for i, n in enumerate(x.shape) if n == tokens)
             x = x.clone()
             x.select(axis, TOKEN).normal_()
@@ -157,12 +177,15 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
-def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Names of the smallest modules without which run(x), the layer with its attention answered, mixes no tokens, and of those
-    among them that return a pair (Lightning attention, its state) whose second is not read.
+def find_mixers(
+    layer: nn.Module, run, x_BTD: Tensor, known: set
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Names of the smallest modules without which run(x), the layer with its attention answered,
+    mixes no tokens, and of those among them that return a pair (Lightning attention, its state)
+    whose second is not read.
 
-    None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD: one row; known: ids of the
-    layer's other arguments.
+    None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD:
+    one row; known: ids of the layer's other arguments.
     """
     tokens, calls = x_BTD.shape[1], {}
     if not _mixes(run, (x_BTD,), {}, tokens, known):
@@ -172,7 +195,9 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
     def note(module, args, kwargs, out):
         calls.setdefault(names[id(module)], []).append((args, kwargs, out))
 
-    handles = [m.register_forward_hook(note, with_kwargs=True) for n, m in layer.named_modules() if n]
+    handles = [
+        m.register_forward_hook(note, with_kwargs=True) for n, m in layer.named_modules() if n
+    ]
     try:
         run(x_BTD)
     finally:
@@ -184,7 +209,9 @@ def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> tuple[tuple
         return out[0] if name in paired else out
 
     def pairs(name: str) -> bool | None:
-        """Whether this module returns a pair; None where it does not make hidden states, of any width, of such, once."""
+        """Whether this module returns a pair; None where it does not make hidden states, of any
+        width, of such, once.
+        """
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         pair = isinstance(out, tuple) and len(out) == 2

@@ -1,4 +1,6 @@
-"""Where modules stand in a layer, beside where they stood in the small instance: of others nobody knows what they do to tokens."""
+"""Where modules stand in a layer, beside where they stood in the small instance: of others nobody
+knows what they do to tokens.
+"""
 
 import re
 
@@ -6,15 +8,24 @@ import torch
 from torch import nn
 
 from hfpatch.compat import GONE, MADE_FROM, buffers_of, forward_in, modules_of, parameters_of
-from hfpatch.context.classes import LIBRARIES, LINEAR, PROJECTIONS, home_of, other_forward, package_of
+from hfpatch.context.classes import (
+    LIBRARIES,
+    LINEAR,
+    PROJECTIONS,
+    home_of,
+    other_forward,
+    package_of,
+)
 from hfpatch.layer.strangers import is_token_wise
 from hfpatch.parts.quantised import is_quantised
 
 
 def _inside(layer: nn.Module, known=None):
-    """(name, class, forward) of the modules in a layer, those within one of the classes of `known` (any) after it. What stands for
-    a Linear (quantised), and adapters, which layer.adapters looks at, are none where they run their library's code; a Linear with
-    buffers or modules of its own is one, it may write to them. forward: on the instance, GONE where there is none."""
+    """(name, class, forward) of the modules in a layer, those within one of the classes of `known`
+    (any) after it. What stands for a Linear (quantised), and adapters, which layer.adapters looks
+    at, are none where they run their library's code; a Linear with buffers or modules of its own is
+    one, it may write to them. forward: on the instance, GONE where there is none.
+    """
     todo = [(*child, False) for child in modules_of(layer).items()]
     while todo:
         name, module, adapter = todo.pop()
@@ -45,7 +56,11 @@ def _projects(module: nn.Module, code) -> bool:
     if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
         return False
     weight = parameters_of(module).get("weight")
-    if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+    if (
+        isinstance(module, nn.Linear)
+        and isinstance(weight, torch.Tensor)
+        and not weight.is_floating_point()
+    ):
         return True
     known_home = hasattr(module, "in_features") and package_of(module) in PROJECTIONS
     return code is LINEAR or known_home and code is not nn.Linear.forward
@@ -56,11 +71,17 @@ _NUMBERS = re.compile(r"\d+")
 
 def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
     """(name without numbers, class) of all modules in a layer."""
-    return frozenset((_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules())
+    return frozenset(
+        (_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules()
+    )
 
 
 def strange(layer: nn.Module, known: frozenset[tuple[str, type]]) -> list[str]:
-    """Names of the outermost modules in a layer that `known` (places_in) has not, or that run a forward of their own."""
+    """Names of the outermost modules in a layer that `known` (places_in) has not, or that run a
+    forward of their own.
+    """
     found = _inside(layer, {kind for _, kind in known})
     as_made = lambda forward: forward is GONE or home_of(forward) == "transformers"  # noqa: E731
-    return sorted(n for n, kind, own in found if not as_made(own) or (_NUMBERS.sub("", n), kind) not in known)
+    return sorted(
+        n for n, kind, own in found if not as_made(own) or (_NUMBERS.sub("", n), kind) not in known
+    )

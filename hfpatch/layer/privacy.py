@@ -52,5 +52,12 @@ def is_private(grad: Tensor, held: tuple, private: tuple) -> bool:
 
     held: holders(grad), called in a statement of its own: an argument list holds a reference too.
     """
-    whole = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-    return whole and sys.maxsize not in held and all(have <= alone for have, alone in zip(held, private))
+    whole = (
+        grad.is_contiguous()
+        and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    )
+    return (
+        whole
+        and sys.maxsize not in held
+        and all(have <= alone for have, alone in zip(held, private))
+    )

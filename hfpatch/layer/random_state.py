@@ -1,4 +1,6 @@
-"""Where the generators of random numbers stand, so that a tile that runs again draws what it drew."""
+"""Where the generators of random numbers stand, so that a tile that runs again draws what it
+drew.
+"""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Hidden states in several streams a token [S, B, T, D] (Gemma 3n): to tiles they are rows of one [B, T, S*D].
+"""Hidden states in several streams a token [S, B, T, D] (Gemma 3n): to tiles they are rows of one
+[B, T, S*D].
 
 S streams, B batch, T tokens, D hidden.
 """

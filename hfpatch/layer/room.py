@@ -10,7 +10,10 @@ import weakref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hfpatch.attention.backends import trial_peaks, trials_without_room
 from hfpatch.budget.choice import reserve
@@ -69,7 +72,9 @@ UNMEASURED_SHARE, UNMEASURED_LEAST = 0.10, 2 << 30
 
 
 def unmeasured(free: int) -> int:
-    """Of `free` bytes those that a policy may plan with while no step was measured, its own reserve (budget/choice.py) included."""
+    """Of `free` bytes those that a policy may plan with while no step was measured, its own reserve
+    (budget/choice.py) included.
+    """
     step = max(0, min(free - UNMEASURED_LEAST, int(free / (1 + UNMEASURED_SHARE))))
     return min(free, step + reserve(step)) if step else 0
 
@@ -85,17 +90,22 @@ class Room:
         self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
         self.gpu, self.ooms = gauge.gpu(), self._ooms()
         self.alone = True
-        self.stepped = False  # whether an optimizer has: then its states are there, or never will be
+        # whether an optimizer has: then its states are there, or never will be
+        self.stepped = False
         self.learnt: str | None = None  # why the next step keeps something else
-        self.over, self.most = 1.0, None  # bytes measured over those planned; a bound that running out has set
+        # bytes measured over those planned; a bound that running out has set
+        self.over, self.most = 1.0, None
         # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
         self.step: tuple | None = None
         self.measured = False  # whether its backward has ended
-        self.proven = False  # whether any step's was measured: until then the closed form alone says what a step takes
-        self.proven = False  # whether any step's was measured: until then the closed form alone says what a step takes
+        # whether any step's was measured: until then the closed form alone says what a step takes
+        self.proven = False
+        # whether any step's was measured: until then the closed form alone says what a step takes
+        self.proven = False
         me = weakref.ref(self)
         for register, what in (
-            (register_optimizer_step_pre_hook, Room.measure), (register_optimizer_step_post_hook, Room.end)
+            (register_optimizer_step_pre_hook, Room.measure),
+            (register_optimizer_step_post_hook, Room.end)
         ):  # fmt: skip
             tell = lambda stepping, *_, what=what: what(me()) if me() in told(stepping) else None  # noqa: E731
             weakref.finalize(self, register(tell).remove)
@@ -104,7 +114,8 @@ class Room:
     def bytes(self, gathered: int = 0, careful: bool = True) -> int:
         """The budget of the step that begins.
 
-        gathered: bytes that an engine takes for weights that it gathers. careful: whether more is left while no step was measured.
+        gathered: bytes that an engine takes for weights that it gathers. careful: whether more is
+            left while no step was measured.
         """
         # Adam's two states, until a step has shown what there is.
         room = self.gauge.free() - self._to_come(states=0 if self.stepped else 2) - gathered
@@ -147,7 +158,9 @@ class Room:
         peak = max(peak, trial_peaks.get(self.gauge.device, 0))
         if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
             self.over *= took / planned
-            self.learnt = f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
+            self.learnt = (
+                f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
+            )
 
     def look(self) -> str | None:
         """What was learnt from the last step, reported once; None where nothing was."""

@@ -1,7 +1,8 @@
-"""How one call of a decoder layer runs: in tiles, whole with its input offloaded, or as transformers has it.
+"""How one call of a decoder layer runs: in tiles, whole with its input offloaded, or as
+transformers has it.
 
-`route` reads an ordered table of rules; the first that gives a reason decides. The forward, the report and `hfpatch env` give
-these reasons.
+`route` reads an ordered table of rules; the first that gives a reason decides. The forward, the
+report and `hfpatch env` give these reasons.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ KEEPS = "keys and values come with the batch, or are to be kept (prefix tuning, 
 
 @dataclass(slots=True)
 class Request:
-    """One call of a layer, as the rules read it. x: [B, T, D], streams joined; given: as it came; sequence: the ranks that share
-    its rows, or None."""
+    """One call of a layer, as the rules read it. x: [B, T, D], streams joined; given: as it came;
+    sequence: the ranks that share its rows, or None.
+    """
 
     layer: nn.Module
     x: Tensor
@@ -85,7 +87,11 @@ def _not_described(r: Request) -> str | None:
 
 
 def _beside_an_encoder(r: Request) -> str | None:
-    return None if r.kwargs.get("encoder_hidden_states") is None else "it attends to an encoder's states"
+    return (
+        None
+        if r.kwargs.get("encoder_hidden_states") is None
+        else "it attends to an encoder's states"
+    )
 
 
 def _cache_it_cannot_fill(r: Request) -> str | None:
@@ -95,17 +101,26 @@ def _cache_it_cannot_fill(r: Request) -> str | None:
 
 
 def _fills(layer: nn.Module, cache: Cache) -> bool:
-    """Whether all keys and values may go into this cache at once, which holds none of this layer yet."""
+    """Whether all keys and values may go into this cache at once, which holds none of this layer
+    yet.
+    """
     traits = layer._hfpatch_traits
     indices = [getattr(submodule(layer, name), "layer_idx", None) for name in traits.attention]
-    if traits.mixers or type(cache) is not DynamicCache or len({*indices} - {None}) != len(traits.attention):
+    if (
+        traits.mixers
+        or type(cache) is not DynamicCache
+        or len({*indices} - {None}) != len(traits.attention)
+    ):
         return False
     return not any(cache.get_seq_length(index) for index in indices)
 
 
 def _rotation_replaced(r: Request) -> str | None:
     kinds = [getattr(attn, "_hfpatch_base", type(attn)) for attn in r.condition.mixing]
-    return next((f"another rotation for {k.__name__} than at apply()" for k in kinds if not as_asked(k)), None)
+    return next(
+        (f"another rotation for {k.__name__} than at apply()" for k in kinds if not as_asked(k)),
+        None,
+    )
 
 
 def _attention_dropout(r: Request) -> str | None:
@@ -126,7 +141,9 @@ def _mask_not_causal(r: Request) -> str | None:
 def _no_kernels(r: Request) -> str | None:
     softcap = r.layer._hfpatch_traits.softcap
     pattern = r.mask.pattern(softcap) if isinstance(r.mask, Mask) else Pattern(softcap=softcap)
-    return why_no_kernels(r.layer, r.x.device, autocast_dtype(r.x.device.type) or r.x.dtype, pattern)
+    return why_no_kernels(
+        r.layer, r.x.device, autocast_dtype(r.x.device.type) or r.x.dtype, pattern
+    )
 
 
 RULES = (
@@ -148,9 +165,14 @@ def route(r: Request) -> Tiled | Whole | Stock:
     return _tiled(r) if reason is None else _whole(r, reason)
 
 
-def why_no_kernels(layer: nn.Module, device: torch.device, dtype: torch.dtype, pattern: Pattern) -> str | None:
+def why_no_kernels(
+    layer: nn.Module, device: torch.device, dtype: torch.dtype, pattern: Pattern
+) -> str | None:
     """None where this device has kernels for what the layer's attention asks, else the reason."""
-    heads = [getattr(submodule(layer, name), "head_dim", 0) or 0 for name in layer._hfpatch_traits.attention]
+    heads = [
+        getattr(submodule(layer, name), "head_dim", 0) or 0
+        for name in layer._hfpatch_traits.attention
+    ]
     return supported(max(heads, default=0), dtype, device, pattern)
 
 
@@ -169,13 +191,17 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         return Stock(reason)
     by_transformers = getattr(layer, "gradient_checkpointing", False) and r.given.requires_grad
     if r.condition.adapter in TOLD and not by_transformers:
-        # By hooks that PEFT takes away when the model's forward ends, but for gradient_checkpointing; there as the layer's
-        # backward begins, where nobody wants the gradient of its input.
-        session.tell(f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}.")
+        # By hooks that PEFT takes away when the model's forward ends, but for
+        # gradient_checkpointing; there as the layer's backward begins, where nobody wants the
+        # gradient of its input.
+        session.tell(
+            f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}."
+        )
         return Stock(reason)
     if reason not in (NOT_NOW, layer._hfpatch_traits.reason):  # the report has the latter
         session.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
-    if r.cache is not None:  # asked for by the caller; running the layer again would write its keys twice
+    # asked for by the caller; running the layer again would write its keys twice
+    if r.cache is not None:
         session.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)
     policy = session.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None

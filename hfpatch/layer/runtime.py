@@ -1,4 +1,6 @@
-"""The state that a model's tiled layers share: the resolved policy, the copies under way, and the order of the calls."""
+"""The state that a model's tiled layers share: the resolved policy, the copies under way, and the
+order of the calls.
+"""
 
 import copy
 import dataclasses
@@ -20,7 +22,14 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
 from hfpatch.budget.hardware import PIN_BYTES_PER_SECOND, Gpu, at_place, place_of
 from hfpatch.budget.limits import environment_number
-from hfpatch.budget.policy import KEEPABLE, LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
+from hfpatch.budget.policy import (
+    KEEPABLE,
+    LOSS_WORKSPACE,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    describe,
+)
 from hfpatch.budget.seconds import step_time
 from hfpatch.compat import Turn, autocast_dtype, not_for_deepspeed, same_memory, told_of_forks
 from hfpatch.layer.call import LayerCall
@@ -43,13 +52,17 @@ def _rounded(tokens: int) -> int:
 
 
 def metered(device: torch.device) -> bool:
-    """Whether the device's free memory is known, and no other than what checkpoints may be kept in."""
+    """Whether the device's free memory is known, and no other than what checkpoints may be kept
+    in.
+    """
     return device.type == "cuda"
 
 
 def arrival_counts() -> bool:
-    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a plain layer and a tiled one
-    it is not the same, and ranks choose by their own memory and lengths."""
+    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a
+    plain layer and a tiled one it is not the same, and ranks choose by their own memory and
+    lengths.
+    """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -63,27 +76,40 @@ def _beside_others(gpu: Gpu | None) -> Gpu | None:
 
 
 class LayerRuntime:
-    """One per patched model. A copy or a pickle of it starts with the same settings and nothing under way.
+    """One per patched model. A copy or a pickle of it starts with the same settings and nothing
+    under way.
 
-    checkpointing: the user's settings; shape: the model's, None where its layers are not Llama's (their inputs are
-    kept whole); n_layers: how many layers share this session; turn: the model's lock.
+    checkpointing: the user's settings; shape: the model's, None where its layers are not Llama's
+    (their inputs are kept whole); n_layers: how many layers share this session; turn: the model's
+    lock.
     """
 
-    def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int, turn: Turn | None = None):
+    def __init__(
+        self,
+        checkpointing: Checkpointing,
+        shape: ModelShape | None,
+        n_layers: int,
+        turn: Turn | None = None,
+    ):
         self.checkpointing, self.shape, self.n_layers = checkpointing, shape, n_layers
         self.told: set[str] = set()
         self.policies: dict[tuple, Policy] = {}
-        self.queues: dict[tuple, FetchQueue] = {}  # by (device, tier): each with transfers of its own
+        # by (device, tier): each with transfers of its own
+        self.queues: dict[tuple, FetchQueue] = {}
         self.shards: Shards | None = None
         self.rooms: dict[torch.device, Room] = {}
         self.owner = lambda: None  # weak reference to the module whose parameters a step trains
-        self.planned: dict[tuple, int] = {}  # by policy, B and T: bytes on the device, by the closed form
-        self.began, self.pinning = time.monotonic(), 0.0  # seconds; began is None once the first step has ended
-        self.draws: set[tuple] = set()  # layers, by index and mode, that were seen to draw random numbers
+        # by policy, B and T: bytes on the device, by the closed form
+        self.planned: dict[tuple, int] = {}
+        # seconds; began is None once the first step has ended
+        self.began, self.pinning = time.monotonic(), 0.0
+        # layers, by index and mode, that were seen to draw random numbers
+        self.draws: set[tuple] = set()
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.spare = 0  # bytes that the sources of copies may take when the layer under way ends
-        self._spares: dict[tuple, tuple] = {}  # by policy, B and T: of each layer (memory.formula.spare_bytes)
+        # by policy, B and T: of each layer (memory.formula.spare_bytes)
+        self._spares: dict[tuple, tuple] = {}
         self.sequence = None  # parallel.exchange.Sequence of the call under way
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self._private: dict[type, tuple] = {}
@@ -98,7 +124,9 @@ class LayerRuntime:
         self.queues.clear()
 
     def __deepcopy__(self, memo):
-        made = LayerRuntime(self.checkpointing, self.shape, self.n_layers, copy.deepcopy(self.turn, memo))
+        made = LayerRuntime(
+            self.checkpointing, self.shape, self.n_layers, copy.deepcopy(self.turn, memo)
+        )
         made.owned_by(memo.get(id(self.owner())))
         return made
 
@@ -110,7 +138,7 @@ class LayerRuntime:
         if module is not None and self.owner() is None:
             self.owner = weakref.ref(module)
 
-    # -- policy ------------------------------------------------------------------------------------------------------
+    # -- policy ------------------------------------------------------------------------------------
     def tell(self, line: str) -> None:
         """The same line once."""
         if line not in self.told:
@@ -118,13 +146,19 @@ class LayerRuntime:
             say(line)
 
     def policy(
-        self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False, able=lambda: KEEPABLE
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        sequence=None,
+        whole: bool = False,
+        able=lambda: KEEPABLE,
     ) -> Policy:
-        """The policy for this batch shape; chosen, and host memory reserved, when the shape is first seen.
+        """The policy for this batch shape; chosen, and host memory reserved, when the shape is
+        first seen.
 
-        whole: the layer cannot be tiled; sequence: the ranks that share its rows (parallel.exchange.Sequence), which all choose
-        alike; able: a function giving those of KEEPABLE that it can keep. Raises ValueError where the host cannot hold what was
-        asked for.
+        whole: the layer cannot be tiled; sequence: the ranks that share its rows
+        (parallel.exchange.Sequence), which all choose alike; able: a function giving those of
+        KEEPABLE that it can keep. Raises ValueError where the host cannot hold what was asked for.
         """
         self.sequence = sequence
         for queue in self.queues.values():
@@ -146,7 +180,11 @@ class LayerRuntime:
             tile = self.checkpointing.tile
             return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
         opened = (*key, T)
-        if policy is None or training and (opened not in self.opened or (device, policy.offload) not in self.queues):
+        if (
+            policy is None
+            or training
+            and (opened not in self.opened or (device, policy.offload) not in self.queues)
+        ):
 
             def open_shape():
                 self.shape = as_trained(self.shape, layer)
@@ -168,15 +206,22 @@ class LayerRuntime:
             (room.begin if first else room.also)(self.planned.get((policy, B, longest)))
         return policy
 
-    def _leave_room(self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor, alone: bool) -> None:
-        """Before a layer runs forward: sources of earlier layers' copies stay as far as the plan has room for them beside it.
+    def _leave_room(
+        self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor, alone: bool
+    ) -> None:
+        """Before a layer runs forward: sources of earlier layers' copies stay as far as the plan
+        has room for them beside it.
 
         alone: none may stay, for a pass begins, or nobody knows what the layer takes.
         """
         key, i = (policy, B, T), layer._hfpatch_index
         if key not in self._spares:
             self._spares[key] = (0,) * (self.n_layers + 1)
-            if self.shape is not None and self.sequence is None and self.shape.num_layers == self.n_layers:
+            if (
+                self.shape is not None
+                and self.sequence is None
+                and self.shape.num_layers == self.n_layers
+            ):
                 sizes = {"batch": B, "tokens": T, "itemsize": x.element_size()}
                 memory = step_memory(self.shape, policy, **sizes)
                 self._spares[key] = spare_bytes(memory, self.shape, policy, **sizes)
@@ -185,9 +230,11 @@ class LayerRuntime:
         for queue in self.queues.values():
             queue.transfers.settle(room=0 if alone else spares[i])
 
-    # -- frozen weights ----------------------------------------------------------------------------------------------
+    # -- frozen weights ----------------------------------------------------------------------------
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
-        """The frozen weights of all layers in `owner` into host memory, where they are not there yet."""
+        """The frozen weights of all layers in `owner` into host memory, where they are not there
+        yet.
+        """
         began, before = time.monotonic(), self.weights.host_bytes
         with self.weights.lock:
             self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
@@ -196,16 +243,26 @@ class LayerRuntime:
             self.pinning += time.monotonic() - began
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
             say(
-                f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB on the device take them in turn."
+                f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "
+                "on the device take them in turn."
             )
 
     def weights_staying(self, layer: nn.Module, function):
-        """StreamedWeights.staying; weights that do not fit on the device which they are sent to stay on the host from then on."""
+        """StreamedWeights.staying; weights that do not fit on the device which they are sent to
+        stay on the host from then on.
+        """
         owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
-        if first and self.checkpointing.frozen_weights == "auto" and owner is not None and frozen_tables(layer):
+        if (
+            first
+            and self.checkpointing.frozen_weights == "auto"
+            and owner is not None
+            and frozen_tables(layer)
+        ):
             device = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
             if metered(device):
-                coming = sum(p.numel() * p.element_size() for p in owner.parameters() if p.device != device)
+                coming = sum(
+                    p.numel() * p.element_size() for p in owner.parameters() if p.device != device
+                )
                 self.weights.on = coming > memory.gpu_free(device)
         return self.weights.staying(layer, function)
 
@@ -215,11 +272,15 @@ class LayerRuntime:
         if device not in self.rooms:
             owner, me = self.owner, weakref.ref(self)
             ended = lambda: me() and me()._first_step_ended()  # noqa: E731
-            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters(), ended)
+            self.rooms[device] = Room(
+                Gauge(device), lambda: owner() and owner().parameters(), ended
+            )
         return self.rooms[device]
 
     def _look_back(self, room: Room) -> None:
-        """Where the last step showed that there is less memory than was thought, or more, shapes get other policies."""
+        """Where the last step showed that there is less memory than was thought, or more, shapes
+        get other policies.
+        """
         learnt = room.look()
         if learnt is not None:
             self.policies.clear()
@@ -231,12 +292,15 @@ class LayerRuntime:
         if self.began is not None:
             took, self.began = time.monotonic() - self.began, None
             say(
-                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of them to pin host memory."
+                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of "
+                "them to pin host memory."
             )
 
     def planned_seconds(self, B: int, T: int, stays) -> tuple[float, float] | None:
-        """Seconds of a pass at [B, T], both ways, and of the optimizer's step, by the step model under the policy that was chosen;
-        None where nobody knows the device's rates, or no closed form describes the model. stays: what a placement keeps."""
+        """Seconds of a pass at [B, T], both ways, and of the optimizer's step, by the step model
+        under the policy that was chosen; None where nobody knows the device's rates, or no closed
+        form describes the model. stays: what a placement keeps.
+        """
         for (batch, longest, dtype, device, whole, *_), policy in self.policies.items():
             gpu = device in self.rooms and self.rooms[device].gpu
             if (batch, longest) == (B, _rounded(T)) and gpu and not whole:
@@ -246,7 +310,13 @@ class LayerRuntime:
                     step_memory(self.shape, policy, **sizes, itemsize=dtype.itemsize),
                 )
                 time, _ = step_time(
-                    _beside_others(gpu), *taken, policy, self.shape, stays, **sizes, itemsize=dtype.itemsize
+                    _beside_others(gpu),
+                    *taken,
+                    policy,
+                    self.shape,
+                    stays,
+                    **sizes,
+                    itemsize=dtype.itemsize,
                 )
                 return time.total - time.optimizer, time.optimizer
         return None
@@ -256,8 +326,10 @@ class LayerRuntime:
         return layer._hfpatch_index >= self.n_layers - policy.plain
 
     def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
-        """A layer that keeps everything gave y. Behind the last one no copy's source stays. In backward, the first of several
-        hides the first copies for the tiled layer before it; a single one runs where memory is shortest."""
+        """A layer that keeps everything gave y. Behind the last one no copy's source stays. In
+        backward, the first of several hides the first copies for the tiled layer before it; a
+        single one runs where memory is shortest.
+        """
         queue = self.queues.get((x.device, policy.offload))
         if queue is None:
             return
@@ -276,7 +348,9 @@ class LayerRuntime:
                 call.queue.begin()
                 call.prefetch()
 
-    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group) -> Policy:
+    def _chosen(
+        self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
+    ) -> Policy:
         """group: ranks that run each layer between them, and so must choose alike."""
         B, device = x_BTD.shape[0], x_BTD.device
         policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
@@ -285,15 +359,20 @@ class LayerRuntime:
             self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
         if policy.every > 1 and is_sharded(layer):
             raise ValueError(
-                f"hfpatch: every={policy.every} runs several layers at once, which parameters sharded layer by layer "
-                "do not allow; use Checkpointing(every=1) with a directory as offload where host memory is short."
+                f"hfpatch: every={policy.every} runs several layers at once, which parameters "
+                "sharded layer by layer "
+                "do not allow; use Checkpointing(every=1) with a directory as offload where host "
+                "memory is short."
             )
-        # Layers that run again from one input keep what they are given; only a layer of its own gives x in parts.
+        # Layers that run again from one input keep what they are given; only a layer of its own
+        # gives x in parts.
         if group is not None and policy.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group) -> Policy:
+    def _resolve(
+        self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group
+    ) -> Policy:
         settings = self.checkpointing
         if sharded and settings.every == "auto":
             settings = dataclasses.replace(settings, every=1)
@@ -309,34 +388,60 @@ class LayerRuntime:
         if arrival_counts():
             settings = dataclasses.replace(settings, plain=plain)
         if self.shape is None:
-            # Sizes that no closed form describes: everything that is worth keeping goes to the host.
-            tier = "disk" if settings.directory else "host" if settings.offload == "auto" else settings.offload
+            # Sizes that no closed form describes: everything that is worth keeping goes to the
+            #     host.
+            tier = (
+                "disk"
+                if settings.directory
+                else "host"
+                if settings.offload == "auto"
+                else settings.offload
+            )
             every = 1 if whole or settings.every == "auto" else settings.every
-            save = not whole and (every == 1 if settings.save_attention == "auto" else settings.save_attention)
+            save = not whole and (
+                every == 1 if settings.save_attention == "auto" else settings.save_attention
+            )
             tile = auto_tile(B * T) if settings.tile == "auto" else settings.tile
             keep = () if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep)
-            return Policy(offload=tier, every=every, save_attention=save, tile=tile, plain=plain, keep=keep)
+            return Policy(
+                offload=tier, every=every, save_attention=save, tile=tile, plain=plain, keep=keep
+            )
         if whole:
             # Each layer keeps its input, no more: no closed form knows what else they would.
-            settings = dataclasses.replace(settings, every=1, save_attention=False, plain=plain, keep=())
+            settings = dataclasses.replace(
+                settings, every=1, save_attention=False, plain=plain, keep=()
+            )
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
-        free, gpu = [None if room is None else room.bytes(gathered), self._host_free()], room and room.gpu
+        free, gpu = (
+            [None if room is None else room.bytes(gathered), self._host_free()],
+            room and room.gpu,
+        )
         if self.sequence is not None or group is not None:
-            # All that a choice depends on and ranks may have otherwise: of cards of several kinds, the slowest is planned for.
+            # All that a choice depends on and ranks may have otherwise: of cards of several kinds,
+            #     the slowest is planned for.
             least = self.sequence.least if self.sequence is not None else partial(least_of, group)
             *free, place = least([*free, place_of(gpu)], x.device)
             gpu = at_place(place)
             if room is not None:
                 room.alone = False
         option = decide(
-            settings, self.shape if whole else self._shared(), batch=B, tokens=T, itemsize=x.element_size(),
+            settings, self.shape if whole else self._shared(), batch=B, tokens=T,
+            itemsize=x.element_size(),
             gpu_free=free[0], host_free=free[1], gpu=_beside_others(gpu), able=able,
         )  # fmt: skip
         alone = not (whole or sharded) and group is None and self.sequence is None
-        if alone and settings.frozen_weights == "auto" and self.shape.adapters and self.owner() is not None:
-            # Weights that left do not come back: they stay for a step that would fit once one was measured.
-            if not Budget(room and room.bytes(gathered, careful=False), free[1]).admits_device(option):
+        if (
+            alone
+            and settings.frozen_weights == "auto"
+            and self.shape.adapters
+            and self.owner() is not None
+        ):
+            # Weights that left do not come back: they stay for a step that would fit once one was
+            #     measured.
+            if not Budget(room and room.bytes(gathered, careful=False), free[1]).admits_device(
+                option
+            ):
                 self.weights.on = True
                 self.policies.clear()  # of other lengths: some may have let layers keep everything
                 self.weights_to_host(self.owner(), x.device)
@@ -347,23 +452,33 @@ class LayerRuntime:
             pin = option.host / PIN_BYTES_PER_SECOND
             takes = f", {option.seconds:.1f} s planned" if gpu else ""
             say(
-                f"{B} x {T:,} tokens: {kept}; {option.device / 2**30:.1f} of {free[0] / 2**30:.1f} GiB free on the device, "
-                f"{option.host / 2**30:.1f} GiB on the host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}{takes}."
+                f"{B} x {T:,} tokens: {kept}; {option.device / 2**30:.1f} of "
+                f"{free[0] / 2**30:.1f} GiB free on the device, "
+                f"{option.host / 2**30:.1f} GiB on the "
+                f"host{f', about {pin:.0f} s to pin once' if pin >= 1 else ''}{takes}."
             )
         return option.policy
 
     def _host_free(self) -> int | None:
-        """Free host memory of this rank, what this session's own pool holds in wait counted as free."""
+        """Free host memory of this rank, what this session's own pool holds in wait counted as
+        free.
+        """
         free, ranks = memory.host_free(), _local_ranks()
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
     def _shared(self) -> ModelShape:
         """The model's shape for the ranks that share the rows under way."""
-        return self.shape if self.sequence is None else dataclasses.replace(self.shape, ranks=self.sequence.size)
+        return (
+            self.shape
+            if self.sequence is None
+            else dataclasses.replace(self.shape, ranks=self.sequence.size)
+        )
 
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
-        """Deterministic attention backward at long lengths: its scratch is said before the step, not by an out-of-memory error."""
+        """Deterministic attention backward at long lengths: its scratch is said before the step,
+        not by an out-of-memory error.
+        """
         s = self.shape
         heads = s.num_heads // head_groups(B, T, self._shared())
         if self.sequence is None:
@@ -374,8 +489,10 @@ class LayerRuntime:
         activations = 6 * B * T * s.hidden_size * 2
         if scratch + activations > free:
             raise ValueError(
-                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's deterministic backward at {T} tokens "
-                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are free; "
+                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's "
+                f"deterministic backward at {T} tokens "
+                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are "
+                "free; "
                 "call torch.use_deterministic_algorithms(False) or shorten the sequence."
             )
 
@@ -383,7 +500,9 @@ class LayerRuntime:
         """Copies for this policy, and host memory for a step of it."""
         key = (x.device, policy.offload)
         if key not in self.queues:
-            self.queues[key] = FetchQueue(Transfers(x.device, policy.offload, self.checkpointing.directory))
+            self.queues[key] = FetchQueue(
+                Transfers(x.device, policy.offload, self.checkpointing.directory)
+            )
         transfers = self.queues[key].transfers
         if policy.offload != "host" or self.shape is None:
             return
@@ -405,9 +524,12 @@ class LayerRuntime:
         """The copies of the first device, None before the first step."""
         return next((queue.transfers for queue in self.queues.values()), None)
 
-    def _block_sizes(self, policy, whole: bool, B: int, T: int, itemsize: int, computed: int) -> dict[int, int]:
-        """How many host blocks of which size one step takes: {bytes: count}. itemsize: of x; computed: of q, k, v and out,
-        smaller under autocast."""
+    def _block_sizes(
+        self, policy, whole: bool, B: int, T: int, itemsize: int, computed: int
+    ) -> dict[int, int]:
+        """How many host blocks of which size one step takes: {bytes: count}. itemsize: of x;
+        computed: of q, k, v and out, smaller under autocast.
+        """
         tiled, s, rows = self.n_layers - min(policy.plain, self.n_layers), self.shape, B * T
         bounds, kept = tile_bounds(B, T, policy.tile), rows
         if self.shards is not None and not whole and policy.every == 1:
@@ -420,13 +542,25 @@ class LayerRuntime:
         groups = head_groups(B, T, self._shared(), policy.wide)
         saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)
         if policy.by_group:
-            sizes[rows * s.hidden_size * itemsize] += policy.every - 1  # of the segment that runs again
+            # of the segment that runs again
+            sizes[rows * s.hidden_size * itemsize] += policy.every - 1
             saved += policy.every - 1
             unsaved = policy.again or not policy.save_attention
-            for columns in (s.q_size, s.kv_size, s.v_size, s.out_size, *[s.out_size] * bool(unsaved)):
+            for columns in (
+                s.q_size,
+                s.kv_size,
+                s.v_size,
+                s.out_size,
+                *[s.out_size] * bool(unsaved),
+            ):
                 sizes[rows * columns // groups * computed] += groups
-        pieces = groups if policy.stream_attention or policy.by_group or self.sequence is not None else 1
-        for nbytes in (rows * s.out_size // pieces * computed, rows * s.num_heads // pieces * max(4, computed)):
+        pieces = (
+            groups if policy.stream_attention or policy.by_group or self.sequence is not None else 1
+        )
+        for nbytes in (
+            rows * s.out_size // pieces * computed,
+            rows * s.num_heads // pieces * max(4, computed),
+        ):
             sizes[nbytes] += saved * pieces
         if policy.every > 1:
             return +sizes
@@ -436,10 +570,12 @@ class LayerRuntime:
         for a, b in bounds:
             sizes[B * (b - a) * s.hidden_size * itemsize] += tiled * ("mid" in policy.keep)
             inner = s.intermediate_size * (2 if s.joined else 1)
-            sizes[B * (b - a) * inner * itemsize] += (1 if s.joined else 2) * tiled * ("gate_up" in policy.keep)
+            sizes[B * (b - a) * inner * itemsize] += (
+                (1 if s.joined else 2) * tiled * ("gate_up" in policy.keep)
+            )
         return +sizes
 
-    # -- the order of calls ------------------------------------------------------------------------------------------
+    # -- the order of calls ------------------------------------------------------------------------
     def private(self, x: Tensor) -> tuple:
         kind = type(x)
         if kind not in self._private:
@@ -447,7 +583,9 @@ class LayerRuntime:
         return self._private[kind]
 
     def link(self, call: LayerCall, x: Tensor) -> None:
-        """Notes which call came before this one, where x is that one's output; every > 1 forms its segments here."""
+        """Notes which call came before this one, where x is that one's output; every > 1 forms its
+        segments here.
+        """
         call.queue = self.queues[x.device, call.policy.offload]
         before = self._before(x)
         if before is not None:
@@ -458,15 +596,24 @@ class LayerRuntime:
 
     def _before(self, x: Tensor) -> LayerCall | None:
         """The call that came last, where it gave x."""
-        last, y = self._last[0], self._last[1]()  # which comes as a view where the hidden states are streams
-        as_given = y is x or y is not None and y.stride() == x.stride() and y.shape == x.shape and same_memory(y, x)
+        # which comes as a view where the hidden states are streams
+        last, y = self._last[0], self._last[1]()
+        as_given = (
+            y is x
+            or y is not None
+            and y.stride() == x.stride()
+            and y.shape == x.shape
+            and same_memory(y, x)
+        )
         return last() if as_given else None
 
     def linked(self, call: LayerCall, y: Tensor) -> None:
         self._last = weakref.ref(call), weakref.ref(y)
 
     def close(self) -> None:
-        """Gives back host memory, streams and files; what a graph still holds stays until that goes."""
+        """Gives back host memory, streams and files; what a graph still holds stays until that
+        goes.
+        """
         for queue in self.queues.values():
             queue.reset()
             queue.drop_ring()
@@ -482,7 +629,9 @@ class LayerRuntime:
 
 
 class Waiting:
-    """Names of the tensors that wait on the host now, in the session's model and in one that PEFT wrapped it into."""
+    """Names of the tensors that wait on the host now, in the session's model and in one that PEFT
+    wrapped it into.
+    """
 
     _hfpatch = True
 
@@ -491,7 +640,16 @@ class Waiting:
 
     def __iter__(self):
         owner = self.session.owner() if self.session.weights.on else None
-        layers = () if owner is None else (m for m in owner.modules() if "_hfpatch_index" in vars(m))
+        layers = (
+            () if owner is None else (m for m in owner.modules() if "_hfpatch_index" in vars(m))
+        )
         waiting = {id(table[n]) for layer in layers for table, n in frozen_tables(layer)}
         tensors = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
-        return iter([prefix + n for n, t in tensors if id(t) in waiting for prefix in ("", "base_model.model.")])
+        return iter(
+            [
+                prefix + n
+                for n, t in tensors
+                if id(t) in waiting
+                for prefix in ("", "base_model.model.")
+            ]
+        )

@@ -1,7 +1,9 @@
-"""Keys and values that a layer leaves for later ones (Gemma 3n, Gemma 4), in the dict that transformers hands from layer to layer.
+"""Keys and values that a layer leaves for later ones (Gemma 3n, Gemma 4), in the dict that
+transformers hands from layer to layer.
 
-To a tile such a dict is a fresh one of the tile's own: what a layer reads there is cut along tokens, as its other arguments, and
-gets its gradient; what it writes are the keys and values of its own attention, which leave a tiled layer whole, as outputs.
+To a tile such a dict is a fresh one of the tile's own: what a layer reads there is cut along
+tokens, as its other arguments, and gets its gradient; what it writes are the keys and values of its
+own attention, which leave a tiled layer whole, as outputs.
 """
 
 import inspect
@@ -15,7 +17,9 @@ NAME = "shared_kv_states"  # what transformers calls the argument
 
 
 class SharedKeys(UserDict):
-    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: the keys asked for; written: what came."""
+    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: the keys asked for;
+    written: what came.
+    """
 
     def __init__(self, entries=()):
         self.read, self.written = {}, {}
@@ -33,7 +37,11 @@ class SharedKeys(UserDict):
 
 def _flatten(shared: SharedKeys):
     # Tokens second, as an argument's tokens are looked for.
-    pairs = [x.transpose(1, 2) if isinstance(x, Tensor) else x for pair in shared.data.values() for x in pair]
+    pairs = [
+        x.transpose(1, 2) if isinstance(x, Tensor) else x
+        for pair in shared.data.values()
+        for x in pair
+    ]
     return pairs, [(key, len(pair)) for key, pair in shared.data.items()]
 
 
@@ -47,23 +55,34 @@ pytree().register_pytree_node(SharedKeys, _flatten, _unflatten)
 
 
 def hands_on_keys(layer: nn.Module) -> bool:
-    """Whether its model hands such a dict from layer to layer; others keep them in the KV cache (Gemma 3n at first)."""
+    """Whether its model hands such a dict from layer to layer; others keep them in the KV cache
+    (Gemma 3n at first).
+    """
     return NAME in inspect.signature(MADE_FROM[type(layer)].forward).parameters
 
 
 def of_its_own(kwargs: dict, keys=None) -> dict:
-    """Keyword arguments with a dict of this call's alone in place of the model's, and of these keys alone where any are given."""
+    """Keyword arguments with a dict of this call's alone in place of the model's, and of these keys
+    alone where any are given.
+    """
     given = kwargs.get(NAME)
     if given is None:
         return kwargs
-    return kwargs | {NAME: SharedKeys({k: pair for k, pair in given.items() if keys is None or k in keys})}
+    return kwargs | {
+        NAME: SharedKeys({k: pair for k, pair in given.items() if keys is None or k in keys})
+    }
 
 
 def left_by(written: dict, calls: list) -> dict:
-    """key -> (places of k and of v among what `pre` gives) of what a layer wrote, found among these calls of its attention.
-    ValueError where it is anything else."""
-    places = {id(x): i for i, x in enumerate(x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE))}
+    """key -> (places of k and of v among what `pre` gives) of what a layer wrote, found among these
+    calls of its attention. ValueError where it is anything else.
+    """
+    places = {
+        id(x): i for i, x in enumerate(x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE))
+    }
     found = {key: tuple(places.get(id(x)) for x in pair) for key, pair in written.items()}
     if any(None in places for places in found.values()):
-        raise ValueError("what it leaves for later layers is something else than its attention's keys and values")
+        raise ValueError(
+            "what it leaves for later layers is something else than its attention's keys and values"
+        )
     return found

@@ -1,9 +1,11 @@
-"""One rule for modules that nobody here knows: a layer that holds one runs whole, and the report says so.
+"""One rule for modules that nobody here knows: a layer that holds one runs whole, and the report
+says so.
 
-A module is known where its class and the code that it runs are of the layer's own package (transformers, or a model's own files),
-or of a library in `LIBRARIES`. Any other may mix tokens, count its calls or keep what it is given; a layer that runs whole calls
-it as transformers' own checkpointing does. Hooks of the user's own inside a layer have the same effect (layer/layer.py), but are
-looked for at each call, as they come and go.
+A module is known where its class and the code that it runs are of the layer's own package
+(transformers, or a model's own files), or of a library in `LIBRARIES`. Any other may mix tokens,
+count its calls or keep what it is given; a layer that runs whole calls it as transformers' own
+checkpointing does. Hooks of the user's own inside a layer have the same effect (layer/layer.py),
+but are looked for at each call, as they come and go.
 """
 
 import copy
@@ -21,13 +23,14 @@ _DECLARED: set[type] = set()
 
 
 def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
-    """Declares that a module class of your own makes its output of each token by itself, so that layers which hold one may run tile
-    by tile. Can be used as a decorator.
+    """Declares that a module class of your own makes its output of each token by itself, so that
+    layers which hold one may run tile by tile. Can be used as a decorator.
 
-    A tile is a part of each row, so the forward must not look at other tokens, at a token's place in its input, or at how many
-    tokens there are; and it runs again in backward, once a tile, so it must not count its calls or keep what it is given. Declare
-    the class before `apply`. A copy of the module is tried on a few tokens where the width of its weight fits; one that makes
-    another thing of them together than of each alone is not tiled.
+    A tile is a part of each row, so the forward must not look at other tokens, at a token's place
+    in its input, or at how many tokens there are; and it runs again in backward, once a tile, so it
+    must not count its calls or keep what it is given. Declare the class before `apply`. A copy of
+    the module is tried on a few tokens where the width of its weight fits; one that makes another
+    thing of them together than of each alone is not tiled.
 
     Args:
         kind: the class itself; classes derived from it are declared by themselves.
@@ -46,7 +49,8 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(
-            f"hfpatch: expected a class of torch.nn.Module to be token-wise, {kind!r} came; pass the class, not an instance."
+            f"hfpatch: expected a class of torch.nn.Module to be token-wise, {kind!r} came; pass "
+            "the class, not an instance."
         )
     _DECLARED.add(kind)
     return kind
@@ -60,20 +64,33 @@ def is_token_wise(kind: type) -> bool:
 def stranger_in(layer: nn.Module) -> str | None:
     """Why a layer runs whole for the modules that it holds; None where all of them are known."""
     home = package_of(layer)
-    # Names are made only where there is something to say: a layer of many experts has thousands of modules.
+    # Names are made only where there is something to say: a layer of many experts has thousands of
+    #     modules.
     if all(_why_strange(module, home) is None for module in modules_in(layer)[1:]):
         return None
-    reasons = ((name, _why_strange(module, home)) for name, module in layer.named_modules() if module is not layer)
+    reasons = (
+        (name, _why_strange(module, home))
+        for name, module in layer.named_modules()
+        if module is not layer
+    )
     return next(f"{name} {reason}" for name, reason in reasons if reason)
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a declared module makes another thing of some tokens together than of each alone; False where it cannot be tried."""
-    weight = next((p for p in module.parameters() if p.dim() and p.is_floating_point() and not p.is_meta), None)
+    """Whether a declared module makes another thing of some tokens together than of each alone;
+    False where it cannot be tried.
+    """
+    weight = next(
+        (p for p in module.parameters() if p.dim() and p.is_floating_point() and not p.is_meta),
+        None,
+    )
     if weight is None:
         return False
     try:
-        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []), torch.no_grad():
+        with (
+            torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []),
+            torch.no_grad(),
+        ):
             run, x = copy.deepcopy(module).eval(), torch.randn(1, 4, weight.shape[-1]).to(weight)
             together, alone = run(x), torch.cat([run(x[:, i : i + 1]) for i in range(4)], 1)
     except Exception:  # of another width, sharded, on two devices
@@ -96,13 +113,23 @@ def _why_strange_kind(kind: type, forward, home: str) -> str | None:
     if kind in _DECLARED or forward is LINEAR:
         return None
     if not _is_known(kind, home):
-        return f"is a {kind.__module__}.{kind.__qualname__} (hfpatch.token_wise declares one that computes each token alone)"
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__} (hfpatch.token_wise declares one that "
+            "computes each token alone)"
+        )
     # What torch.jit compiled has no forward in its class.
-    return None if forward is None or _is_known(forward, home) else f"runs a forward of {whose(forward)}'s"
+    return (
+        None
+        if forward is None or _is_known(forward, home)
+        else f"runs a forward of {whose(forward)}'s"
+    )
 
 
 def _is_known(code, home: str) -> bool:
-    """Whether a class or a function is of the layer's package, of a known library, or of the hub's kernels (whose files lie in a
-    snapshot, under a module name that is made anew for each)."""
+    """Whether a class or a function is of the layer's package, of a known library, or of the hub's
+    kernels (whose files lie in a snapshot, under a module name that is made anew for each).
+    """
     file = getattr(getattr(getattr(code, "__func__", code), "__code__", None), "co_filename", "")
-    return home_of(code) in LIBRARIES or home_of(code) == home or "snapshots" in PurePath(file).parts
+    return (
+        home_of(code) in LIBRARIES or home_of(code) == home or "snapshots" in PurePath(file).parts
+    )

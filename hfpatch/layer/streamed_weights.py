@@ -1,8 +1,10 @@
-"""A frozen base on the host: each layer's frozen weights come to the device a layer ahead of their use, into one of two slots.
+"""A frozen base on the host: each layer's frozen weights come to the device a layer ahead of their
+use, into one of two slots.
 
-A layer's frozen tensors lie in one block of pinned host memory, and at rest its parameters are views of that: saving, loading and
-moving the model find them there. While the layer runs they are views of a slot that one copy has filled, on a stream of its own: a
-copy that waits for a slot holds up no checkpoint. What autograd would save of a slot is gone when another layer has it, so only
+A layer's frozen tensors lie in one block of pinned host memory, and at rest its parameters are
+views of that: saving, loading and moving the model find them there. While the layer runs they are
+views of a slot that one copy has filled, on a stream of its own: a copy that waits for a slot holds
+up no checkpoint. What autograd would save of a slot is gone when another layer has it, so only
 layers that run tile by tile may be differentiated: those leave no graph behind.
 
 Adapters and trained parameters stay on the device, as do embeddings and head.
@@ -48,7 +50,9 @@ def _under_adapters(layer: nn.Module) -> list[nn.Module]:
 
 
 def _parts(tensor: Tensor, holder, name: str) -> list:
-    """(object that holds it, its name there, tensor) of the plain tensors that a tensor is made of."""
+    """(object that holds it, its name there, tensor) of the plain tensors that a tensor is made
+    of.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None and not is_fake(tensor):
         return [row for n in flatten()[0] for row in _parts(getattr(tensor, n), tensor, n)]
@@ -64,13 +68,17 @@ def _state(value, depth: int = 2) -> list:
 
 
 def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
-    """(table, name) of the layer's frozen parameters, and of the buffers of what projects by frozen weights: codes and scales."""
+    """(table, name) of the layer's frozen parameters, and of the buffers of what projects by frozen
+    weights: codes and scales.
+    """
     found = []
     for module in _under_adapters(layer):
         own = {n: p for n, p in parameters_of(module).items() if p is not None}
         found += [(parameters_of(module), n) for n, p in own.items() if not p.requires_grad]
         if "in_features" in vars(module) and not any(p.requires_grad for p in own.values()):
-            found += [(buffers_of(module), n) for n, b in buffers_of(module).items() if b is not None]
+            found += [
+                (buffers_of(module), n) for n, b in buffers_of(module).items() if b is not None
+            ]
     return found
 
 
@@ -78,9 +86,13 @@ def _travelling(layer: nn.Module) -> list:
     """What `_parts` says of all that is frozen, and of what lies beside it."""
     rows = [row for table, n in frozen_tables(layer) for row in _parts(table[n], table, n)]
     frozen = [table[n] for table, n in frozen_tables(layer)]
-    beside = [v for holder in (*frozen, *_under_adapters(layer)) for v in (holder, *vars(holder).values())]
+    beside = [
+        v for holder in (*frozen, *_under_adapters(layer)) for v in (holder, *vars(holder).values())
+    ]
     rows += [row for value in beside for row in _state(value)]
-    return list({(id(holder), name): (holder, name, tensor) for holder, name, tensor in rows}.values())
+    return list(
+        {(id(holder), name): (holder, name, tensor) for holder, name, tensor in rows}.values()
+    )
 
 
 def _aligned(nbytes: int) -> int:
@@ -88,7 +100,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _own_storage(bytes_N: Tensor) -> Tensor:
-    """The same bytes as a storage that starts and ends with them: what is saved of a block is saved alone."""
+    """The same bytes as a storage that starts and ends with them: what is saved of a block is saved
+    alone.
+    """
     return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
 
 
@@ -113,7 +127,8 @@ class _Piece:
 
 
 class _Packed:
-    """A layer's frozen tensors in one host block, but for those that it shares with layers packed before: they lie in theirs.
+    """A layer's frozen tensors in one host block, but for those that it shares with layers packed
+    before: they lie in theirs.
 
     nbytes: what it takes of a slot; requests: what fills that (offload.Transfers.fetch).
     """
@@ -129,8 +144,12 @@ class _Packed:
             if not isinstance(tensor, nn.Parameter):
                 # A table of levels may be one for all layers: this layer's is its own.
                 tensor = tensor.detach()
-                holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(holder, name, tensor)
-            strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
+                holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(
+                    holder, name, tensor
+                )
+            strides = (
+                tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
+            )
             nbytes = tensor.numel() * tensor.element_size()
             # One place for two names of the same memory (an 8-bit weight and its state's).
             known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
@@ -169,7 +188,9 @@ class _Packed:
         return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
 
     def given_others(self) -> bool:
-        """Whether something of this, at rest, was given other values by its `.data`: they lie elsewhere."""
+        """Whether something of this, at rest, was given other values by its `.data`: they lie
+        elsewhere.
+        """
         return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
 
     def move_to(self, bytes_N: Tensor) -> None:
@@ -190,7 +211,8 @@ def _same(a: list, b: list) -> bool:
 
 
 class StreamedWeights:
-    """The frozen weights of a model's layers where they wait on the host: of each session one, which knows layers by their index.
+    """The frozen weights of a model's layers where they wait on the host: of each session one,
+    which knows layers by their index.
 
     on: whether they do.
     """
@@ -202,12 +224,15 @@ class StreamedWeights:
         self.slots, self.stream = Shelf(), None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
         self.promised: int | None = None  # what comes next, where nothing is done in between
-        self.lock = lock()  # slots, and where parameters lie, are one thread's for the time of a layer
+        # slots, and where parameters lie, are one thread's for the time of a layer
+        self.lock = lock()
 
-    # -- putting them on the host --------------------------------------------------------------------------------------
+    # -- putting them on the host ------------------------------------------------------------------
     @torch.inference_mode(False)
     def pack(self, layers, device: torch.device) -> None:
-        """Frozen weights of these layers into host memory, once. ValueError where an engine or several ranks hold them."""
+        """Frozen weights of these layers into host memory, once. ValueError where an engine or
+        several ranks hold them.
+        """
         if self.transfers is not None and self.transfers.on_device != device:
             self.close()  # the model has moved
         for layer in layers:
@@ -215,7 +240,8 @@ class StreamedWeights:
             if packed is not None:
                 if name := packed.trained_by_now():
                     raise ValueError(
-                        f"hfpatch: expected the weights that wait on the host to stay frozen, {packed.kind}'s {name} wants a "
+                        "hfpatch: expected the weights that wait on the host to stay frozen, "
+                        f"{packed.kind}'s {name} wants a "
                         "gradient now; call hfpatch.undo(model) and hfpatch.apply(model) again."
                     )
                 if _same(packed.tables, _noted(layer)) and not packed.given_others():
@@ -225,7 +251,11 @@ class StreamedWeights:
                 blocks, own = packed.blocks(), id(packed.saved)
                 for index, other in list(self.packed.items()):
                     theirs = other.blocks()
-                    if other is packed or own in theirs or (blocks & theirs and other.given_others()):
+                    if (
+                        other is packed
+                        or own in theirs
+                        or (blocks & theirs and other.given_others())
+                    ):
                         del self.packed[index]
             flat = any(map(is_view_of_flat, layer.parameters()))
             if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
@@ -236,7 +266,9 @@ class StreamedWeights:
                 )
             if self.transfers is None:
                 self.transfers = Transfers(device, "host")
-            self.packed[layer._hfpatch_index] = _Packed(layer, self.transfers, list(self.packed.values()))
+            self.packed[layer._hfpatch_index] = _Packed(
+                layer, self.transfers, list(self.packed.values())
+            )
 
     @property
     def host_bytes(self) -> int:
@@ -250,12 +282,17 @@ class StreamedWeights:
 
     @contextmanager
     def staying(self, layer: nn.Module, function):
-        """Within, `function`, by which Module._apply changes a layer's tensors, does not see those that wait on the host."""
+        """Within, `function`, by which Module._apply changes a layer's tensors, does not see those
+        that wait on the host.
+        """
         taken = _noted(layer) if self.on else []
-        made = [(t.dtype, function(torch.empty(0, dtype=t.dtype, device="cpu"))) for _, _, t in taken]
+        made = [
+            (t.dtype, function(torch.empty(0, dtype=t.dtype, device="cpu"))) for _, _, t in taken
+        ]
         if any(new.dtype != dtype for dtype, new in made) and self.packed:
             raise ValueError(
-                "hfpatch: expected weights that wait on the host to keep their dtype, a cast came; cast the model before its "
+                "hfpatch: expected weights that wait on the host to keep their dtype, a cast "
+                "came; cast the model before its "
                 "first forward, or call hfpatch.undo(model)."
             )
         if not self.packed and all(new.device.type == "cpu" for _, new in made):
@@ -276,21 +313,27 @@ class StreamedWeights:
     def refuse_a_graph(self, layer: nn.Module) -> None:
         """ValueError: of a layer that runs whole autograd would save views of a slot."""
         raise ValueError(
-            'hfpatch: expected layers that run tile by tile for Checkpointing(frozen_weights="host"), a '
-            f"{type(layer).__name__} came that runs whole, whose backward would find other weights; "
+            "hfpatch: expected layers that run tile by tile for "
+            'Checkpointing(frozen_weights="host"), a '
+            f"{type(layer).__name__} came that runs whole, whose backward would find other "
+            "weights; "
             "leave frozen_weights out, or call it under torch.no_grad()."
         )
 
     def _refuse_no_base(self, kind: str) -> None:
         if torch.is_grad_enabled() and not self.host_bytes:
             raise ValueError(
-                f'hfpatch: expected frozen weights for Checkpointing(frozen_weights="host"), every parameter of {kind} '
-                "is trained; freeze the base (PEFT does, or hfpatch.freeze_base), or leave frozen_weights out."
+                'hfpatch: expected frozen weights for Checkpointing(frozen_weights="host"), '
+                f"every parameter of {kind} "
+                "is trained; freeze the base (PEFT does, or hfpatch.freeze_base), or leave "
+                "frozen_weights out."
             )
 
-    # -- bringing them to the device -----------------------------------------------------------------------------------
+    # -- bringing them to the device ---------------------------------------------------------------
     def forward(self, layer: nn.Module, device: torch.device):
-        """Context in which a layer's weights are on the device, for a forward; the next layer's are under way."""
+        """Context in which a layer's weights are on the device, for a forward; the next layer's are
+        under way.
+        """
         return self._forward(layer, device) if self.on else nullcontext()
 
     @contextmanager
@@ -313,7 +356,9 @@ class StreamedWeights:
             packed = self.packed.get(layer._hfpatch_index)
             if self.packed and (packed is None or packed.given_others()):
                 raise edited(f"a weight of a {type(layer).__name__}", REPLACED)
-            with self._on_device(layer._hfpatch_index, None if then is None else then._hfpatch_index):
+            with self._on_device(
+                layer._hfpatch_index, None if then is None else then._hfpatch_index
+            ):
                 yield
 
     @contextmanager
@@ -329,7 +374,8 @@ class StreamedWeights:
                 self.drop()
             ticket, device = None, self.transfers.device
             try:
-                with torch.inference_mode(False):  # what is made in it could not be written to outside
+                # what is made in it could not be written to outside
+                with torch.inference_mode(False):
                     ticket = self._fetch(index)
                     ticket.wait()
                     packed.move_to(ticket.slot.thing.bytes)
@@ -341,12 +387,14 @@ class StreamedWeights:
                 self.drop()
                 raise
             finally:
-                # At rest the caller may write to them. The copy came a layer ahead, so the device still has a layer to run.
+                # At rest the caller may write to them. The copy came a layer ahead, so the device
+                # still has a layer to run.
                 if ticket is not None:
                     device.synchronize(ticket.ready)
                 with torch.inference_mode(False):
                     packed.rest()
-                # At rest the caller may write to them. The copy came a layer ahead, so the device still has a layer to run.
+                # At rest the caller may write to them. The copy came a layer ahead, so the device
+                # still has a layer to run.
                 if ticket is not None:
                     device.synchronize(ticket.ready)
 
@@ -373,7 +421,10 @@ class StreamedWeights:
             for _ in range(WEIGHT_SLOTS)
         ]
         made = device.mark()
-        self.slots, self.stream = Shelf([Slot(buffer, made) for buffer in buffers]), device.current()
+        self.slots, self.stream = (
+            Shelf([Slot(buffer, made) for buffer in buffers]),
+            device.current(),
+        )
 
     def drop(self) -> None:
         """Forgets what the slots hold."""
@@ -382,6 +433,8 @@ class StreamedWeights:
         self.promised = None
 
     def close(self) -> None:
-        """Gives back slots and streams; parameters stay in host memory, which lives as long as they do."""
+        """Gives back slots and streams; parameters stay in host memory, which lives as long as they
+        do.
+        """
         self.drop()
         self.slots, self.packed, self.transfers = Shelf(), {}, None

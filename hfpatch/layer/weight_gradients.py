@@ -1,13 +1,16 @@
-"""Weight gradients of one layer over several tiles: stand-ins for its parameters while nested autograd runs.
+"""Weight gradients of one layer over several tiles: stand-ins for its parameters while nested
+autograd runs.
 
-The nested graphs are built on detached stand-ins, so the parameters' own hooks (tensor hooks, post-accumulate hooks, those of
-DDP, FSDP and ZeRO) see nothing until the layer's autograd function returns the final gradients, once.
+The nested graphs are built on detached stand-ins, so the parameters' own hooks (tensor hooks,
+post-accumulate hooks, those of DDP, FSDP and ZeRO) see nothing until the layer's autograd function
+returns the final gradients, once.
 
-The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may have been left by then), in
-training or not and with the adapters as then. Where a tensor was written to since, or the user's hooks and forwards inside the
-layer changed, that is an error. Numbers that modules hold (a rate of dropout, an epsilon) are not remembered: changed in between,
-they count as they are in backward. Engines that gather weights around each call swap and refill them as they like: there the
-tensors of the moment are the same weights.
+The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may
+have been left by then), in training or not and with the adapters as then. Where a tensor was
+written to since, or the user's hooks and forwards inside the layer changed, that is an error.
+Numbers that modules hold (a rate of dropout, an epsilon) are not remembered: changed in between,
+they count as they are in backward. Engines that gather weights around each call swap and refill
+them as they like: there the tensors of the moment are the same weights.
 """
 
 import dis
@@ -49,8 +52,9 @@ _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other a
 
 
 class Place:
-    """Where a tensor of the layer lives. gathered: an engine puts another one there; twins: other places of it in the layer (tied
-    weights)."""
+    """Where a tensor of the layer lives. gathered: an engine puts another one there; twins: other
+    places of it in the layer (tied weights).
+    """
 
     __slots__ = ("module", "name", "buffer", "gathered", "twins")
 
@@ -64,7 +68,9 @@ class Place:
 
 
 class Places:
-    """Of the tensors that stand in a layer's modules, each once. Found once for as long as the same stand there."""
+    """Of the tensors that stand in a layer's modules, each once. Found once for as long as the same
+    stand there.
+    """
 
     __slots__ = ("places", "at", "empty", "known")
 
@@ -88,11 +94,19 @@ class Places:
                 if id(tensor) in found:
                     twins.append((id(tensor), (module, name, name in buffers), (table, name)))
                     continue
-                if STANDS_FOR in tensor.__dict__:  # Ctrl-C in the very moment of putting the parameters back
+                # Ctrl-C in the very moment of putting the parameters back
+                if STANDS_FOR in tensor.__dict__:
                     tensor = table[name] = tensor.__dict__[STANDS_FOR]
                 gathered = name in plain or is_view_of_flat(tensor)
-                found[id(tensor)] = (Place(module, name, gathered, name in buffers), (table, name), tensor)
-        self.places, self.at = [row[0] for row in found.values()], [row[1] for row in found.values()]
+                found[id(tensor)] = (
+                    Place(module, name, gathered, name in buffers),
+                    (table, name),
+                    tensor,
+                )
+        self.places, self.at = (
+            [row[0] for row in found.values()],
+            [row[1] for row in found.values()],
+        )
         tensors = [row[2] for row in found.values()]
         if _is_sharded(layer, tensors) or fsdp2_units(modules[1:]):
             for place in self.places:
@@ -101,13 +115,18 @@ class Places:
             found[tensor][0].twins.append(place)
             self.at.append(at)
             tensors.append(found[tensor][2])
-        # What engines change is looked for at every call; and what holds the layer must not be held by what the layer holds.
-        same = not any(p.gathered or p.module is layer for p in self.places) and not _marked(tensors)
+        # What engines change is looked for at every call; and what holds the layer must not be held
+        # by what the layer holds.
+        same = not any(p.gathered or p.module is layer for p in self.places) and not _marked(
+            tensors
+        )
         # Weakly: a replaced parameter goes at once.
         self.known = [weakref.ref(t) for t in tensors] if same else None
 
     def now(self) -> list[Tensor] | None:
-        """The tensors in these places, and in their twins behind them, where they are those that were found."""
+        """The tensors in these places, and in their twins behind them, where they are those that
+        were found.
+        """
         if self.known is None or _filled(self.empty):
             return None
         tensors = [table[name] for table, name in self.at]
@@ -119,8 +138,9 @@ class Places:
 
 @cache
 def _written_by(kind: type) -> set[str]:
-    """Attributes that a module of this class writes in its forward, or in a method that this names: what it left there in an
-    earlier call is no weight, and the graph of it is gone."""
+    """Attributes that a module of this class writes in its forward, or in a method that this names:
+    what it left there in an earlier call is no weight, and the graph of it is gone.
+    """
     todo, seen, found = ["forward"], set(), set()
     while todo:
         name = todo.pop()
@@ -133,7 +153,9 @@ def _written_by(kind: type) -> set[str]:
 
 
 def _filled(empty: list[tuple[dict, str]]) -> list[tuple[dict, str]]:
-    """Those of these places where something stands now and nothing did (a bias that a Linear was given since)."""
+    """Those of these places where something stands now and nothing did (a bias that a Linear was
+    given since).
+    """
     return [(table, name) for table, name in empty if table.get(name) is not None]
 
 
@@ -152,7 +174,8 @@ def _table(module: nn.Module, name: str, buffer: bool) -> dict:
 def edited(what: str, how: str) -> RuntimeError:
     """The error of a backward whose weights are gone."""
     return RuntimeError(
-        f"hfpatch: expected the weights that forward used, {what} was {how} before its backward; step the optimizer (or edit "
+        f"hfpatch: expected the weights that forward used, {what} was {how} before its backward; "
+        "step the optimizer (or edit "
         "weights) after backward."
     )
 
@@ -167,14 +190,17 @@ def _is_sharded(module: nn.Module, tensors) -> bool:
 
 
 class AsThen:
-    """What a layer computes with, as it was at a forward of it: every tensor, each once, and its modules' switches.
+    """What a layer computes with, as it was at a forward of it: every tensor, each once, and its
+    modules' switches.
 
-    places: where the tensors are; looked: layer.layer.Looked, which has them where it held. Of each place: tensors, the one there
-    (None where an engine gathers it), counts, how often it was written to (None where its layer writes to it), storages, what it
-    lay in, trained, whether it wanted a gradient. Sharding engines may hold the gathered weight as a plain attribute in place of
-    the parameter (FSDP1 does): those count too. forwards: what each class ran; modules: the layer's; streamed: whether its frozen
-    weights wait on the host (streamed.py), from where they come and go by `.data`; where they do not, who does that is somebody's
-    edit. called: whether modules inside it are called (layer/direct.py calls none), whose switches and hooks matter then.
+    places: where the tensors are; looked: layer.layer.Looked, which has them where it held. Of each
+    place: tensors, the one there (None where an engine gathers it), counts, how often it was
+    written to (None where its layer writes to it), storages, what it lay in, trained, whether it
+    wanted a gradient. Sharding engines may hold the gathered weight as a plain attribute in place
+    of the parameter (FSDP1 does): those count too. forwards: what each class ran; modules: the
+    layer's; streamed: whether its frozen weights wait on the host (streamed.py), from where they
+    come and go by `.data`; where they do not, who does that is somebody's edit. called: whether
+    modules inside it are called (layer/direct.py calls none), whose switches and hooks matter then.
     """
 
     __slots__ = (
@@ -193,11 +219,20 @@ class AsThen:
     )
     __slots__ += ("places", "tensors", "counts", "storages", "trained")
 
-    def __init__(self, layer: nn.Module, modules: list[nn.Module], streamed: bool, called: bool = True, looked=None):
+    def __init__(
+        self,
+        layer: nn.Module,
+        modules: list[nn.Module],
+        streamed: bool,
+        called: bool = True,
+        looked=None,
+    ):
         self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
         if called:
             self.tables = [module.__dict__ for module in modules]
-            self.forwards = {(kind := MADE_FROM[module.__class__]): kind.forward for module in modules}
+            self.forwards = {
+                (kind := MADE_FROM[module.__class__]): kind.forward for module in modules
+            }
             self.switches, self.merged = switches_of(self.tables), merged_into(self.tables)
             self.around = users_around(self.tables)
         found = None if looked is None else looked.places
@@ -225,7 +260,9 @@ class AsThen:
         return [p.table()[p.name] if t is None else t for p, t, trained in rows if trained]
 
     def of(self, index: int, now: Tensor) -> Tensor:
-        """The tensor that forward used in a place; now: the one that is there. RuntimeError where it was written to since."""
+        """The tensor that forward used in a place; now: the one that is there. RuntimeError where
+        it was written to since.
+        """
         tensor, storage, count = self.tensors[index], self.storages[index], self.counts[index]
         if tensor is None:
             return now
@@ -245,14 +282,18 @@ class AsThen:
             and not _filled(self.empty)
             and versions(self.tensors) == self.counts
             and [t.requires_grad for t in self.tensors] == self.trained
-            and [s if s is None else storage_of(t) for t, s in zip(self.tensors, self.storages)] == self.storages
+            and [s if s is None else storage_of(t) for t, s in zip(self.tensors, self.storages)]
+            == self.storages
         )
 
     def refuse_others(self) -> None:
-        """RuntimeError where the layer is made of other modules now, or has other hooks and forwards of the user's in it."""
+        """RuntimeError where the layer is made of other modules now, or has other hooks and
+        forwards of the user's in it.
+        """
         if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
             raise RuntimeError(
-                f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has others before its backward; "
+                f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has "
+                "others before its backward; "
                 "change the model (adapters, undo) after backward."
             )
         if not self.called:
@@ -263,13 +304,16 @@ class AsThen:
         same = len(around) == len(self.around) and all(map(is_, around, self.around))
         if not same or any(kind.forward is not forward for kind, forward in self.forwards.items()):
             raise RuntimeError(
-                f"hfpatch: expected the hooks and forwards that forward used, those inside a {self.kind.__name__} changed before "
+                "hfpatch: expected the hooks and forwards that forward used, those inside a "
+                f"{self.kind.__name__} changed before "
                 "its backward; add and remove them before forward or after backward."
             )
 
     def ran(self) -> bool:
-        """After the forward: what it writes to itself (buffers, weights that an adapter parametrises), or casts (NLLB-MoE's
-        routers, the biases of bitsandbytes' layers), it will write to again. Whether it cast what wants a gradient."""
+        """After the forward: what it writes to itself (buffers, weights that an adapter
+        parametrises), or casts (NLLB-MoE's routers, the biases of bitsandbytes' layers), it will
+        write to again. Whether it cast what wants a gradient.
+        """
         theirs = [i for i, t in enumerate(self.tensors) if t is not None]
         cast = False
         for i, now in zip(theirs, versions([self.tensors[i] for i in theirs]), strict=True):
@@ -282,8 +326,9 @@ class AsThen:
 
 
 class AsInForward:
-    """Context in which the layer has the tensors that forward used, without a gradient of theirs, and its modules' switches are as
-    they were."""
+    """Context in which the layer has the tensors that forward used, without a gradient of theirs,
+    and its modules' switches are as they were.
+    """
 
     def __init__(self, then: AsThen):
         self.then, self.before = then, []
@@ -307,12 +352,17 @@ class AsInForward:
     def _put_back(self) -> None:
         for index, place in enumerate(self.then.places):
             table = place.table()
-            now = table.get(place.name)  # what was a parameter may be a buffer now, which this then hides
+            # what was a parameter may be a buffer now, which this then hides
+            now = table.get(place.name)
             original = self.then.of(index, now)
             tensor = self._of(self.then.trained[index], original)
             if tensor is not now:
                 self._put(table, place.name, tensor)
-            hooked = hooked_by_forward(place.module, place.name, original) if tensor is not original else None
+            hooked = (
+                hooked_by_forward(place.module, place.name, original)
+                if tensor is not original
+                else None
+            )
             if hooked is not None:
                 self._put(hooked, place.name, tensor)
             for module, name, buffer in place.twins:
@@ -329,8 +379,12 @@ class AsInForward:
                 self._put(table, name, value)
 
     def _of(self, trained: bool, tensor: Tensor) -> Tensor:
-        """What stands for the tensor: itself, unless it was trained then and is frozen now, or the other way round."""
-        return tensor if tensor.requires_grad == trained else tensor.detach().requires_grad_(trained)
+        """What stands for the tensor: itself, unless it was trained then and is frozen now, or the
+        other way round.
+        """
+        return (
+            tensor if tensor.requires_grad == trained else tensor.detach().requires_grad_(trained)
+        )
 
     def _put(self, table: dict, name: str, value) -> None:
         self.before.append((table, name, table[name] if name in table else GONE))
@@ -349,11 +403,13 @@ def _set(table: dict, name: str, value) -> None:
 
 
 class WeightGradients(AsInForward):
-    """Context in which the layer's trained tensors are leaves of their own, whose gradients add up here.
+    """Context in which the layer's trained tensors are leaves of their own, whose gradients add up
+    here.
 
-    several: more than one tile will contribute, so gradients narrower than float32 add up in float32 (those of matrices in their
-    matmuls, where the device can: `adding`) and `round()` brings them back; with one tile they stay in the leaves until then.
-    by_hand: there is no nested graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
+    several: more than one tile will contribute, so gradients narrower than float32 add up in
+    float32 (those of matrices in their matmuls, where the device can: `adding`) and `round()`
+    brings them back; with one tile they stay in the leaves until then. by_hand: there is no nested
+    graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
     """
 
     def __init__(self, then: AsThen, several: bool, by_hand: bool = False):
@@ -382,12 +438,14 @@ class WeightGradients(AsInForward):
 
     def _stand_in(self, index: int, original: Tensor) -> Tensor:
         stand_in = original.detach()
-        # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
+        # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's
+        # plan).
         stand_in.__dict__ |= original.__dict__
         stand_in.__dict__[STANDS_FOR] = original
         stand_in.requires_grad = True
         self.index[id(stand_in)] = index
-        if self.several:  # and no leaf is held here: its hook holds this, and no collector sees through it
+        # and no leaf is held here: its hook holds this, and no collector sees through it
+        if self.several:
             stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
         else:
             self.leaves.append(stand_in)
@@ -399,7 +457,9 @@ class WeightGradients(AsInForward):
             self._add_gradient(index, grad)
 
     def _sum(self, index: int) -> Tensor | None:
-        """What has added up; wide again where `round` was between (a weight that stands before attention and behind it)."""
+        """What has added up; wide again where `round` was between (a weight that stands before
+        attention and behind it).
+        """
         found = self.sums[index]
         if found is not None and self.several and found.dtype not in _WIDE:
             found = self.sums[index] = found.to(torch.promote_types(found.dtype, torch.float32))
@@ -415,7 +475,9 @@ class WeightGradients(AsInForward):
             self.sums[index] = grad
 
     def adding(self, stand_in: Tensor):
-        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that is not to be, or cannot."""
+        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that
+        is not to be, or cannot.
+        """
         index = self.index.get(id(stand_in))
         in_matmul = index is not None and self.several and sums_in_matmul(stand_in, stand_in.dtype)
         return partial(self._add, index) if in_matmul else None
@@ -429,7 +491,8 @@ class WeightGradients(AsInForward):
     def add(self, tensor: Tensor, grad: Tensor) -> None:
         """By hand: the gradient of a tensor that the layer has now."""
         index = self.index.get(id(tensor))
-        if index is None:  # a leaf of somebody's own, no parameter, which no graph holds but a tile's
+        # a leaf of somebody's own, no parameter, which no graph holds but a tile's
+        if index is None:
             tensor.backward(grad)
         else:
             self._add_gradient(index, grad)
@@ -443,7 +506,9 @@ class WeightGradients(AsInForward):
             self._add_gradient(index, dy_NO.t().mm(x_NI))
 
     def round(self) -> None:
-        """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by one."""
+        """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by
+        one.
+        """
         if not self.several:
             self.sums = [leaf.grad for leaf in self.leaves] if self.leaves else self.sums
             return
@@ -452,8 +517,10 @@ class WeightGradients(AsInForward):
                 self.sums[index] = self.sums[index].to(original.dtype)
 
     def handed_over(self) -> list[Tensor | None]:
-        """The gradients, of `trained`. None stays here or in a stand-in, which something may still hold (sinks that attention
-        was asked for): the engine then copies each gradient and the first one lives as long as the loss."""
+        """The gradients, of `trained`. None stays here or in a stand-in, which something may still
+        hold (sinks that attention was asked for): the engine then copies each gradient and the
+        first one lives as long as the loss.
+        """
         sums, self.sums = self.sums, []
         for leaf in self.leaves:
             leaf.grad = None

@@ -1,7 +1,7 @@
 """Checkpointing of a whole layer with its input offloaded: for layers that cannot run tile by tile.
 
-Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's input, which goes to the session's
-tier and comes back one layer ahead of its use.
+Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's
+input, which goes to the session's tier and comes back one layer ahead of its use.
 """
 
 import weakref
@@ -11,12 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hfpatch.compat import MADE_FROM, closing_checkpoints, collecting, modules_in, same_memory, version
+from hfpatch.compat import (
+    MADE_FROM,
+    closing_checkpoints,
+    collecting,
+    modules_in,
+    same_memory,
+    version,
+)
 from hfpatch.layer.weight_gradients import AsInForward, AsThen, edited
 
 
 class _Held:
-    """One layer's input on its way through the tier. before: that of the layer which gave it, whose backward comes next."""
+    """One layer's input on its way through the tier. before: that of the layer which gave it, whose
+    backward comes next.
+    """
 
     def __init__(self, transfers, x: Tensor, before):
         self.transfers, self.before = transfers, before
@@ -26,7 +35,9 @@ class _Held:
         ticket = self.ticket
         # Fetched on another stream, its memory would go back to that one.
         if ticket is None or ticket.owner != self.transfers.device.current():
-            ticket = self.ticket = self.transfers.fetch([(self.saved, 0, self.saved.shape[1], None)])
+            ticket = self.ticket = self.transfers.fetch(
+                [(self.saved, 0, self.saved.shape[1], None)]
+            )
         return ticket
 
     def get(self) -> Tensor:
@@ -39,7 +50,9 @@ class _Held:
 
 
 class _AsFirst:
-    """run(x), which computes with this layer and mask; called again, with the tensors and in the ways of the first call."""
+    """run(x), which computes with this layer and mask; called again, with the tensors and in the
+    ways of the first call.
+    """
 
     def __init__(self, run, layer: nn.Module, mask, streamed: bool):
         self.run, self.layer, self.streamed, self.then = run, layer, streamed, None
@@ -49,7 +62,8 @@ class _AsFirst:
         if self.then is not None:
             if self.version is not None and version(self.mask) != self.version:
                 raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
-            # A hook that takes a gradient of its own has this run in the midst of the forward, which records outputs.
+            # A hook that takes a gradient of its own has this run in the midst of the forward,
+            # which records outputs.
             with AsInForward(self.then), collecting({}):
                 return self.run(x)
         self.then = AsThen(self.layer, modules_in(self.layer), self.streamed)
@@ -59,9 +73,11 @@ class _AsFirst:
 
 
 def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on the device.
+    """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on
+    the device.
 
-    `run`, which computes with this layer and this mask of attention (None, a tensor, another object), is called again in backward.
+    `run`, which computes with this layer and this mask of attention (None, a tensor, another
+    object), is called again in backward.
     """
     run = _AsFirst(run, layer, mask, session.weights.on)
     if policy is None or policy.offload == "gpu":
@@ -92,7 +108,8 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
 
 
 def _checkpoint(run, layer: nn.Module, x: Tensor):
-    # What torch.jit compiled makes another error of the one by which torch ends the second run early.
+    # What torch.jit compiled makes another error of the one by which torch ends the second run
+    # early.
     compiled = any(MADE_FROM[type(m)].forward is None for m in modules_in(layer))
     with closing_checkpoints(), set_checkpoint_early_stop(False) if compiled else nullcontext():
         return checkpoint(run, x, use_reentrant=False)

@@ -54,7 +54,8 @@ _LABELS_TAKEN_OUT = (
     "compute_loss_func or label smoothing",
     "gives labels that end with each GPU's part",
 )
-# logits="auto" returns, in evaluation, logits beside a loss where all their copies together stay below this.
+# logits="auto" returns, in evaluation, logits beside a loss where all their copies together stay
+# below this.
 EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
@@ -77,7 +78,9 @@ def _told(kwargs):
     """
     given = kwargs.get("position_ids")
     uncached = (
-        current.uncached or kwargs.get("past_key_values") is None and kwargs.get("use_cache") is None
+        current.uncached
+        or kwargs.get("past_key_values") is None
+        and kwargs.get("use_cache") is None
     )
     return having(positions=current.positions if given is None else given, uncached=uncached)
 
@@ -227,8 +230,8 @@ class FusedCausalLM(KeepsSignature):
         """Makes the loss under Ulysses a mean over the step's tokens, as in one process.
 
         transformers' Trainer passes no num_items_in_batch there and averages over rows. Returns how
-        many times this rank's loss contains the losses beside its tokens' (context/router_balance.py:
-        counted).
+        many times this rank's loss contains the losses beside its tokens'
+        (context/router_balance.py: counted).
         """
         if kwargs.get("num_items_in_batch") is not None:
             return 0
@@ -263,8 +266,9 @@ class FusedCausalLM(KeepsSignature):
 
     @contextmanager
     def _stand_in(self, target: tuple):
-        """Within, the forward finds a stand-in for the head in its holder's own table, before the module of that name, and asks for
-        the loss of `target`."""
+        """Within, the forward finds a stand-in for the head in its holder's own table, before the
+        module of that name, and asks for the loss of `target`.
+        """
         holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
         before = holder.get(name)  # of the forward in whose midst a hook has this one run
         try:

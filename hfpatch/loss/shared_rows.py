@@ -1,7 +1,9 @@
-"""Rows that ranks share: each rank's part of a batch, and evaluation of every rank's own rows by all of them in turn.
+"""Rows that ranks share: each rank's part of a batch, and evaluation of every rank's own rows by
+all of them in turn.
 
-accelerate leaves evaluation out of Ulysses, and TRL out of context parallelism, so that each rank would compute whole rows, which
-do not fit where training's do. In that of transformers' Trainer under context parallelism each rank has its part's loss.
+accelerate leaves evaluation out of Ulysses, and TRL out of context parallelism, so that each rank
+would compute whole rows, which do not fit where training's do. In that of transformers' Trainer
+under context parallelism each rank has its part's loss.
 
 B batch, T tokens of whole rows, t of this rank.
 """
@@ -22,19 +24,23 @@ from hfpatch.parallel.shards import least_of
 IGNORE = -100
 _ROWS = ("input_ids", "labels", "attention_mask", "position_ids")
 _WITHIN = ("output_attentions", "output_hidden_states")
-_BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits", "return_dict", "output_router_logits",
+_BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits", "return_dict",
+           "output_router_logits",
            "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # fmt: skip
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:
-    """This rank's tokens of whole rows [B, T], made longer where they do not go evenly over the ranks.
+    """This rank's tokens of whole rows [B, T], made longer where they do not go evenly over the
+    ranks.
 
     Labels are shifted first, for the next token may lie with another rank.
     """
     batch, (B, T) = dict(batch), batch["input_ids"].shape
     given = batch.get("position_ids")
     batch["position_ids"] = (torch.arange(T) if given is None else given).expand(B, -1)
-    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)[:, 1:]
+    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORE)[
+        :, 1:
+    ]
     behind = {"shift_labels": IGNORE, "attention_mask": 0}
     more = -T % (sequence.size * (2 if sequence.zigzag else 1))
 
@@ -55,23 +61,36 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
     """The batches that the ranks of a group hold, in order: each has rows of its own."""
     found = [None] * sequence.size
     dist.all_gather_object(
-        found, {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()}, sequence.group
+        found,
+        {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()},
+        sequence.group,
     )
     return found
 
 
 def _in_turn(sequence: Sequence, batch: dict, device, run):
-    """run(part, count) of this rank's own rows, each rank's in turn computed by all of them. count: of their labels."""
+    """run(part, count) of this rank's own rows, each rank's in turn computed by all of them. count:
+    of their labels.
+    """
     batches, mine = of_all_ranks(sequence, batch), None
-    # Context parallelism gives all its ranks the same rows. Engines gather weights for each forward over more ranks than these,
-    # other groups among them, so that all run as many.
+    # Context parallelism gives all its ranks the same rows. Engines gather weights for each forward
+    # over more ranks than these, other groups among them, so that all run as many.
     if least_of(None, [int(all(_same(one, batches[0]) for one in batches))], device)[0]:
         batches = batches[:1]
     for rank, whole in enumerate(batches):
-        part = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in part_of(sequence, whole).items()}
-        count, items = (whole["labels"][:, 1:] != IGNORE).sum().to(device), part.get("num_items_in_batch")
-        # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it, is the same on all.
-        share = (count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)) / sequence.size
+        part = {
+            n: x.to(device) if isinstance(x, Tensor) else x
+            for n, x in part_of(sequence, whole).items()
+        }
+        count, items = (
+            (whole["labels"][:, 1:] != IGNORE).sum().to(device),
+            part.get("num_items_in_batch"),
+        )
+        # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it,
+        #     is the same on all.
+        share = (
+            count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)
+        ) / sequence.size
         part |= {"labels": part["shift_labels"], "num_items_in_batch": share, "use_cache": False}
         with torch.no_grad(), sharded(sequence), counted(1):
             found = run(part, count)
@@ -82,7 +101,10 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
 
 def _same(a: dict, b: dict) -> bool:
     both = ((x, b.get(n)) for n, x in a.items())
-    return all(isinstance(y, Tensor) and torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in both)
+    return all(
+        isinstance(y, Tensor) and torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        for x, y in both
+    )
 
 
 def _mean(sequence: Sequence, x: Tensor) -> Tensor:
@@ -92,7 +114,9 @@ def _mean(sequence: Sequence, x: Tensor) -> Tensor:
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
-    """The loss of this rank's own rows: the mean over their labels, nan where there is none; or over num_items_in_batch."""
+    """The loss of this rank's own rows: the mean over their labels, nan where there is none; or
+    over num_items_in_batch.
+    """
 
     def run(part: dict, count: Tensor) -> Tensor:
         loss = _mean(sequence, model(**{**part, "skip_logits": True, "return_dict": True}).loss)
@@ -102,13 +126,17 @@ def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
 
 
 def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
-    """What log_probs (loss/log_probs.py) gives of this rank's own rows: fields of their tokens whole, [B, T - 1]."""
+    """What log_probs (loss/log_probs.py) gives of this rank's own rows: fields of their tokens
+    whole, [B, T - 1].
+    """
     T = inputs["input_ids"].shape[1]
 
     def run(part: dict, count: Tensor):
         out = log_probs(part)
         for name, x in out.items():
-            out[name] = _mean(sequence, x) if x.dim() == 0 else sequence.in_order(sequence.all_gather(x))
+            out[name] = (
+                _mean(sequence, x) if x.dim() == 0 else sequence.in_order(sequence.all_gather(x))
+            )
         return out
 
     out = _in_turn(sequence, inputs, device, run)
@@ -116,33 +144,47 @@ def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
 
 
 def labelled_alike(able: bool, labelled: bool, device) -> bool:
-    """Whether all ranks are able. ValueError on all of them where some have labels and others do not: those would wait for these,
-    who compute rows of their own."""
+    """Whether all ranks are able. ValueError on all of them where some have labels and others do
+    not: those would wait for these, who compute rows of their own.
+    """
     able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)], device)
     if not having and not lacking:
         raise ValueError(
-            "hfpatch: expected labels on all ranks or on none in evaluation where ranks share rows, some have none; give every row "
+            "hfpatch: expected labels on all ranks or on none in evaluation where ranks share "
+            "rows, some have none; give every row "
             f"labels ({IGNORE} where a token is not to be predicted)."
         )
     return bool(able)
 
 
 def unlabelled(model, kwargs: dict) -> None:
-    """Tells the other ranks, where transformers' Trainer evaluates rows without labels and they may have some."""
+    """Tells the other ranks, where transformers' Trainer evaluates rows without labels and they may
+    have some.
+    """
     sequence = left_alone_in_evaluation(model.config.get_text_config())
-    if sequence is not None and evaluated_by_trainer() is not None and any(map(is_sharded, model.modules())):
-        labelled_alike(False, False, next(x.device for x in kwargs.values() if isinstance(x, Tensor)))
+    if (
+        sequence is not None
+        and evaluated_by_trainer() is not None
+        and any(map(is_sharded, model.modules()))
+    ):
+        labelled_alike(
+            False, False, next(x.device for x in kwargs.values() if isinstance(x, Tensor))
+        )
 
 
 def shares_rows(model) -> bool:
-    """Whether attention of a model that all ranks enter together can be exchanged between them in evaluation too."""
+    """Whether attention of a model that all ranks enter together can be exchanged between them in
+    evaluation too.
+    """
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
     return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
 
 
 def evaluated_by_ranks(model, kwargs: dict, scores: bool):
-    """What a causal model's forward without gradients gives of this rank's rows, computed by all ranks that share rows in
-    training, which have all come here; None where each computes its own. scores: TRL's, of each token, are asked for."""
+    """What a causal model's forward without gradients gives of this rank's rows, computed by all
+    ranks that share rows in training, which have all come here; None where each computes its own.
+    scores: TRL's, of each token, are asked for.
+    """
     parts = parts_of_trainers_evaluation()
     return_dict = kwargs.get("return_dict")
     return_dict = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
@@ -152,7 +194,8 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
         out["loss"] = _mean(parts, out["loss"])
         return out if return_dict else out.to_tuple()
     sequence = left_alone_in_evaluation(model.config.get_text_config())
-    # What no engine shards is somebody else's (one rank's judge, a run after this one), and may be entered by one rank alone.
+    # What no engine shards is somebody else's (one rank's judge, a run after this one), and may be
+    # entered by one rank alone.
     if sequence is None or not any(map(is_sharded, model.modules())):
         return None
     labels = kwargs["labels"]
@@ -164,20 +207,30 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     if scores:
         return evaluation_scores(model._hfpatch_log_probs, kwargs, sequence, labels.device)
     kwargs.pop("return_dict", None)
-    loss = evaluation_loss(lambda **part: model._hfpatch_forward((), part), kwargs, sequence, labels.device)
+    loss = evaluation_loss(
+        lambda **part: model._hfpatch_forward((), part), kwargs, sequence, labels.device
+    )
     out = CausalLMOutputWithPast(loss=loss)
     return out if return_dict else out.to_tuple()
 
 
 def _rows_alone(model, kwargs: dict) -> bool:
-    """Whether a forward is asked for the loss of rows of tokens and nothing else: no images, cache, or mask of the caller's own."""
+    """Whether a forward is asked for the loss of rows of tokens and nothing else: no images, cache,
+    or mask of the caller's own.
+    """
     ids = kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or any(getattr(model.config, n, False) for n in _WITHIN):
         return False
     for name, x in kwargs.items():
         rows = isinstance(x, Tensor) and x.shape == ids.shape
         if name in _ROWS:
-            able = x is None or rows or name == "position_ids" and isinstance(x, Tensor) and x.shape == ids[:1].shape
+            able = (
+                x is None
+                or rows
+                or name == "position_ids"
+                and isinstance(x, Tensor)
+                and x.shape == ids[:1].shape
+            )
         else:
             able = name in _BESIDE or x is None or x is False
         if not able:

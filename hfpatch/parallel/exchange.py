@@ -1,14 +1,18 @@
-"""Sequence parallelism: attention over rows whose tokens lie on several ranks, by exchanging tokens for heads.
+"""Sequence parallelism: attention over rows whose tokens lie on several ranks, by exchanging tokens
+for heads.
 
-Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context parallelism deals them) and
-all heads of those tokens. Attention wants whole rows of few heads: rank p owns query heads [pH/P, (p+1)H/P) and their KV heads.
-In rounds of a few query heads an all-to-all brings them together, the kernel runs, another one takes the result back; the next
-round is under way while this one computes, where there is memory for both. What the layer keeps stays local, lse apart, which
-the kernel wants whole and which never travels. Where KV heads are fewer than ranks, those that share one each compute a part of
-its dk and dv: summed in float32. Heads that do not go evenly over the ranks are filled up with copies of the last one, whose
-results nobody reads, and each brings its own copy of its KV head.
+Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context
+parallelism deals them) and all heads of those tokens. Attention wants whole rows of few heads: rank
+p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads an all-to-all
+brings them together, the kernel runs, another one takes the result back; the next round is under
+way while this one computes, where there is memory for both. What the layer keeps stays local, lse
+apart, which the kernel wants whole and which never travels. Where KV heads are fewer than ranks,
+those that share one each compute a part of its dk and dv: summed in float32. Heads that do not go
+evenly over the ranks are filled up with copies of the last one, whose results nobody reads, and
+each brings its own copy of its KV head.
 
-B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w query heads of a round.
+B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w
+query heads of a round.
 """
 
 from dataclasses import replace
@@ -26,7 +30,9 @@ from hfpatch.store.device import beside
 
 
 class Sequence:
-    """The ranks that hold a row's tokens between them, and how they are dealt. group: of torch.distributed."""
+    """The ranks that hold a row's tokens between them, and how they are dealt. group: of
+    torch.distributed.
+    """
 
     def __init__(self, group, zigzag: bool = False):
         self.group, self.zigzag = group, zigzag
@@ -34,7 +40,7 @@ class Sequence:
         self._agreed: dict = {}
         self.lengths: set = set()  # the first exact (B, T) of its rows, as each rank has met them
 
-    # -- what the ranks tell each other ------------------------------------------------------------------------------
+    # -- what the ranks tell each other ------------------------------------------------------------
     def all_to_all(self, send: Tensor):
         """Part p of `send` [P, ...] goes to rank p: (what came, a handle to wait for)."""
         got = torch.empty_like(send)
@@ -55,16 +61,20 @@ class Sequence:
         return together(self.group, work)
 
     def agreed(self, key, choose):
-        """choose() of the first rank, asked once a key: what one rank measures may differ from what another does."""
+        """choose() of the first rank, asked once a key: what one rank measures may differ from what
+        another does.
+        """
         if key not in self._agreed:
             said = [choose() if self.rank == 0 else None]
             dist.broadcast_object_list(said, group=self.group, group_src=0)
             self._agreed[key] = said[0]
         return self._agreed[key]
 
-    # -- where tokens lie --------------------------------------------------------------------------------------------
+    # -- where tokens lie --------------------------------------------------------------------------
     def in_order(self, parts_PBt: Tensor) -> Tensor:
-        """What lies with each rank, [P, B, t, ...]: whole rows [B, T, ...]. Without a copy for one row of plain chunks."""
+        """What lies with each rank, [P, B, t, ...]: whole rows [B, T, ...]. Without a copy for one
+        row of plain chunks.
+        """
         if self.zigzag:
             first, second = parts_PBt.unflatten(2, (2, -1)).unbind(2)
             parts_PBt = torch.cat([first, second.flip(0)])
@@ -78,8 +88,12 @@ class Sequence:
         return torch.cat([chunks[: self.size], chunks[self.size :].flip(0)], 2)
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
-        """Whole rows [B, T] of small tensors [B, t], gathered beside the layers (store/device.py)."""
-        gather = lambda *xs: [self.in_order(part) for part in self.all_gather(torch.stack(xs)).unbind(1)]  # noqa: E731
+        """Whole rows [B, T] of small tensors [B, t], gathered beside the layers
+        (store/device.py).
+        """
+        gather = lambda *xs: [  # noqa: E731
+            self.in_order(part) for part in self.all_gather(torch.stack(xs)).unbind(1)
+        ]
         return beside(gather, *xs_Bt)
 
 
@@ -98,16 +112,20 @@ class _Coming:
 
 
 class ExchangedAttention(Attention):
-    """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this rank's tokens."""
+    """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this
+    rank's tokens.
+    """
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
         super().__init__(apart=True)
         self.sequence, self.ahead = sequence, ahead
         self.rounds: list[Rounds] = []  # of each call
 
-    # -- one way and the other ---------------------------------------------------------------------------------------
+    # -- one way and the other ---------------------------------------------------------------------
     def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
-        """Heads of this rank's tokens, apart by the rank that owns them: whole rows [B, T, w, E] of the heads it owns."""
+        """Heads of this rank's tokens, apart by the rank that owns them: whole rows [B, T, w, E] of
+        the heads it owns.
+        """
         return _Coming(self.sequence, x_PBtwE.contiguous(), self.sequence.in_order)
 
     def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
@@ -119,10 +137,14 @@ class ExchangedAttention(Attention):
         if rounds.uneven:
             return self._copies(x_BtHE, rounds, r)
         a = r * rounds.width
-        return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(2, 0)
+        return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(
+            2, 0
+        )
 
     def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's KV heads of every rank, [P, B, t, n, E]: shared ones once for each rank that shares them."""
+        """A round's KV heads of every rank, [P, B, t, n, E]: shared ones once for each rank that
+        shares them.
+        """
         if rounds.uneven:
             return self._copies(x_BtKE, rounds, r)
         if rounds.sharing > 1:
@@ -130,13 +152,19 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's query heads, or their KV heads, of every rank, where they do not go evenly: [P, B, t, w, E]."""
+        """A round's query heads, or their KV heads, of every rank, where they do not go evenly: [P,
+        B, t, w, E].
+        """
         H, G = rounds.uneven[0], x_BtGE.shape[2]
-        heads = [x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)]
+        heads = [
+            x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)
+        ]
         return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
 
     def _ahead(self, n_rounds: int, send):
-        """send(r) of every round, waited for in turn; the next one under way where there is memory for it."""
+        """send(r) of every round, waited for in turn; the next one under way where there is memory
+        for it.
+        """
         coming = None
         for r in range(n_rounds):
             got = [c.wait() for c in coming or send(r)]
@@ -144,13 +172,17 @@ class ExchangedAttention(Attention):
             yield r, got
             del got
 
-    # -- the layer's side --------------------------------------------------------------------------------------------
+    # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from those of its rounds, [B, t, P*w, E]."""
         joined, outs, P = [], list(outs), self.sequence.size
         for n, rounds in zip(self.counts(), self.rounds):
             mine, outs = outs[:n], outs[n:]
-            out = mine[0] if n == 1 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
+            out = (
+                mine[0]
+                if n == 1
+                else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
+            )
             joined.append(out[:, :, : rounds.uneven[0]] if rounds.uneven else out)
         return joined
 
@@ -196,12 +228,15 @@ class ExchangedAttention(Attention):
         return outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
-        """What tells lengths apart for which ranks agree on a backend anew: pick's power of two, and each of the first few lengths,
-        until pick knows that there are many."""
+        """What tells lengths apart for which ranks agree on a backend anew: pick's power of two,
+        and each of the first few lengths, until pick knows that there are many.
+        """
         met = self.sequence.lengths
         if len(met) <= FEW_LENGTHS:
             met.add((B, T))
-        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), (B, T) if len(met) <= FEW_LENGTHS else None
+        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), (B, T) if len(
+            met
+        ) <= FEW_LENGTHS else None
 
     def _local(self, back: _Coming) -> Tensor:
         return back.wait().movedim(0, 2).flatten(2, 3)
@@ -223,9 +258,12 @@ class ExchangedAttention(Attention):
             sinks = heads.asked.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
-            if rounds.uneven:  # a KV head's gradients come from several rounds and ranks, and its k and v go out again
+            # a KV head's gradients come from several rounds and ranks, and its k and v go out again
+            if rounds.uneven:
                 wide = torch.promote_types(k.dtype, torch.float32)
-                dk_whole, dv_whole = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+                dk_whole, dv_whole = (
+                    torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)
+                )
             for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
                 g, owned = first + r, heads.groups[r][0]
@@ -275,7 +313,9 @@ class ExchangedAttention(Attention):
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
 
     def _existing(self, back: _Coming, rounds: Rounds, r: int):
-        """(number, what came back) of a round's query heads that there are, where they go unevenly."""
+        """(number, what came back) of a round's query heads that there are, where they go
+        unevenly.
+        """
         heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
         return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
@@ -293,7 +333,9 @@ def _added(sums, grads, alone: bool):
 
 
 def attention_for(sequence: Sequence | None, policy) -> Attention:
-    """Attention of a layer's call: over rows that this process has whole, or over those of `sequence`."""
+    """Attention of a layer's call: over rows that this process has whole, or over those of
+    `sequence`.
+    """
     # A policy that streams attention outputs is short of memory.
     if sequence is not None:
         return ExchangedAttention(sequence, ahead=not policy.stream_attention)

@@ -1,7 +1,9 @@
-"""Tensor parallelism: every rank has the same layer input, so each keeps a part and gathers the rest in backward.
+"""Tensor parallelism: every rank has the same layer input, so each keeps a part and gathers the
+rest in backward.
 
-The gathered tile lives in one buffer, used again for every tile and layer; it is never kept. What a layer's input
-takes, on the device, the host or the disk, falls by the number of ranks, for an all-gather a tile and pass.
+The gathered tile lives in one buffer, used again for every tile and layer; it is never kept. What a
+layer's input takes, on the device, the host or the disk, falls by the number of ranks, for an
+all-gather a tile and pass.
 
 B batch, T tokens, D hidden; t tokens of a tile.
 """
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 
 from hfpatch.compat import other_hooks
 
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 deprecates the old name
+# torch 2.13 deprecates the old name
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def tensor_parallel_group(layer: nn.Module):
-    """The group of ranks that hold this layer's weights between them and see the same input; None where there is none.
+    """The group of ranks that hold this layer's weights between them and see the same input; None
+    where there is none.
 
-    A norm with a forward or hooks of another library may get a part of the sequence on each rank (sequence parallel
-    norms): then inputs differ and nothing is shared.
+    A norm with a forward or hooks of another library may get a part of the sequence on each rank
+    (sequence parallel norms): then inputs differ and nothing is shared.
     """
     norm = getattr(layer, "input_layernorm", None)
     if norm is None or "forward" in vars(norm) or other_hooks(norm):
@@ -33,14 +37,18 @@ def tensor_parallel_group(layer: nn.Module):
 
 
 def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
-    """Each number's least over the ranks of a group, all of which call this together; None where one has None."""
+    """Each number's least over the ranks of a group, all of which call this together; None where
+    one has None.
+    """
     least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return [None if n < 0 else n for n in least.tolist()]
 
 
 def together(group, work):
-    """work() of every rank of a group; what one of them raises, all raise: the others would wait for it."""
+    """work() of every rank of a group; what one of them raises, all raise: the others would wait
+    for it.
+    """
     found, error = None, None
     try:
         found = work()
@@ -53,7 +61,8 @@ def together(group, work):
     rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))
     if other is not None:
         raise ValueError(
-            f"hfpatch: expected all ranks that share a layer to begin its step, rank {rank} cannot: {other}"
+            f"hfpatch: expected all ranks that share a layer to begin its step, rank {rank} "
+            f"cannot: {other}"
         )
     return found
 
@@ -67,7 +76,9 @@ class Shards:
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where the parts of the tiles [a, b) lie in what mine() returns: the same lengths on every rank."""
+        """Where the parts of the tiles [a, b) lie in what mine() returns: the same lengths on every
+        rank.
+        """
         found, start = [], 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
@@ -76,7 +87,9 @@ class Shards:
         return found
 
     def mine(self, x_BTD: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
-        """This rank's part of every tile, one after the other; zeros where a tile does not divide evenly."""
+        """This rank's part of every tile, one after the other; zeros where a tile does not divide
+        evenly.
+        """
         mine = self.bounds(bounds)
         part = x_BTD.new_zeros(x_BTD.shape[0], mine[-1][1], *x_BTD.shape[2:])
         for (a, b), (start, end) in zip(bounds, mine):
@@ -86,10 +99,16 @@ class Shards:
         return part
 
     def whole(self, part_BtD: Tensor, length: int) -> Tensor:
-        """The tile of `length` tokens from all ranks' parts, in a buffer that the next call overwrites."""
+        """The tile of `length` tokens from all ranks' parts, in a buffer that the next call
+        overwrites.
+        """
         B, t = part_BtD.shape[:2]
         numel = self.world * part_BtD.numel()
-        if self.buffer is None or self.buffer.numel() < numel or self.buffer.dtype != part_BtD.dtype:
+        if (
+            self.buffer is None
+            or self.buffer.numel() < numel
+            or self.buffer.dtype != part_BtD.dtype
+        ):
             self.buffer = part_BtD.new_empty(numel)
         tile = self.buffer[:numel].view(B, self.world * t, *part_BtD.shape[2:])
         with torch.no_grad():

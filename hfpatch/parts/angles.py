@@ -1,7 +1,8 @@
 """Rotary angles in float64, for positions at which float32 no longer tells fractions of a turn.
 
-transformers multiplies positions and frequencies in float32: at position 2^20 an angle is off by up to 0.03, at 2^23 by 0.25, where
-bfloat16 rounds cos and sin by 0.002. Frequencies stay as they are: what is off by the same share everywhere was trained so.
+transformers multiplies positions and frequencies in float32: at position 2^20 an angle is off by up
+to 0.03, at 2^23 by 0.25, where bfloat16 rounds cos and sin by 0.002. Frequencies stay as they are:
+what is off by the same share everywhere was trained so.
 """
 
 import torch
@@ -24,7 +25,9 @@ class _Wide(TorchFunctionMode):
 
 
 class WideRotary:
-    """Mixed over a rotary embedding's class: its own forward in float64, what it returns in x's dtype."""
+    """Mixed over a rotary embedding's class: its own forward in float64, what it returns in x's
+    dtype.
+    """
 
     def forward(self, x, *args, **kwargs):
         if torch.compiler.is_compiling():
@@ -36,7 +39,11 @@ class WideRotary:
 
 def narrow(stack: nn.Module) -> list[nn.Module]:
     """Its rotary embeddings that have no float64 angles."""
-    return [m for m in stack.modules() if type(m).__name__.endswith("RotaryEmbedding") and not is_mixed(m)]
+    return [
+        m
+        for m in stack.modules()
+        if type(m).__name__.endswith("RotaryEmbedding") and not is_mixed(m)
+    ]
 
 
 def widen(stack: nn.Module) -> list[nn.Module]:

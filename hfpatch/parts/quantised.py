@@ -1,6 +1,8 @@
-"""What lies under an adapter, a dense copy of a frozen weight that is kept in few bits, and both as sizes.
+"""What lies under an adapter, a dense copy of a frozen weight that is kept in few bits, and both as
+sizes.
 
-Known by the names of their classes: neither PEFT nor bitsandbytes is imported for a model without them.
+Known by the names of their classes: neither PEFT nor bitsandbytes is imported for a model without
+    them.
 """
 
 from collections.abc import Callable
@@ -21,12 +23,15 @@ def kinds_of(kind: type) -> set[str]:
 
 
 def base_of(module: nn.Module) -> nn.Module | None:
-    """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's output (DoRA, IA3) or writes to
-    it (AdaLoRA)."""
+    """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's
+    output (DoRA, IA3) or writes to it (AdaLoRA).
+    """
     base = modules_of(module).get("base_layer")
     if base is None:
         return module
-    lora = "peft.LoraLayer" in kinds_of(type(module)) and type(module).__module__.startswith("peft.tuners.lora")
+    lora = "peft.LoraLayer" in kinds_of(type(module)) and type(module).__module__.startswith(
+        "peft.tuners.lora"
+    )
     plain = lora and not getattr(module, "lora_variant", None)
     return base_of(base) if plain else None
 
@@ -34,7 +39,9 @@ def base_of(module: nn.Module) -> nn.Module | None:
 def _four_bits(module, dtype) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(module.weight.data, module.weight.quant_state).to(module.compute_dtype or dtype)
+    return dequantize_4bit(module.weight.data, module.weight.quant_state).to(
+        module.compute_dtype or dtype
+    )
 
 
 def _eight_bits(module, dtype) -> Tensor:
@@ -42,29 +49,38 @@ def _eight_bits(module, dtype) -> Tensor:
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
-# Quantised Linear layers: their base in budget/adapters.py, and the dense weight as their own backward makes it.
+# Quantised Linear layers: their base in budget/adapters.py, and the dense weight as their own
+#     backward makes it.
 _QUANTISED = {
-    "bitsandbytes.Linear4bit": ("4bit", _four_bits), "bitsandbytes.Linear8bitLt": ("8bit", _eight_bits),
+    "bitsandbytes.Linear4bit": ("4bit", _four_bits), "bitsandbytes.Linear8bitLt": ("8bit",
+                                                                                   _eight_bits),
     "hfpatch.Packed4bit": ("4bit", lambda module, dtype: module.dense(dtype)),
     "hfpatch.Packed8bit": ("8bit", lambda module, dtype: module.dense(dtype)),
 }  # fmt: skip
 
 
 def _quantised(module: nn.Module) -> tuple:
-    return next((row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None))
+    return next(
+        (row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None)
+    )
 
 
 def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
-    """A function that makes the dense weight [out, in] of a quantised Linear for a gradient of some dtype; None for others."""
+    """A function that makes the dense weight [out, in] of a quantised Linear for a gradient of some
+    dtype; None for others.
+    """
     make = _quantised(module)[1]
     return None if make is None else partial(make, module)
 
 
 def is_written_out(module: nn.Module) -> bool:
-    """Whether this is a Linear of 4 bits whose products are those of its dense weight in the dtype that it computes in."""
+    """Whether this is a Linear of 4 bits whose products are those of its dense weight in the dtype
+    that it computes in.
+    """
     if _quantised(module)[0] != "4bit" or (module.bias is not None and module.bias.requires_grad):
         return False
-    state = getattr(module.weight, "quant_state", None)  # bitsandbytes'; by rows for a CPU it has products of its own
+    # bitsandbytes'; by rows for a CPU it has products of its own
+    state = getattr(module.weight, "quant_state", None)
     if state is None:
         return not hasattr(module, "compute_dtype")
     settled = module.compute_type_is_set and state.dtype in (module.compute_dtype, torch.float32)
@@ -72,9 +88,14 @@ def is_written_out(module: nn.Module) -> bool:
 
 
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
-    """The shape with the LoRA adapters that this layer, or model, trains, where it trains nothing else."""
-    trained = {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    sizes = (getattr(p, "ds_shape", p.shape) for n, p in trained.items() if ".lora_A." in n)  # ZeRO-3 holds shards
+    """The shape with the LoRA adapters that this layer, or model, trains, where it trains nothing
+    else.
+    """
+    trained = (
+        {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    )
+    # ZeRO-3 holds shards
+    sizes = (getattr(p, "ds_shape", p.shape) for n, p in trained.items() if ".lora_A." in n)
     ranks = [size[0] for size in sizes if len(size) == 2]  # FSDP1's are flat
     if shape is None or not ranks or not all(".lora_" in name for name in trained):
         return shape
@@ -84,7 +105,10 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
         return shape
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
     widest = max(p.element_size() for p in trained.values())
-    return replace(shape, adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets)), widest))
+    return replace(
+        shape,
+        adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets)), widest),
+    )
 
 
 def is_quantised(module: nn.Module) -> bool:

@@ -1,4 +1,6 @@
-"""What a plan answers, and what is asked, resolved: for plans by closed forms and for simulated ones."""
+"""What a plan answers, and what is asked, resolved: for plans by closed forms and for simulated
+ones.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,21 +14,24 @@ from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import resolve, text_config_of
 from hfpatch.planner.placements import resident
 
-CONTRADICTION = 0.05  # of the planned activations: a simulated step that takes more says the plan is wrong
+# of the planned activations: a simulated step that takes more says the plan is wrong
+CONTRADICTION = 0.05
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one machine.
+    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one
+    machine.
 
-    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every", "seq_len", "host_peak_bytes"}.
-    adapters: what is trained over a frozen base, None for all weights.
-    policy: the resolved Policy as a dict, or the word for layers that run whole. split: gpu_bytes["activations"] by
-    checkpoints, layer, loss and workspace at the peak's moment. frontier: what more or less GPU memory makes of the step.
-    contradicted: a simulated step takes more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its
-    own (budget/seconds.py). closed_form: False where the step was simulated for want of one.
+    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every",
+    "seq_len", "host_peak_bytes"}. adapters: what is trained over a frozen base, None for all
+    weights. policy: the resolved Policy as a dict, or the word for layers that run whole. split:
+    gpu_bytes["activations"] by checkpoints, layer, loss and workspace at the peak's moment.
+    frontier: what more or less GPU memory makes of the step. contradicted: a simulated step takes
+    more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its own
+    (budget/seconds.py). closed_form: False where the step was simulated for want of one.
     """
 
     model: str
@@ -76,7 +81,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share rows (shape.ranks)."""
+    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share
+    rows (shape.ranks).
+    """
 
     name: str
     shape: ModelShape
@@ -105,18 +112,24 @@ class Run:
     def uneven(self) -> str | None:
         """Why heads do not go evenly over the ranks that share rows; None where they do."""
         return (
-            None if self.ranks == 1 else why_not_shared_out(self.shape.num_heads, self.shape.num_kv_heads, self.ranks)
+            None
+            if self.ranks == 1
+            else why_not_shared_out(self.shape.num_heads, self.shape.num_kv_heads, self.ranks)
         )
 
 
 def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
-    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one placement."""
+    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one
+    placement.
+    """
     stays = resident(placement, run.shape, run.gpus, policy)
-    # Where all gradients are kept they count as they come; elsewhere the placement says what stands.
+    # Where all gradients are kept they count as they come; elsewhere the placement says what
+    # stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
     parts = {
-        "parameters": stays.parameters, "gradients": gradients(moment), "optimizer": stays.optimizer,
+        "parameters": stays.parameters, "gradients": gradients(moment),
+        "optimizer": stays.optimizer,
         "activations": moment.beyond,
     }  # fmt: skip
     parts["slack"] = reserve(sum(parts.values()))
@@ -126,7 +139,8 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
-        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch, seq_len=run.seq_len * run.ranks,
+        model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch,
+        seq_len=run.seq_len * run.ranks,
         placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
@@ -142,7 +156,8 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
 
 
 def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
-    """The plan beside a simulation's activations and its bytes on the host: where those are larger they count.
+    """The plan beside a simulation's activations and its bytes on the host: where those are larger
+    they count.
 
     stays: the placement's Resident.
     """
@@ -151,25 +166,37 @@ def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
     planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
     on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
     more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
-    roomy = plan.host_usable_bytes is None or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
+    roomy = (
+        plan.host_usable_bytes is None
+        or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
+    )
     fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
-    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(planned_on_host, GiB)
+    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(
+        planned_on_host, GiB
+    )
     return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
 
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for ranks that share each row. ValueError where they do not divide the GPUs, or states meet beside attention."""
+    """The shape for ranks that share each row. ValueError where they do not divide the GPUs, or
+    states meet beside attention.
+    """
     if gpus % sp_size:
-        raise ValueError(f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of {gpus}.")
+        raise ValueError(
+            f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
+            f"{gpus}."
+        )
     if getattr(shape, "carries_states", False):
         raise ValueError(
-            "hfpatch: --sp-size wants a model whose tokens meet in attention alone, one that carries states came; leave it out."
+            "hfpatch: --sp-size wants a model whose tokens meet in attention alone, one that "
+            "carries states came; leave it out."
         )
     return replace(shape, ranks=sp_size)
 
 
 ASSUMED = (
-    "assumed: flex_attention, which caps its scores, passes the trial that it gets on such a GPU, in the memory of flash "
+    "assumed: flex_attention, which caps its scores, passes the trial that it gets on such a GPU, "
+    "in the memory of flash "
     "attention; where it does not, layers run whole"
 )
 
@@ -182,18 +209,28 @@ def settings_of(checkpointing) -> Checkpointing | str:
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, shape=None) -> Run:  # fmt: skip
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong. shape: of a model that
-    was counted, whose config no closed form describes."""
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong.
+    shape: of a model that was counted, whose config no closed form describes.
+    """
     checkpointing = settings_of(checkpointing)
     name, shape = (text_config_of(model)[0], shape) if shape else resolve(model)[:2]
-    for what, value in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("sp_size", sp_size)):
+    for what, value in (
+        ("seq_len", seq_len),
+        ("batch", batch),
+        ("gpus", gpus),
+        ("sp_size", sp_size),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more.")
+            raise ValueError(
+                f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more."
+            )
     reason = getattr(shape, "whole_because", "")
     if gpu == "this" and (reason or shape.softcap):  # the question that a layer asks there
         from hfpatch.planner.measure import why_no_kernels
 
-        reason = why_no_kernels(max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None)
+        reason = why_no_kernels(
+            max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None
+        )
     if not isinstance(shape, ModelShape):
         shape = replace(shape, no_flex=reason or None)
     elif reason and checkpointing not in WHOLE:

@@ -1,4 +1,6 @@
-"""A planned step on the clock (lab/clock.py): the policy that the plan chooses, run with streams as clocks."""
+"""A planned step on the clock (lab/clock.py): the policy that the plan chooses, run with streams as
+clocks.
+"""
 
 import torch
 
@@ -13,27 +15,48 @@ from hfpatch.planner.plan import plan
 
 
 def clock(
-    model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None, placement: str = "gpu8bit", checkpointing="auto",
+    model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None, placement: str = "gpu8bit",
+    checkpointing="auto",
     adapters: Adapters | None = None,
 ) -> Timeline:  # fmt: skip
     """One planned step on the clock.
 
-    Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the GPU ("gpu8bit", "adamw").
-    Returns: the Timeline. Raises ValueError where the plan knows no tiled policy, or an engine moves the weights.
+    Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the
+    GPU ("gpu8bit", "adamw"). Returns: the Timeline. Raises ValueError where the plan knows no tiled
+    policy, or an engine moves the weights.
     """
-    asked = {"batch": batch, "gpu": gpu, "host_ram": host_ram, "placement": placement, "checkpointing": checkpointing}
+    asked = {
+        "batch": batch,
+        "gpu": gpu,
+        "host_ram": host_ram,
+        "placement": placement,
+        "checkpointing": checkpointing,
+    }
     found = plan(model, seq_len=seq_len, adapters=adapters, **asked)
     if not isinstance(found.policy, dict) or found.placement.startswith(("zero3", "fsdp2")):
         raise ValueError(
             "hfpatch: the clock expects layers in tiles and weights that stay on the GPU, "
-            f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass placement='gpu8bit' or 'adamw'."
+            f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass "
+            "placement='gpu8bit' or 'adamw'."
         )
-    config, dtype = text_config_of(model)[1], torch.float32 if found.placement == "adamw-fp32" else torch.bfloat16
+    config, dtype = (
+        text_config_of(model)[1],
+        torch.float32 if found.placement == "adamw-fp32" else torch.bfloat16,
+    )
     policy, rates = Policy(**found.policy), gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
-    title = f"{found.model}, {batch} x {seq_len:,} tokens, {rates.name}: {describe(policy, found.num_layers)}"
+    title = (
+        f"{found.model}, {batch} x {seq_len:,} tokens, {rates.name}: "
+        f"{describe(policy, found.num_layers)}"
+    )
     patched = prepare(build(config, dtype, adapters), "hfpatch")
     timeline = clocked(
-        patched, rates, policy, batch=batch, seq_len=seq_len, title=title, optimizer=found.seconds["optimizer"]
+        patched,
+        rates,
+        policy,
+        batch=batch,
+        seq_len=seq_len,
+        title=title,
+        optimizer=found.seconds["optimizer"],
     )
     timeline.planned = found.step_seconds
     return timeline

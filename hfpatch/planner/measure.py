@@ -1,4 +1,6 @@
-"""`--gpu this`: the rates of the GPU in this machine, by a second of matmuls, attention and copies."""
+"""`--gpu this`: the rates of the GPU in this machine, by a second of matmuls, attention and
+copies.
+"""
 
 import time
 
@@ -22,7 +24,9 @@ def _seconds(run, least: float = 0.1) -> float:
 
 
 def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
-    """None where this machine's first GPU serves such attention in bf16 with a backward, else the reason."""
+    """None where this machine's first GPU serves such attention in bf16 with a backward, else the
+    reason.
+    """
     from hfpatch.attention.attention import Pattern, supported
 
     if not torch.cuda.is_available():
@@ -31,14 +35,20 @@ def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
 
 
 def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
-    """This machine's first GPU as a row, its rates those of that dtype. ValueError where there is none."""
+    """This machine's first GPU as a row, its rates those of that dtype. ValueError where there is
+    none.
+    """
     if not torch.cuda.is_available():
-        raise ValueError("hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean instead.")
+        raise ValueError(
+            "hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean "
+            "instead."
+        )
 
     device = torch.device("cuda:0")
     properties = torch.cuda.get_device_properties(device)
     return Gpu(
-        name=properties.name, memory_bytes=gpu_limit(device), **_rates(device, dtype), source="measured on this machine",
+        name=properties.name, memory_bytes=gpu_limit(device), **_rates(device, dtype),
+        source="measured on this machine",
         processors=properties.multi_processor_count, measured=True,
     )  # fmt: skip
 
@@ -69,6 +79,7 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         there = torch.empty_like(big, device="cuda:1")
         peer = big.numel() / _seconds(lambda: there.copy_(big))
     return {
-        "peak_flops": matmul, "bandwidth": bandwidth, "link": link, "attention_forward": fwd, "attention_backward": bwd,
+        "peak_flops": matmul, "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
+        "attention_backward": bwd,
         "peer": peer,
     }  # fmt: skip

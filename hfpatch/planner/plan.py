@@ -1,6 +1,8 @@
-"""`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does not fit.
+"""`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does
+not fit.
 
-Bytes come from budget/formula.py, which the layers' policy asks too; seconds from budget/seconds.py. No torch.
+Bytes come from budget/formula.py, which the layers' policy asks too; seconds from
+budget/seconds.py. No torch.
 """
 
 import sys
@@ -16,26 +18,43 @@ from hfpatch.budget.hardware import DISK, GPUS
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.budget.shape import UnknownFamily
-from hfpatch.planner.answer import ASSUMED, PROCESS_BYTES, WHOLE, Plan, Run, assembled, make_run, settings_of
+from hfpatch.planner.answer import (
+    ASSUMED,
+    PROCESS_BYTES,
+    WHOLE,
+    Plan,
+    Run,
+    assembled,
+    make_run,
+    settings_of,
+)
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
-    """What was asked for; parameters sharded layer by layer do not allow segments of several layers."""
+    """What was asked for; parameters sharded layer by layer do not allow segments of several
+    layers.
+    """
     sharded = PLACEMENTS[placement].sharded and run.checkpointing.every == "auto"
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
 def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
-    """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is taken off
-    here, that of the step where it is admitted; gradients and optimizer states that the first step makes are there already."""
+    """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is
+    taken off here, that of the step where it is admitted; gradients and optimizer states that the
+    first step makes are there already.
+    """
     own = (
         run.shape.trained_itemsize(itemsize) * run.shape.trained_parameters
         if stays.gradients is None
         else stays.gradients
     )
     gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * (stays.parameters + stays.optimizer + own)
-    host = None if run.host is None else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+    host = (
+        None
+        if run.host is None
+        else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+    )
     return max(0, int(gpu)), None if host is None else max(0, int(host))
 
 
@@ -63,12 +82,15 @@ def _policy(run: Run, placement: str, stays):
     except ValueError:
         # Planned with what asks least of the host, so that the lack shown is the least.
         search, budget = _searched(run, placement, stays, _frugal(settings))
-        return search.decide(replace(budget, host=None)).policy, "the host cannot hold the checkpoints"
+        return search.decide(
+            replace(budget, host=None)
+        ).policy, "the host cannot hold the checkpoints"
 
 
 def _frontier(run: Run, placement: str) -> list[dict]:
-    """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds", "policy"}, least memory first.
-    Empty where layers run whole."""
+    """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds",
+    "policy"}, least memory first. Empty where layers run whole.
+    """
     if run.checkpointing in WHOLE:
         return []
     stays = resident(placement, run.shape, run.gpus, run.checkpointing)
@@ -80,7 +102,9 @@ def _frontier(run: Run, placement: str) -> list[dict]:
 
 
 def _frugal(settings: Checkpointing) -> Checkpointing:
-    return replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
+    return (
+        replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
+    )
 
 
 def _weights_at(run: Run, place: str) -> Run:
@@ -88,10 +112,13 @@ def _weights_at(run: Run, place: str) -> Run:
     return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
 
 
-@lru_cache(maxsize=64)  # of a plan, its suggestions and the longest sequence, which ask for some twice
+# of a plan, its suggestions and the longest sequence, which ask for some twice
+@lru_cache(maxsize=64)
 def evaluate(run: Run, placement: str, policy=None) -> Plan:
-    """The plan under one placement, and a policy where one is given, without suggestions and frontier. Frozen weights are on the
-    host where it fits with them there alone; ranks that share rows leave them where they are, as the session does."""
+    """The plan under one placement, and a policy where one is given, without suggestions and
+    frontier. Frozen weights are on the host where it fits with them there alone; ranks that share
+    rows leave them where they are, as the session does.
+    """
     stay = (
         run.checkpointing in WHOLE
         or run.checkpointing.frozen_weights != "auto"
@@ -113,13 +140,18 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize)
+    time, moved = step_time(
+        run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize
+    )
     why = why_not or _why(run, policy)
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
-        found, first_step=first_step(run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize)
+        found,
+        first_step=first_step(
+            run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize
+        ),
     )
 
 
@@ -156,7 +188,9 @@ def _why(run: Run, policy) -> str:
     if policy.frozen_weights == "host":
         reasons.append("frozen weights wait on the host and come a layer ahead of their use")
     if policy.by_group:
-        reasons.append("what has heads waits beside them and comes back per KV group, the GPU being short")
+        reasons.append(
+            "what has heads waits beside them and comes back per KV group, the GPU being short"
+        )
     elif policy.stream_attention:
         reasons.append("attention outputs come back per KV group, the GPU being short")
     return ", ".join(reasons)
@@ -173,7 +207,11 @@ def _best(run: Run, names) -> Plan:
 
 
 def _lack(plan: Plan) -> int:
-    host = 0 if plan.host_usable_bytes is None else max(0, plan.host_peak_bytes - plan.host_usable_bytes)
+    host = (
+        0
+        if plan.host_usable_bytes is None
+        else max(0, plan.host_peak_bytes - plan.host_usable_bytes)
+    )
     return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
 
 
@@ -209,14 +247,22 @@ def longest(run: Run, names, *, step: int = 1024) -> int:
 
 
 def _longest_ways(run: Run, names) -> list[dict]:
-    """The longest sequence as asked and, where the interval was left open, with every second and fourth layer's input."""
+    """The longest sequence as asked and, where the interval was left open, with every second and
+    fourth layer's input.
+    """
     runs = {"auto": run}
-    if run.checkpointing not in WHOLE and run.checkpointing.every == "auto" and not PLACEMENTS[names[0]].sharded:
+    if (
+        run.checkpointing not in WHOLE
+        and run.checkpointing.every == "auto"
+        and not PLACEMENTS[names[0]].sharded
+    ):
         runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
     found = []
     for every, way in runs.items():
         length = longest(way, names)
-        host = _best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
+        host = (
+            _best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
+        )
         found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
     return found
 
@@ -250,28 +296,50 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
         disk = replace(run.checkpointing, offload="./checkpoints")
         offer("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:
-        offer("--batch 1", replace(run, batch=1), names, f"{run.batch} accumulation steps for the same batch")
+        offer(
+            "--batch 1",
+            replace(run, batch=1),
+            names,
+            f"{run.batch} accumulation steps for the same batch",
+        )
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)
-        if gpus > run.gpus and offer(f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"):
+        if gpus > run.gpus and offer(
+            f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"
+        ):
             break
     for size in range(2, run.gpus + 1):
         if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
-            part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
+            part = replace(
+                run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size)
+            )
             if not part.uneven and offer(f"--sp-size {size}", part, names):
                 break
-    larger = sorted((g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes), key=lambda g: g.memory_bytes)
+    larger = sorted(
+        (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
+        key=lambda g: g.memory_bytes,
+    )
     if larger and not _best(replace(run, gpu=larger[-1]), names).fits:  # the host is short
         larger = []
     for gpu in larger:
-        if offer(f"--gpu {gpu.name}", replace(run, gpu=gpu), names, f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB"):
+        if offer(
+            f"--gpu {gpu.name}",
+            replace(run, gpu=gpu),
+            names,
+            f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB",
+        ):
             break
     if run.host is not None:
         settings = run.checkpointing if run.checkpointing in WHOLE else _frugal(run.checkpointing)
         roomy = _best(replace(run, host=None, checkpointing=settings), names)
         if roomy.fits:
             more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
-            offer(f"--host-ram {more}GiB", replace(run, host=more * GiB), names, f"a machine with {more} GiB of memory")
+            offer(
+                f"--host-ram {more}GiB",
+                replace(run, host=more * GiB),
+                names,
+                f"a machine with {more} GiB of memory",
+            )
     length = longest(run, names)
     if length:
         offer(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
@@ -283,18 +351,22 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
     """ValueError where no session has them there."""
     if not adapters:
         raise ValueError(
-            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; pass adapters (--lora-r 16), or "
+            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; "
+            "pass adapters (--lora-r 16), or "
             "--placement zero3-offload."
         )
     if sp_size > 1:
         raise ValueError(
-            f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose engines shard them; leave "
+            f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose "
+            "engines shard them; leave "
             "frozen_weights out."
         )
 
 
 def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) -> Run:
-    """What is asked of plan(): the shape is counted on the model itself where no closed form describes it."""
+    """What is asked of plan(): the shape is counted on the model itself where no closed form
+    describes it.
+    """
     try:
         run = make_run(model, seq_len=seq_len, **asked)
     except UnknownFamily as error:
@@ -308,7 +380,10 @@ def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) 
 
 @cache
 def _say_simulated(what: str) -> None:
-    print(f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.", file=sys.stderr)
+    print(
+        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.",
+        file=sys.stderr,
+    )
 
 
 def placements(run: Run, asked: str) -> list[str]:
@@ -317,31 +392,37 @@ def placements(run: Run, asked: str) -> list[str]:
 
 
 def plan(
-    model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None, placement: str = "auto",
-    checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False, adapters: Adapters | None = None,
+    model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
+    placement: str = "auto",
+    checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
+    adapters: Adapters | None = None,
 ) -> Plan:  # fmt: skip
-    """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a GPU fits, and how long a step
-    takes.
+    """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
+    GPU fits, and how long a step takes.
 
-    model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu, or "this", which
-    measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement: see placements.py. checkpointing:
-    "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or "stock" and "stock-checkpointing" for transformers
-    alone. sp_size: GPUs that share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (budget/adapters.py). A model that no closed form describes runs its step on fake tensors,
-    said on stderr, and its longest sequence is found to a thirtieth. Raises ValueError for what is unknown
-    or unsupported.
+    model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu,
+    or "this", which measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement:
+    see placements.py. checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
+    Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
+    share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
+    adapters: LoRA over a frozen base (budget/adapters.py). A model that no closed form describes
+    runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
+    Raises ValueError for what is unknown or unsupported.
     """
     checkpointing = settings_of(checkpointing)
     asked = {
-        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram, "checkpointing": checkpointing, "sp_size": sp_size,
+        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
+        "checkpointing": checkpointing, "sp_size": sp_size,
     }  # fmt: skip
     if not isinstance(max_seq_len, bool):
         raise ValueError(
-            f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes to seq_len."
+            f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes "
+            "to seq_len."
         )
     if adapters is not None and not isinstance(adapters, Adapters):
         raise ValueError(
-            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; pass Adapters(16) for rank 16."
+            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; "
+            "pass Adapters(16) for rank 16."
         )
     if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
@@ -355,7 +436,9 @@ def plan(
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
     tiled = isinstance(found.policy, dict)
-    chosen = _weights_at(run, found.policy["frozen_weights"]) if tiled and run.shape.adapters else run
+    chosen = (
+        _weights_at(run, found.policy["frozen_weights"]) if tiled and run.shape.adapters else run
+    )
     found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
         ways = _longest_ways(run, names)

@@ -1,11 +1,14 @@
-"""A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the picture."""
+"""A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the
+picture.
+"""
 
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 
-COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#59a14f",
+COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759",
+           "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
 
 
@@ -24,23 +27,32 @@ def table(rows, header) -> str:
 
 
 def policy_text(policy, num_layers: int | None = None) -> str:
-    """The policy, a Plan's dict or word, in a few words. num_layers: of the model, None where that is not known."""
+    """The policy, a Plan's dict or word, in a few words. num_layers: of the model, None where that
+    is not known.
+    """
     if not isinstance(policy, dict):
         return str(policy)
     policy = Policy(**policy)
-    streamed = ["attention streamed per KV group"] if policy.stream_attention and not policy.by_group else []
+    streamed = (
+        ["attention streamed per KV group"]
+        if policy.stream_attention and not policy.by_group
+        else []
+    )
     streamed += ["all heads streamed per KV group"] if policy.by_group else []
     streamed += ["dx parked during attention"] if policy.park else []
     return "; ".join([describe(policy, num_layers), *streamed])
 
 
 def _points(plan) -> list[str]:
-    """Of the frontier those that are a hundredth, and as printed, faster than the one before and not as large as what was
-    chosen, and that."""
+    """Of the frontier those that are a hundredth, and as printed, faster than the one before and
+    not as large as what was chosen, and that.
+    """
     shown = []
     for point in sorted(plan.frontier, key=lambda point: point["gpu_peak_bytes"]):
         seconds, peak = point["step_seconds"], point["gpu_peak_bytes"]
-        faster = not shown or seconds < 0.99 * shown[-1][1] and f"{seconds:.1f}" != f"{shown[-1][1]:.1f}"
+        faster = (
+            not shown or seconds < 0.99 * shown[-1][1] and f"{seconds:.1f}" != f"{shown[-1][1]:.1f}"
+        )
         if faster and abs(peak / plan.gpu_peak_bytes - 1) > 0.1:
             shown.append((peak, seconds, ""))
     shown.append((plan.gpu_peak_bytes, plan.step_seconds, " (chosen)"))
@@ -55,37 +67,53 @@ def text(plan) -> str:
     trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
     shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
     lines = [
-        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} ({plan.placement}{shared}): "
+        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} "
+        f"({plan.placement}{shared}): "
         f"{verdict}",
         "",
         table(
             [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
-            + [("peak on the GPU", gib(plan.gpu_peak_bytes)), ("usable", gib(plan.gpu_usable_bytes))],
+            + [
+                ("peak on the GPU", gib(plan.gpu_peak_bytes)),
+                ("usable", gib(plan.gpu_usable_bytes)),
+            ],
             ("GPU memory", ""),
         ),
         f"  activations at the peak ({plan.moment}): "
         + ", ".join(f"{name} {gib(n)}" for name, n in plan.split.items() if n),
         f"host memory     {gib(plan.host_peak_bytes)} of {gib(plan.host_usable_bytes)}",
         f"step            {plan.step_seconds:.1f} s: "
-        + ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05),
-        f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} FLOPs   "
+        + ", ".join(
+            f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05
+        ),
+        f"tokens/s        {plan.tokens_per_second:,.0f}   MFU {plan.mfu:.0%}   {plan.flops:.3g} "
+        "FLOPs   "
         f"{gib(plan.link_bytes)} over the host link",
         f"policy          {policy_text(plan.policy, plan.num_layers)}",
         f"why             {plan.why}",
         f"rates           {plan.rates}",
     ]
     if plan.first_step:
-        beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
+        beside = ", ".join(
+            f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items()
+        )
         whole = plan.step_seconds + sum(plan.first_step.values())
         over = sum(plan.first_step.values()) - FIRST_STEP_BUDGET
         late = (
-            f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run" if over > 0 else ""
+            f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run"
+            if over > 0
+            else ""
         )
         lines.insert(-3, f"first step      {whole:.1f} s: a step, {beside}{late}")
     if plan.simulated_beyond_bytes is not None:
-        held = "contradicts the plan: believe the simulator" if plan.contradicted else "agrees with the closed form"
+        held = (
+            "contradicts the plan: believe the simulator"
+            if plan.contradicted
+            else "agrees with the closed form"
+        )
         lines.append(
-            f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the model on fake tensors, "
+            f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the "
+            "model on fake tensors, "
             f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
         )
     points = _points(plan)
@@ -93,21 +121,33 @@ def text(plan) -> str:
         lines.append(f"frontier        {', '.join(points)}")
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
-            "angles          apply(rope_float64=True): so far out, float32 angles are off by more than bf16 rounds"
+            "angles          apply(rope_float64=True): so far out, float32 angles are off by more "
+            "than bf16 rounds"
         )
     if plan.max_seq_len is not None:
         longest, *fewer = plan.longest
-        others = (f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer)
+        others = (
+            f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer
+        )
         lines.append(
             "; ".join(
-                [f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}", *others]
+                [
+                    f"longest         {plan.max_seq_len:,} tokens fit, host "
+                    f"{gib(longest['host_peak_bytes'])}",
+                    *others,
+                ]
             )
         )
     if not plan.fits and plan.closed_form:
         lines.append("")
-        rows = [(s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"])) for s in plan.suggestions]
+        rows = [
+            (s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"]))
+            for s in plan.suggestions
+        ]
         lines.append(
-            table(rows, ("what would fit", "cost", "GPU", "host")) if rows else "no single change makes it fit"
+            table(rows, ("what would fit", "cost", "GPU", "host"))
+            if rows
+            else "no single change makes it fit"
         )
     return "\n".join(lines)
 
@@ -115,7 +155,8 @@ def text(plan) -> str:
 def sweep_table(plans) -> str:
     """One line a plan."""
     rows = [
-        (f"{p.seq_len:,}", p.placement, "yes" if p.fits else "no", gib(p.gpu_peak_bytes), gib(p.host_peak_bytes),
+        (f"{p.seq_len:,}", p.placement, "yes" if p.fits else "no", gib(p.gpu_peak_bytes),
+         gib(p.host_peak_bytes),
          f"{p.step_seconds:.1f}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.0%}")
         for p in plans
     ]  # fmt: skip
@@ -123,7 +164,8 @@ def sweep_table(plans) -> str:
 
 
 def picture(plans, path) -> None:
-    """Stacked bars of GPU memory, one a length, one panel a placement, with the usable memory as a line.
+    """Stacked bars of GPU memory, one a length, one panel a placement, with the usable memory as a
+    line.
 
     Raises ValueError where matplotlib is not installed.
     """
@@ -147,13 +189,21 @@ def picture(plans, path) -> None:
             heights = [p.gpu_bytes[part] / GiB for p in chosen]
             axis.bar(range(len(chosen)), heights, bottom=below, color=colour, label=part)
             below = [a + b for a, b in zip(below, heights)]
-        axis.axhline(chosen[0].gpu_usable_bytes / GiB, color="black", linestyle="--", linewidth=1, label="usable")
+        axis.axhline(
+            chosen[0].gpu_usable_bytes / GiB,
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label="usable",
+        )
         axis.set_xticks(range(len(chosen)), [f"{p.seq_len // 1024}k" for p in chosen])
         axis.set_title(placement)
         axis.set_xlabel("tokens")
     # What does not fit may dwarf what does: bars beyond twice the memory are cut.
     usable = plans[0].gpu_usable_bytes / GiB
-    axes[0][0].set_ylim(0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans))))
+    axes[0][0].set_ylim(
+        0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans)))
+    )
     axes[0][0].set_ylabel("GPU memory, GiB (planned)")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncol=6, frameon=False)

@@ -1,5 +1,6 @@
-"""What the simulator says of a plan: the planned step run on fake tensors, and whole plans of models that no closed form
-describes."""
+"""What the simulator says of a plan: the planned step run on fake tensors, and whole plans of
+models that no closed form describes.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,14 +27,16 @@ from hfpatch.planner.placements import PLACEMENTS, resident
 
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
-OPERATIONS = 400_000  # of a simulated step, or one a token: no code that loops over single tokens ends within these
+# of a simulated step, or one a token: no code that loops over single tokens ends within these
+OPERATIONS = 400_000
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
 def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
-    """Bytes that a step of the plan's batch and policy takes: beyond parameters and gradients, at the moment of the highest
-    total, with the gradients that the plan counts then, or the most at any moment; and on the host, beyond what the placement
-    keeps there."""
+    """Bytes that a step of the plan's batch and policy takes: beyond parameters and gradients, at
+    the moment of the highest total, with the gradients that the plan counts then, or the most at
+    any moment; and on the host, beyond what the placement keeps there.
+    """
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
     wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
@@ -41,16 +44,24 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
-        result = simulate(model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size)
+        result = simulate(
+            model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size
+        )
     # Autocast's copies of the weights, which the placement counts.
     shape = replace(ModelShape.from_config(config), adapters=adapters)
     stays = resident(plan.placement, shape, plan.gpus, policy or plan.policy)
     copies = stays.parameters - 4 * shape.parameters if wide else 0
     on_host = result.host_peak_bytes - stays.host // plan.gpus * bool(adapters)
     if at_peak:
-        beyond = result.peak_bytes - copies - result.categories["parameters"] - plan.gpu_bytes["gradients"]
+        beyond = (
+            result.peak_bytes
+            - copies
+            - result.categories["parameters"]
+            - plan.gpu_bytes["gradients"]
+        )
         return beyond, on_host
-    # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's gradient.
+    # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's
+    # gradient.
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
     beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
@@ -59,9 +70,12 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a placement asks of a model, counted on the model itself: its parameters, those of its largest layer, of all layers and
-    of its embedding, its layers, what is trained, bytes; whether tokens meet by a state too, which no closed form of ours has; its
-    heads, the columns of the widest, and the ranks that share each row; what caps its scores; why flex_attention does not serve."""
+    """What a placement asks of a model, counted on the model itself: its parameters, those of its
+    largest layer, of all layers and of its embedding, its layers, what is trained, bytes; whether
+    tokens meet by a state too, which no closed form of ours has; its heads, the columns of the
+    widest, and the ranks that share each row; what caps its scores; why flex_attention does not
+    serve.
+    """
 
     parameters: int
     layer_parameters: int
@@ -84,19 +98,42 @@ class Counted:
     def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
         """adapters: those that are in the model."""
         of_layers = [*map(_count, layers)]
-        sizes = _count(model), max(of_layers), sum(of_layers), _count(model.get_input_embeddings()), len(layers)
+        sizes = (
+            _count(model),
+            max(of_layers),
+            sum(of_layers),
+            _count(model.get_input_embeddings()),
+            len(layers),
+        )
         held = [
             *model.parameters(),
-            *(b for m in model.modules() if isinstance(m, tuple(PACKED.values())) for b in m.buffers()),
+            *(
+                b
+                for m in model.modules()
+                if isinstance(m, tuple(PACKED.values()))
+                for b in m.buffers()
+            ),
         ]
         nbytes = sum(t.numel() * t.element_size() for t in held)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        states, heads = carries_states(type(find_decoder(model).stack)), getattr(model.config, "num_attention_heads", 1)
+        states, heads = (
+            carries_states(type(find_decoder(model).stack)),
+            getattr(model.config, "num_attention_heads", 1),
+        )
         keys = getattr(model.config, "num_key_value_heads", None) or heads
         softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
         widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
         return cls(
-            *sizes, adapters, trained, states, nbytes, _trained_bytes(model), heads, keys, widest, softcap=softcap
+            *sizes,
+            adapters,
+            trained,
+            states,
+            nbytes,
+            _trained_bytes(model),
+            heads,
+            keys,
+            widest,
+            softcap=softcap,
         )
 
     def parameter_bytes(self) -> int:
@@ -129,23 +166,35 @@ def _pattern(kinds: list) -> tuple[int, int]:
 
 
 def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
-    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of `more` takes and, `times` over,
-    what it takes beyond one of `fewer`, since layers of a pattern take the same each. bottom: its lowest layers, which hold one of
-    each kind. All layers, and 0 times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the policy
-    says something else, and which stand on the rest in whole periods."""
+    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of
+    `more` takes and, `times` over, what it takes beyond one of `fewer`, since layers of a pattern
+    take the same each. bottom: its lowest layers, which hold one of each kind. All layers, and 0
+    times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the
+    policy says something else, and which stand on the rest in whole periods.
+    """
     kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
     first, period = _pattern(kinds)
     period = math.lcm(period, every)
-    more = first + (len(kinds) - first) % period + period * (max(2, -(-4 // period)) + -(-top // period))
+    more = (
+        first
+        + (len(kinds) - first) % period
+        + period * (max(2, -(-4 // period)) + -(-top // period))
+    )
     if more >= len(kinds):
         return 0, len(kinds), 0, first + period
     return more - period, more, (len(kinds) - more) // period, first + period
 
 
 def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(gradients, bytes beyond parameters and gradients) when those beyond are the most, and when both are the most after all
-    but `bottom` bytes of the gradients have come: the two ends of a backward, between which layers of a pattern go one way."""
-    alive = [(delta, ledger.blocks[i].category) for i, delta in ledger.events if not ledger.blocks[i].host]
+    """(gradients, bytes beyond parameters and gradients) when those beyond are the most, and when
+    both are the most after all but `bottom` bytes of the gradients have come: the two ends of a
+    backward, between which layers of a pattern go one way.
+    """
+    alive = [
+        (delta, ledger.blocks[i].category)
+        for i, delta in ledger.events
+        if not ledger.blocks[i].host
+    ]
     alive = [(delta, kind == "gradients") for delta, kind in alive if kind != "parameters"]
     enough = sum(delta for delta, gradient in alive if gradient) - bottom
     gradients = beyond = 0
@@ -158,24 +207,35 @@ def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
-    """A simulated step of a stock model under a Policy, or under the word for layers that run whole."""
+    """A simulated step of a stock model under a Policy, or under the word for layers that run
+    whole.
+    """
     tiled = isinstance(policy, Policy)
     ready = prepare(model, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
     try:
-        how = {"ranks": counted.ranks, "no_flex": counted.no_flex, "most_operations": max(OPERATIONS, batch * seq_len)}
+        how = {
+            "ranks": counted.ranks,
+            "no_flex": counted.no_flex,
+            "most_operations": max(OPERATIONS, batch * seq_len),
+        }
         return simulate(ready, batch, seq_len, policy=policy if tiled else None, **how)
     except Exception as error:  # whatever a family's forward makes of such tokens
         if str(error).startswith("hfpatch: "):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
-            f"hfpatch: expected a causal language model that runs on [{batch}, {seq_len}] tokens, this does not ({reason}); take a "
+            f"hfpatch: expected a causal language model that runs on [{batch}, {seq_len}] tokens, "
+            f"this does not ({reason}); take a "
             "shorter length, or another model."
         ) from error
 
 
-def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> tuple[StepMemory, Flops, dict]:
-    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run whole, and how many."""
+def _step(
+    config: dict, counted: Counted, batch: int, seq_len: int, policy
+) -> tuple[StepMemory, Flops, dict]:
+    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
+    whole, and how many.
+    """
     adapters = counted.adapters
     fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
 
@@ -192,12 +252,25 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = _moments(found.ledger, low)
     moments = (
-        Moment("simulated, of the highest total", late[0] + counted.trained_bytes - gradients, layer=late[1]),
-        Moment("simulated, of the most activations", early[0], layer=onward(lambda s: s.most_beyond_bytes)),
+        Moment(
+            "simulated, of the highest total",
+            late[0] + counted.trained_bytes - gradients,
+            layer=late[1],
+        ),
+        Moment(
+            "simulated, of the most activations",
+            early[0],
+            layer=onward(lambda s: s.most_beyond_bytes),
+        ),
     )
-    memory = StepMemory(counted.nbytes, counted.trained_bytes, moments, onward(lambda s: s.host_peak_bytes))
+    memory = StepMemory(
+        counted.nbytes, counted.trained_bytes, moments, onward(lambda s: s.host_peak_bytes)
+    )
     matmul = onward(lambda s: sum(s.flops["matmul"].values()))
-    forward, backward = (onward(lambda s: s.flops["attention"].get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
+    forward, backward = (
+        onward(lambda s: s.flops["attention"].get(way, 0))
+        for way in ("forward", "backward")  # noqa: B023
+    )
     least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
     moved = (onward(lambda s: s.ledger.traffic.get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
@@ -205,8 +278,9 @@ def _step(config: dict, counted: Counted, batch: int, seq_len: int, policy) -> t
 
 
 def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
-    """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several tiles, FLOPs by tokens and their
-    square. For models whose mixers loop over the tokens."""
+    """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several
+    tiles, FLOPs by tokens and their square. For models whose mixers loop over the tokens.
+    """
     one, two = 2 * tile, 4 * tile
     (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
@@ -222,20 +296,30 @@ def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers that the stack's forward goes through. ValueError where a model has none."""
+    """The list of decoder layers that the stack's forward goes through. ValueError where a model
+    has none.
+    """
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; pass a causal language model."
+            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; "
+            "pass a causal language model."
         )
     return list_of_layers(decoder.stack)
 
 
 def _policy(asked, tokens: int) -> Policy:
-    """What was asked for, with inputs and attention outputs on the host where it leaves that open."""
-    if asked.plain not in ("auto", 0) or asked.keep not in ("auto", ()) or asked.frozen_weights == "host":
+    """What was asked for, with inputs and attention outputs on the host where it leaves that
+    open.
+    """
+    if (
+        asked.plain not in ("auto", 0)
+        or asked.keep not in ("auto", ())
+        or asked.frozen_weights == "host"
+    ):
         raise ValueError(
-            "hfpatch: plain, keep and weights on the host want a model that closed forms describe, another came; leave them out."
+            "hfpatch: plain, keep and weights on the host want a model that closed forms "
+            "describe, another came; leave them out."
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
@@ -261,42 +345,58 @@ def _counted(config: _Values, adapters: Adapters | None) -> Counted:
 
 
 def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = False) -> Plan:
-    """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's, with inputs and
-    attention outputs on the host where layers run tile by tile; seconds are those of its FLOPs and of the bytes that were counted.
+    """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's,
+    with inputs and attention outputs on the host where layers run tile by tile; seconds are those
+    of its FLOPs and of the bytes that were counted.
 
-    run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for what cannot be simulated.
+    run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for
+        what cannot be simulated.
     """
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
-            f"hfpatch: transformers' own steps are simulated over whole rows, --sp-size {run.ranks} came; leave one of them out."
+            "hfpatch: transformers' own steps are simulated over whole rows, --sp-size "
+            f"{run.ranks} came; leave one of them out."
         )
     at = partial(_at, _Values(text_config_of(model)[1]), run, names)
     found = at(run.seq_len * run.ranks)
     if not max_seq_len:
         return found
     way = _longest(at, found)
-    said = {"every": "auto", "seq_len": way.seq_len if way else 0, "host_peak_bytes": way.host_peak_bytes if way else 0}
+    said = {
+        "every": "auto",
+        "seq_len": way.seq_len if way else 0,
+        "host_peak_bytes": way.host_peak_bytes if way else 0,
+    }
     return replace(found, max_seq_len=said["seq_len"], longest=[said])
 
 
 def _room(plan: Plan) -> int:
     """Bytes that stay free where they are the fewest; negative: that are lacking."""
-    host = plan.gpu_usable_bytes if plan.host_usable_bytes is None else plan.host_usable_bytes - plan.host_peak_bytes
+    host = (
+        plan.gpu_usable_bytes
+        if plan.host_usable_bytes is None
+        else plan.host_usable_bytes - plan.host_peak_bytes
+    )
     return min(host, plan.gpu_usable_bytes - plan.gpu_peak_bytes)
 
 
 def _longest(at, first: Plan) -> Plan | None:
-    """The plan of the longest sequence that fits, to a thirtieth in a few steps where memory grows by a line; None: none fits."""
+    """The plan of the longest sequence that fits, to a thirtieth in a few steps where memory grows
+    by a line; None: none fits.
+    """
     tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
     while True:
         least = max((p.seq_len for p in tried if p.fits), default=0)
-        most = min((p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * least + 1024))
+        most = min(
+            (p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * least + 1024)
+        )
         if most - least <= max(1024, least // 32) or least and len(tried) >= STEPS_FOR_LENGTH:
             break
         near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
         slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
         guess = near.seq_len - _room(near) / slope if slope < 0 else most
-        top = most - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else most // 2  # where lines come down to none that fits
+        # where lines come down to none that fits
+        top = most - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else most // 2
         guess = int(min(max(guess, least + 1024), top)) // 1024 * 1024
         if any(p.seq_len == guess for p in tried):
             break
@@ -318,7 +418,11 @@ def _tile(policy) -> int:
 def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
-    policy = run.checkpointing if run.checkpointing in WHOLE else _policy(run.checkpointing, run.batch * run.seq_len)
+    policy = (
+        run.checkpointing
+        if run.checkpointing in WHOLE
+        else _policy(run.checkpointing, run.batch * run.seq_len)
+    )
     tile = _tile(policy)
     slow = counted.carries_states and run.seq_len > 4 * tile
     stepped = (
@@ -326,7 +430,11 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     )  # where bytes that leave the device are counted
     memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
     why = "simulated: no closed form describes this model"
-    why += "; mixers run in plain code, which takes more memory than their kernels do" if counted.carries_states else ""
+    why += (
+        "; mixers run in plain code, which takes more memory than their kernels do"
+        if counted.carries_states
+        else ""
+    )
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
     if isinstance(policy, Policy) and whole:

@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and threads: the one way in which the session reaches a device.
 
-`Device` is one whose copies are synchronous, the CPU and all that are not CUDA's; `CudaDevice` the real one. Tests hand in
-their own and so see every synchronisation (tests/faults/checker.py).
+`Device` is one whose copies are synchronous, the CPU and all that are not CUDA's; `CudaDevice` the
+real one. Tests hand in their own and so see every synchronisation (tests/faults/checker.py).
 """
 
 import mmap
@@ -21,18 +21,23 @@ from hfpatch.compat import has_values, version
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """A host buffer of nbytes (uint8). Every host buffer of the session is made here.
 
-    mapped: pages of its own, for pinning. Private ones that a fork does not inherit: a data loader's workers would keep
-    shared ones alive after they are freed here. MemoryError where the system has no more.
+    mapped: pages of its own, for pinning. Private ones that a fork does not inherit: a data
+    loader's workers would keep shared ones alive after they are freed here. MemoryError where the
+    system has no more.
     """
     if not mapped:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        private = (
+            {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        )
         memory = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(
-            f"hfpatch: expected {nbytes / 2**30:.2f} GiB of host memory, the system answered: {error}; "
-            "give the container more memory, or use Checkpointing(every=2) or Checkpointing(offload='/a/directory')."
+            f"hfpatch: expected {nbytes / 2**30:.2f} GiB of host memory, the system answered: "
+            f"{error}; "
+            "give the container more memory, or use Checkpointing(every=2) or "
+            "Checkpointing(offload='/a/directory')."
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
@@ -40,7 +45,9 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that end with the main one: what still trains in another then does their work itself."""
+    """Threads that end with the main one: what still trains in another then does their work
+    itself.
+    """
 
     def submit(self, function, *args) -> Future:
         try:
@@ -57,7 +64,9 @@ class Threads(ThreadPoolExecutor):
 
 
 class Device:
-    """A device whose copies are done when they return: there is one stream, None, and events are None."""
+    """A device whose copies are done when they return: there is one stream, None, and events are
+    None.
+    """
 
     pins = False  # whether host blocks are worth pinning, and copies return before they are done
 
@@ -65,7 +74,7 @@ class Device:
         self.device = device
         self.side = None  # ToHost's stream, made on first need
 
-    # -- streams and events ------------------------------------------------------------------------------------------
+    # -- streams and events ------------------------------------------------------------------------
     def stream(self):
         """A new stream for copies."""
         return None
@@ -91,7 +100,7 @@ class Device:
     def used_here(self, x: Tensor) -> None:
         """x comes from the memory of another stream, and the current one uses it until it goes."""
 
-    # -- host memory -------------------------------------------------------------------------------------------------
+    # -- host memory -------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:
         """Registers a host buffer with the device; 0, or the error."""
         return 0
@@ -140,7 +149,8 @@ class CudaDevice(Device):
 
     def pin(self, block: Tensor) -> int:
         node = gpu_node(torch.cuda.get_device_properties(self.device))
-        # CUDA makes a context on the current device, which may be another rank's; registering touches every page.
+        # CUDA makes a context on the current device, which may be another rank's; registering
+        # touches every page.
         with torch.cuda.device(self.device), running_on(node[1] if node else set()):
             status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status:
@@ -155,7 +165,8 @@ class CudaDevice(Device):
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
     def threads(self, count: int, name: str):
-        # A thread starts with the first device: waiting for an event there would make a context on it.
+        # A thread starts with the first device: waiting for an event there would make a context on
+        #     it.
         return Threads(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
@@ -165,7 +176,9 @@ class CudaDevice(Device):
 
 
 class Block:
-    """Host memory of an exact size, pinned where the device can; unpinned before its memory goes."""
+    """Host memory of an exact size, pinned where the device can; unpinned before its memory
+    goes.
+    """
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
         self.bytes = host_empty(nbytes, device.pins)
@@ -190,10 +203,12 @@ def device_for(device: torch.device) -> Device:
 
 
 class ToHost:
-    """A few values computed from a batch, on their way to the host on a side stream: waiting for them waits for no layer.
+    """A few values computed from a batch, on their way to the host on a side stream: waiting for
+    them waits for no layer.
 
-    compute(*inputs) gives the values, or is the tensor itself. The side stream waits for the inputs alone where
-    `mark_batch_ready(inputs)` was called when they came, else for what their stream has been given so far.
+    compute(*inputs) gives the values, or is the tensor itself. The side stream waits for the inputs
+    alone where `mark_batch_ready(inputs)` was called when they came, else for what their stream has
+    been given so far.
     """
 
     @torch.compiler.disable  # called between graphs, it would be traced as one of its own
@@ -201,7 +216,8 @@ class ToHost:
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        self.inputs, self.stream = inputs, self.device.current()  # alive until the copy has been waited for
+        # alive until the copy has been waited for
+        self.inputs, self.stream = inputs, self.device.current()
         side = _side_stream(self.device, inputs)
         with self.device.on(side), torch.no_grad():
             self.values = compute(*inputs)
@@ -209,7 +225,9 @@ class ToHost:
             self.event = self.device.mark(side)
 
     def get(self) -> Tensor | None:
-        """The values; None where nothing has any: on the meta device, and under a mode that follows shapes alone."""
+        """The values; None where nothing has any: on the meta device, and under a mode that follows
+        shapes alone.
+        """
         if self.inputs is not None:
             self.device.synchronize(self.event)
             self.inputs = self.values = None
@@ -222,7 +240,11 @@ class ToHost:
 
     def __del__(self, finalizing=sys.is_finalizing):
         # Nobody asked: the inputs must not go back to the allocator under the copy.
-        if getattr(self, "inputs", None) is not None and hasattr(self, "event") and not finalizing():
+        if (
+            getattr(self, "inputs", None) is not None
+            and hasattr(self, "event")
+            and not finalizing()
+        ):
             self.device.wait(self.event, self.stream)
 
 
@@ -236,7 +258,9 @@ def _side_stream(device: Device, inputs):
 
 
 def beside(compute, *inputs: Tensor) -> list[Tensor]:
-    """compute(*inputs), a list of tensors, on the side stream: ToHost waits for them alone, the current stream for them too."""
+    """compute(*inputs), a list of tensors, on the side stream: ToHost waits for them alone, the
+    current stream for them too.
+    """
     device = device_for(inputs[0].device)
     side = _side_stream(device, inputs)
     with device.on(side), torch.no_grad():
@@ -257,11 +281,13 @@ def _arrivals(inputs, device: Device) -> list:
 
 
 def mark_batch_ready(batch) -> None:
-    """Notes that the batch's tensors are complete once the current stream gets here, before later steps are queued.
+    """Notes that the batch's tensors are complete once the current stream gets here, before later
+    steps are queued.
 
-    For hand-written loops with gradient accumulation: call it on each batch (a dict of tensors) right after its copy to the
-    device, and fetch a step's batches before its first forward: what is then looked up about a batch (documents, the number
-    of labels) waits for its copy alone, not for the micro-step before. `hfpatch.Callback` does it in any Trainer.
+    For hand-written loops with gradient accumulation: call it on each batch (a dict of tensors)
+    right after its copy to the device, and fetch a step's batches before its first forward: what is
+    then looked up about a batch (documents, the number of labels) waits for its copy alone, not for
+    the micro-step before. `hfpatch.Callback` does it in any Trainer.
     """
     events: dict = {}
     for x in batch.values() if hasattr(batch, "values") else ():

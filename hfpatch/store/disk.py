@@ -1,9 +1,10 @@
 """The disk tier: saved tensors as files without a name in a directory, written and read by threads.
 
-A file is unlinked as soon as it is open: it goes with its last user, also after a crash, and there is nothing to sweep, for this
-process or another on the same directory. A device tensor goes through a pinned bounce buffer: the copy to it runs on the side
-stream, a thread waits for its event and writes. Reading is the reverse, started ahead of need. Every wait is for something that
-was begun before, by a thread that waits for nothing later: it cannot hang, whoever stopped half-way.
+A file is unlinked as soon as it is open: it goes with its last user, also after a crash, and there
+is nothing to sweep, for this process or another on the same directory. A device tensor goes through
+a pinned bounce buffer: the copy to it runs on the side stream, a thread waits for its event and
+writes. Reading is the reverse, started ahead of need. Every wait is for something that was begun
+before, by a thread that waits for nothing later: it cannot hang, whoever stopped half-way.
 """
 
 import os
@@ -57,7 +58,9 @@ class Bounce:
 
 
 def _ended(job: Future | None) -> None:
-    """Waits for a thread's job. What went wrong there is said to whoever reads the file, not to the buffer's next user."""
+    """Waits for a thread's job. What went wrong there is said to whoever reads the file, not to the
+    buffer's next user.
+    """
     try:
         if job is not None:
             job.exception()
@@ -75,12 +78,14 @@ class DiskDirectory:
         self.write_bounces: deque[Bounce] = deque()
         self.read_bounces = Shelf()
 
-    # -- writing -----------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
     def file(self) -> File:
         return File(self.directory)
 
     def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
-        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on, on `stream`, which is the current one."""
+        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on, on `stream`,
+        which is the current one.
+        """
         for start in range(0, source.numel(), PIECE):
             piece = source[start : start + PIECE]
             if len(self.write_bounces) < BUFFERS:
@@ -90,7 +95,9 @@ class DiskDirectory:
             _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
             written = self.device.mark(stream)
-            bounce.job = self.writers.submit(self._write, file, bounce.bytes, piece.numel(), at + start, written)
+            bounce.job = self.writers.submit(
+                self._write, file, bounce.bytes, piece.numel(), at + start, written
+            )
             file.writes.append(bounce.job)
 
     def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
@@ -102,17 +109,20 @@ class DiskDirectory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"hfpatch: expected to write {nbytes} bytes to {file.directory}, {error.strerror} came; "
+                f"hfpatch: expected to write {nbytes} bytes to {file.directory}, {error.strerror} "
+                "came; "
                 "free space there or give another directory as Checkpointing(offload=...)",
             ) from error
 
-    # -- reading -----------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
     def read(self, file: File, saved, a: int, b: int) -> "Read":
         """Starts reading rows [a, b) of each batch row of `saved`, as far as buffers are free."""
         pieces = []
         for row in range(saved.shape[0]):
             first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
-            pieces += [(row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+            pieces += [
+                (row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)
+            ]
         return Read(self, file, pieces)
 
     def take_bounce(self, wanted: bool) -> Loan | None:
@@ -126,12 +136,17 @@ class DiskDirectory:
         return lease
 
     def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
-        bounce.job = self.readers.submit(self._read, file, bounce.bytes, first, nbytes, bounce.copied, bounce.job)
+        bounce.job = self.readers.submit(
+            self._read, file, bounce.bytes, first, nbytes, bounce.copied, bounce.job
+        )
         return bounce.job
 
-    def _read(self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None) -> None:
+    def _read(
+        self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None
+    ) -> None:
         _ended(before)  # a read that nobody waited for
-        if copied is not None:  # of a new buffer there is none: that would wait for all that the device does
+        # of a new buffer there is none: that would wait for all that the device does
+        if copied is not None:
             self.device.synchronize(copied)
         file.wait_written()
         view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
@@ -139,7 +154,8 @@ class DiskDirectory:
             got = os.preadv(file.fd, [view[done:]], first + done)
             if not got:
                 raise OSError(
-                    f"hfpatch: expected {nbytes} bytes in {file.directory}, the file ends early; is the disk full?"
+                    f"hfpatch: expected {nbytes} bytes in {file.directory}, the file ends early; "
+                    "is the disk full?"
                 )
             done += got
 
@@ -152,7 +168,9 @@ class DiskDirectory:
 
 
 class Read:
-    """Some rows of a file on their way to the device, a piece at a time: (row, offset in it, offset in the file, bytes)."""
+    """Some rows of a file on their way to the device, a piece at a time: (row, offset in it, offset
+    in the file, bytes).
+    """
 
     def __init__(self, disk: DiskDirectory, file: File, pieces: list):
         self.disk, self.file, self.pieces = disk, file, deque(pieces)
@@ -168,12 +186,16 @@ class Read:
             self.started.append((piece, lease, self.disk.start(self.file, lease.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:
-        """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which is the current one."""
+        """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which
+        is the current one.
+        """
         while self.pieces or self.started:
             self._ahead(wanted=not self.started)
             (row, offset, _, nbytes), lease, job = self.started.popleft()
             job.result()
             flat = destination[row].view(-1).view(torch.uint8)
             device = self.disk.device
-            flat[offset : offset + nbytes].copy_(lease.thing.bytes[:nbytes], non_blocking=device.pins)
+            flat[offset : offset + nbytes].copy_(
+                lease.thing.bytes[:nbytes], non_blocking=device.pins
+            )
             lease.thing.copied = device.mark(stream)

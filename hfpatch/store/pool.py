@@ -1,7 +1,7 @@
 """What is lent out again and again: pieces of host memory, ring slots, bounce buffers.
 
-A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be lost, wherever an exception
-(or Ctrl-C, between any two lines) ends a step.
+A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be
+lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
 """
 
 import weakref
@@ -49,10 +49,11 @@ class Shelf:
 
 
 class Area:
-    """Bytes of one block, lent in pieces of any size that lie behind each other. Used by one thread at a time.
+    """Bytes of one block, lent in pieces of any size that lie behind each other. Used by one thread
+    at a time.
 
-    make(start, end): what a lease of those bytes is of. The lowest gap that is large enough is taken: what a forward takes and its
-    backward gives back in reverse leaves none in between.
+    make(start, end): what a lease of those bytes is of. The lowest gap that is large enough is
+    taken: what a forward takes and its backward gives back in reverse leaves none in between.
     """
 
     def __init__(self, nbytes: int, make):

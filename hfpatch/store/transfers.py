@@ -1,15 +1,18 @@
-"""Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files on a disk.
+"""Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files
+on a disk.
 
-Nothing here waits on the compute stream except for the event it needs, and nothing calls `record_stream`: with it the
-caching allocator holds freed blocks until the host has seen an event, which the host, running ahead, does late. A copy's
-source is kept alive until the stream it came from has been made to wait for the copy (`settle`): the later that is, the more
-work hides the copy, and the longer its source takes memory. Its destination comes from buffers allocated on the compute
+Nothing here waits on the compute stream except for the event it needs, and nothing calls
+`record_stream`: with it the caching allocator holds freed blocks until the host has seen an event,
+which the host, running ahead, does late. A copy's source is kept alive until the stream it came
+from has been made to wait for the copy (`settle`): the later that is, the more work hides the copy,
+and the longer its source takes memory. Its destination comes from buffers allocated on the compute
 stream, and the `Ticket` that owns them makes that stream wait before they go back.
 
-What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes, leaves nothing to clear up.
+What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes,
+leaves nothing to clear up.
 
-Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator rounds each tensor to a power of two,
-which makes 131,073 tokens cost twice what 131,072 do.
+Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
+rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
 """
 
 import sys
@@ -59,8 +62,10 @@ class HostPool:
         if block.status:
             self.pinned = False
             warnings.warn(
-                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered {block.status}; copies run "
-                "from pageable memory, more slowly: give the container more memory (or locked memory, ulimit -l), or use "
+                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
+                f"{block.status}; copies run "
+                "from pageable memory, more slowly: give the container more memory (or locked "
+                "memory, ulimit -l), or use "
                 "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
                 stacklevel=2,
             )
@@ -69,7 +74,9 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A lease of a Piece of at least nbytes, out of a new block of that size where there is no room."""
+        """A lease of a Piece of at least nbytes, out of a new block of that size where there is no
+        room.
+        """
         nbytes = _aligned(nbytes)
         for low in (None, 0):  # then between what is taken
             for area in self.areas:
@@ -93,7 +100,9 @@ class HostPool:
         self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
 
     def give_back(self) -> None:
-        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it goes."""
+        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
+        goes.
+        """
         self.areas = [area for area in self.areas if area.taken]
 
 
@@ -114,7 +123,9 @@ class Piece:
 
 @dataclass
 class Saved:
-    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the pool, or in a file."""
+    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the
+    pool, or in a file.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -159,7 +170,9 @@ class Slot:
 
 
 class Ticket:
-    """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the ticket's end) the memory."""
+    """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the
+    ticket's end) the memory.
+    """
 
     slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
 
@@ -191,7 +204,8 @@ class Ticket:
         if device is None:
             return
         if self.copying:
-            if self.user is None:  # nobody waited; where the copies were cut short there is no event either
+            # nobody waited; where the copies were cut short there is no event either
+            if self.user is None:
                 device.wait(self.ready or device.mark(self.side), self.owner)
             elif self.user != self.owner:
                 device.wait(device.mark(self.user), self.owner)
@@ -207,7 +221,9 @@ class Ticket:
 
 
 class Transfers:
-    """Copies of one device to and from a tier ("gpu", "host" or "disk" with a directory), on two streams of their own."""
+    """Copies of one device to and from a tier ("gpu", "host" or "disk" with a directory), on two
+    streams of their own.
+    """
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
         self.device, self.tier = device_for(device), tier
@@ -216,9 +232,10 @@ class Transfers:
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
         self.to_host, self.to_device = self.device.stream(), self.device.stream()
         self.unsettled: list[tuple[Tensor, object]] = []
-        self.copied: deque = deque()  # (sources, their bytes, event of their copies), the oldest first
+        # (sources, their bytes, event of their copies), the oldest first
+        self.copied: deque = deque()
 
-    # -- to the tier -------------------------------------------------------------------------------------------------
+    # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
         """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
         if self.tier == "gpu":
@@ -228,7 +245,9 @@ class Transfers:
         return saved
 
     def room(self, shape, dtype: torch.dtype) -> Saved:
-        """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece by piece."""
+        """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece
+        by piece.
+        """
         saved = Saved(tuple(shape), dtype)
         if self.disk is not None:
             saved.file = self.disk.file()
@@ -237,7 +256,9 @@ class Transfers:
         return saved
 
     def put(self, saved: Saved, a: int, x: Tensor) -> None:
-        """Starts the copy of x [B, t, ...] to the rows of `saved` from a on; x stays alive until settle()."""
+        """Starts the copy of x [B, t, ...] to the rows of `saved` from a on; x stays alive until
+        settle().
+        """
         # Detached: a source that outlives its layer must not hold a graph.
         device, x = self.device, x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
@@ -246,12 +267,16 @@ class Transfers:
         b = a + x.shape[1]
         with device.on(self.to_host), torch.no_grad():
             T = saved.shape[1]
-            for first, piece in [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]:
+            for first, piece in (
+                [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
+            ):
                 flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
                 if self.disk is not None:
                     self.disk.write(flat, self.to_host, saved.file, at)
                 else:
-                    saved.block.thing.bytes[at : at + flat.numel()].copy_(flat, non_blocking=device.pins)
+                    saved.block.thing.bytes[at : at + flat.numel()].copy_(
+                        flat, non_blocking=device.pins
+                    )
 
     @staticmethod
     def _rows(saved: Saved, block: Piece) -> Tensor:
@@ -265,10 +290,12 @@ class Transfers:
         return sum(x.untyped_storage().nbytes() for x, *_ in self.unsettled)
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
-        """Releases the sources of copies, the oldest first; their streams wait for the copies before that.
+        """Releases the sources of copies, the oldest first; their streams wait for the copies
+        before that.
 
-        under_way: how many of the latest calls' sources stay in any case. room: sources stay as long as all of them take no
-        more than these bytes. Raises RuntimeError where a source was written to while it stayed.
+        under_way: how many of the latest calls' sources stay in any case. room: sources stay as
+        long as all of them take no more than these bytes. Raises RuntimeError where a source was
+        written to while it stayed.
         """
         if self.unsettled:
             nbytes, sources = self.unsettled_bytes, list(self.unsettled)
@@ -284,9 +311,13 @@ class Transfers:
             if any(version(x) != before for x, before, _ in sources):
                 raise RuntimeError(WRITTEN_TO)
 
-    # -- from the tier -----------------------------------------------------------------------------------------------
-    def fetch(self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Loan | None = None) -> Ticket:
-        """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new buffer where that is None."""
+    # -- from the tier -----------------------------------------------------------------------------
+    def fetch(
+        self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Loan | None = None
+    ) -> Ticket:
+        """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new
+        buffer where that is None.
+        """
         device, tensors, copies, offset = self.device, [], [], 0
         for saved, a, b, destination in pieces:
             if saved.resident:
@@ -307,8 +338,9 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot)
         if not copies:
             return ticket
-        # Memory comes from the compute stream's allocator: what ran there before owns it until now. Among that is the wait
-        # for the copies to the host (settle, which begins each pass), so that what is read here has been written.
+        # Memory comes from the compute stream's allocator: what ran there before owns it until now.
+        # Among that is the wait for the copies to the host (settle, which begins each pass), so
+        # that what is read here has been written.
         device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
@@ -317,7 +349,8 @@ class Transfers:
         with device.on(self.to_device), torch.no_grad():
             for saved, a, b, destination in copies:
                 source = self._rows(saved, saved.block.thing)
-                # One contiguous copy a batch row: a strided copy between host and device would go through a temporary.
+                # One contiguous copy a batch row: a strided copy between host and device would go
+                #     through a temporary.
                 for row in range(saved.shape[0]):
                     destination[row].copy_(source[row, a:b], non_blocking=device.pins)
         ticket.ready = device.mark(self.to_device)
@@ -332,9 +365,11 @@ class Transfers:
 
 
 class FetchQueue:
-    """The tiles that one backward pass will want, in order: as many under way as its ring has slots, across layers.
+    """The tiles that one backward pass will want, in order: as many under way as its ring has
+    slots, across layers.
 
-    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short: begin() drops it.
+    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short:
+    begin() drops it.
     """
 
     def __init__(self, transfers: Transfers):
@@ -345,7 +380,9 @@ class FetchQueue:
         self.under_way: deque = deque()
 
     def begin(self) -> None:
-        """Called where a pass may begin: starts clean where it is not the pass that filled the queue."""
+        """Called where a pass may begin: starts clean where it is not the pass that filled the
+        queue.
+        """
         task = graph_task()
         if task != self.task:
             self.transfers.settle()  # what this pass reads has been written
@@ -354,22 +391,36 @@ class FetchQueue:
             self.task = task
 
     def make_ring(self, slots: int, nbytes: int) -> None:
-        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use go with their tickets."""
+        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use
+        go with their tickets.
+        """
         device = self.transfers.device
         rows = self.ring.rows
-        if len(rows) >= slots and rows[0][0].bytes.numel() >= nbytes and self.ring_stream == device.current():
+        if (
+            len(rows) >= slots
+            and rows[0][0].bytes.numel() >= nbytes
+            and self.ring_stream == device.current()
+        ):
             return
         self.drop_ring()
-        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device) for _ in range(slots)]
+        buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device)
+            for _ in range(slots)
+        ]
         made = device.mark()
-        self.ring, self.ring_stream = Shelf([Slot(buffer, made) for buffer in buffers]), device.current()
+        self.ring, self.ring_stream = (
+            Shelf([Slot(buffer, made) for buffer in buffers]),
+            device.current(),
+        )
 
     def drop_ring(self) -> None:
         """Frees the slots, each when its last ticket goes."""
         self.ring, self.ring_stream = Shelf(), None
 
     def push(self, owner, requests) -> None:
-        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has come."""
+        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has
+        come.
+        """
         self.pending.extend((owner, request) for request in requests)
         self._fill()
 
@@ -383,23 +434,29 @@ class FetchQueue:
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
-        """Whether the owner, whose turn it is, has something here. What others have goes: one who was promised the next turn, where
-        graphs that two threads made take turns in one pass."""
+        """Whether the owner, whose turn it is, has something here. What others have goes: one who
+        was promised the next turn, where graphs that two threads made take turns in one pass.
+        """
         others = any(o is not owner for o, _ in (*self.under_way, *self.pending))
         if others:
             self.under_way, self.pending = (
-                deque(item for item in queue if item[0] is owner) for queue in (self.under_way, self.pending)
+                deque(item for item in queue if item[0] is owner)
+                for queue in (self.under_way, self.pending)
             )
             self._fill()
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
-        """Forgets everything: the backward took another order than the forward promised, or ended early."""
+        """Forgets everything: the backward took another order than the forward promised, or ended
+        early.
+        """
         self.pending.clear()
         self.under_way.clear()
 
     def next(self) -> Ticket:
-        """The ticket of the next tile; call release() with it when the last use of its tensors is launched."""
+        """The ticket of the next tile; call release() with it when the last use of its tensors is
+        launched.
+        """
         return self.under_way.popleft()[1]
 
     def release(self, ticket: Ticket) -> None:

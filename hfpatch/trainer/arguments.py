@@ -52,7 +52,9 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         namespace.checkpointing = []  # argparse would add to the file's words
     namespace, rest = parser.parse_known_args(argv, namespace)
     if rest:
-        raise ValueError(f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}.")
+        raise ValueError(
+            f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}."
+        )
     explicit |= {actions[name].dest for name in named if name in actions}
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
     for name, wanted in COMPANIONS.items():
@@ -225,7 +227,9 @@ def _use_engine(values: dict, explicit: set[str]):
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
     """What --checkpointing and --every say. Raises ValueError."""
-    return parse_checkpointing(model.checkpointing + ([f"every={model.every}"] if model.every else []))
+    return parse_checkpointing(
+        model.checkpointing + ([f"every={model.every}"] if model.every else [])
+    )
 
 
 def apply_options(model: ModelArguments) -> bool | dict:

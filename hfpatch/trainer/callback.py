@@ -1,4 +1,6 @@
-"""The Trainer callback: tokens per second, MFU and peak memory in each log line, and `apply` on init if asked for."""
+"""The Trainer callback: tokens per second, MFU and peak memory in each log line, and `apply` on
+init if asked for.
+"""
 
 import resource
 import sys
@@ -27,29 +29,37 @@ from hfpatch.trainer.marks import first_to_say
 
 
 class Callback(TrainerCallback):
-    """Adds `tokens_per_second`, `mfu`, `step_seconds`, `peak_gpu_gib` and `peak_host_gib` to each log line of any Trainer.
+    """Adds `tokens_per_second`, `mfu`, `step_seconds`, `peak_gpu_gib` and `peak_host_gib` to each
+    log line of any Trainer.
 
-    tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the model's own FLOPs take
-    (recomputation not counted, causal attention counted by half); of a GPU without a published peak the share of a matmul
-    measured at the start; a CPU has none. step_seconds: of the steps since the last line, on average; planned_step_seconds: of
-    the same batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its table. peak_gpu_gib is
-    allocated memory, peak_gpu_reserved_gib what the allocator holds, peak_host_gib the process's largest resident set.
+    tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the
+    model's own FLOPs take (recomputation not counted, causal attention counted by half); of a GPU
+    without a published peak the share of a matmul measured at the start; a CPU has none.
+    step_seconds: of the steps since the last line, on average; planned_step_seconds: of the same
+    batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its
+    table. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
+    peak_host_gib the process's largest resident set.
 
-    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest. Where ranks share rows,
-    evaluation does so too, and runs under DeepSpeed's Ulysses go on in the middle of an epoch, where its loader raises.
+    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest.
+    Where ranks share rows, evaluation does so too, and runs under DeepSpeed's Ulysses go on in the
+    middle of an epoch, where its loader raises.
 
-    apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict gives its options.
-    attention_share: what packed documents leave of a full row's attention, for mfu, from 0 to 1.
-    Raises ValueError for other values.
+    apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict
+    gives its options. attention_share: what packed documents leave of a full row's attention, for
+    mfu, from 0 to 1. Raises ValueError for other values.
     """
 
     def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
         if not isinstance(apply, (bool, dict)):
             raise ValueError(
-                f"hfpatch: apply must be True, False or a dict of hfpatch.apply's options, {type(apply).__name__} came; pass True."
+                "hfpatch: apply must be True, False or a dict of hfpatch.apply's options, "
+                f"{type(apply).__name__} came; pass True."
             )
         if not isinstance(attention_share, (int, float)) or not 0 <= attention_share <= 1:
-            raise ValueError(f"hfpatch: attention_share must be from 0 to 1, {attention_share!r} came; leave it out.")
+            raise ValueError(
+                f"hfpatch: attention_share must be from 0 to 1, {attention_share!r} came; leave "
+                "it out."
+            )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
         self.attention_share = attention_share
         self.report = None  # what apply said
@@ -63,7 +73,11 @@ class Callback(TrainerCallback):
         if _parallelism(args) is not None:
             from transformers import Trainer
 
-            from hfpatch.trainer.sequence import evaluate_together, refuse_unshared_batches, share_rows
+            from hfpatch.trainer.sequence import (
+                evaluate_together,
+                refuse_unshared_batches,
+                share_rows,
+            )
 
             trainer = _caller(Trainer)
             if trainer is not None:
@@ -74,43 +88,61 @@ class Callback(TrainerCallback):
                     evaluate_together(trainer)
         if self.apply and model is not None:
             if args.use_liger_kernel:
-                raise ValueError("hfpatch: expected one implementation, use_liger_kernel came too; drop it or apply.")
+                raise ValueError(
+                    "hfpatch: expected one implementation, use_liger_kernel came too; drop it or "
+                    "apply."
+                )
             import hfpatch
 
             model = _with_config(model)
-            self.report = hfpatch.apply(model, **(self.apply if isinstance(self.apply, dict) else {}))
+            self.report = hfpatch.apply(
+                model, **(self.apply if isinstance(self.apply, dict) else {})
+            )
             self._applied = weakref.ref(model)
             if args.process_index == 0 and first_to_say(str(self.report)):
                 print(self.report, file=sys.stderr)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._go_first()
-        # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere in it.
+        # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere
+        # in it.
         if self.apply and not any(module is self._applied() for module in model.modules()):
             raise ValueError(
-                "hfpatch: expected the model that Trainer was made with, another one trains; pass Callback(apply=True) "
+                "hfpatch: expected the model that Trainer was made with, another one trains; pass "
+                "Callback(apply=True) "
                 "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
             )
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
         config = getattr(_with_config(model), "config", None)
         try:
-            self._shape = None if config is None else as_trained(ModelShape.from_config(config), model)
+            self._shape = (
+                None if config is None else as_trained(ModelShape.from_config(config), model)
+            )
         except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
             self._shape = None
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
-        if args.process_index == 0 and not self._warned and (words := rounded_to_nearest(optimizer)):
+        if (
+            args.process_index == 0
+            and not self._warned
+            and (words := rounded_to_nearest(optimizer))
+        ):
             self._warned = True
             warnings.warn(words, stacklevel=2)
-        self.on_train_end(args, state, control)  # a run that looks for its batch size begins again, and never ended
+        # a run that looks for its batch size begins again, and never ended
+        self.on_train_end(args, state, control)
         self._loader = kwargs.get("train_dataloader")
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
         state_of = getattr(args, "distributed_state", None)
-        self._plans = _planner(model, optimizer) if getattr(state_of, "distributed_type", "") == "NO" else None
+        self._plans = (
+            _planner(model, optimizer)
+            if getattr(state_of, "distributed_type", "") == "NO"
+            else None
+        )
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._start(state)
@@ -127,7 +159,11 @@ class Callback(TrainerCallback):
             self._shapes[B, T] += 1
             if self._shape:
                 self._flops += model_flops(
-                    replace(self._shape, ranks=self._sharing), B, T, self.attention_share, self._trained
+                    replace(self._shape, ranks=self._sharing),
+                    B,
+                    T,
+                    self.attention_share,
+                    self._trained,
                 )
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -167,9 +203,9 @@ class Callback(TrainerCallback):
     def _go_first(self):
         """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
 
-        Trainer puts its reporters before a user's callbacks and hands no callback the list they stand in; the frame
-        that calls us is the one place to find it. Where it is not found, the columns reach the progress bar and the
-        log history alone.
+        Trainer puts its reporters before a user's callbacks and hands no callback the list they
+        stand in; the frame that calls us is the one place to find it. Where it is not found, the
+        columns reach the progress bar and the log history alone.
         """
         handler = _caller(CallbackHandler)
         if handler is not None:
@@ -178,7 +214,9 @@ class Callback(TrainerCallback):
 
 
 def _with_config(model):
-    """The model of transformers that another library's module holds, as sentence-transformers' does; else the module."""
+    """The model of transformers that another library's module holds, as sentence-transformers'
+    does; else the module.
+    """
     if hasattr(getattr(model, "config", None), "model_type"):
         return model
     found = inner_model(model)
@@ -186,7 +224,9 @@ def _with_config(model):
 
 
 def _parallelism(args):
-    """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there is none."""
+    """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there
+    is none.
+    """
     return getattr(args, "parallelism_config", None) or parallelism_config()
 
 
@@ -208,7 +248,9 @@ _set_class = vars(object)["__class__"].__set__
 
 @cache
 def _noting_arrivals(kind: type) -> type:
-    """A loader's class whose batches are noted as they come: the documents of a later one then wait for no earlier step."""
+    """A loader's class whose batches are noted as they come: the documents of a later one then wait
+    for no earlier step.
+    """
 
     def batches(self):
         for batch in kind.__iter__(self):
@@ -218,58 +260,82 @@ def _noting_arrivals(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__iter__": batches})
 
 
-# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin, optimi, torchdistX.
+# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin,
+# optimi, torchdistX.
 _KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
 
 
 def rounded_to_nearest(optimizer) -> str:
     """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
 
-    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it comes. Engines hand
-    their optimizers fp32 copies, and those are what stands in its groups.
+    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it
+    comes. Engines hand their optimizers fp32 copies, and those are what stands in its groups.
     """
     asked = getattr(optimizer, "defaults", {})
     if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
         return ""
     weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    half = [p for p in weights if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)]
+    half = [
+        p
+        for p in weights
+        if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)
+    ]
     if not half:
         return ""
     return (
-        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} came: {len(half)} of "
-        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, and updates below about "
-        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True" '
-        "to TrainingArguments (pip install torchao), or load the model in float32 and pass bf16=True."
+        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} "
+        f"came: {len(half)} of "
+        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, "
+        "and updates below about "
+        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", '
+        'optim_args="bf16_stochastic_round=True" '
+        "to TrainingArguments (pip install torchao), or load the model in float32 and pass "
+        "bf16=True."
     )
 
 
 def memory_columns(device) -> dict:
-    """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest resident set."""
+    """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest
+    resident set.
+    """
     scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
-    columns = {"peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)}
+    columns = {
+        "peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)
+    }
     if torch.device(device).type == "cuda":
         columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
         columns["peak_gpu_reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GiB, 3)
     return columns
 
 
-def model_flops(shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0) -> float:
-    """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation left out).
+def model_flops(
+    shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0
+) -> float:
+    """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation
+    left out).
 
-    attention_share: what packed documents leave of a full row's causal attention. trained: share of the weights that
-    get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with adapters knows that by itself).
+    attention_share: what packed documents leave of a full row's causal attention. trained: share of
+    the weights that get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with
+    adapters knows that by itself).
     """
     flops = step_flops(shape, "off", batch=batch, tokens=tokens)
-    return (flops.model - flops.model_attention) * (4 + 2 * trained) / 6 + flops.model_attention * attention_share
+    return (flops.model - flops.model_attention) * (
+        4 + 2 * trained
+    ) / 6 + flops.model_attention * attention_share
 
 
 def _planner(model, optimizer):
-    """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's steps after them, None where
-    they are not known; None of a model that hfpatch does not run."""
-    session = next((s for m in model.modules() if (s := vars(m).get("_hfpatch_session")) is not None), None)
+    """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's
+    steps after them, None where they are not known; None of a model that hfpatch does not run.
+    """
+    session = next(
+        (s for m in model.modules() if (s := vars(m).get("_hfpatch_session")) is not None), None
+    )
     if session is None:
         return None
-    nbytes = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))  # noqa: E731
+    nbytes = lambda tensors: sum(  # noqa: E731
+        t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
+    )
 
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
@@ -294,14 +360,17 @@ def _compute_dtype(args, model) -> torch.dtype:
 
 
 def published_peak(device_name: str) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the planner's table."""
+    """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the
+    planner's table.
+    """
     row = gpu_named(device_name)
     return row and row.peak_flops
 
 
 def peak_flops(device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best of eight matmuls; None of a
-    CPU, whose share says nothing."""
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best
+    of eight matmuls; None of a CPU, whose share says nothing.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return None
@@ -309,7 +378,9 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
         known = published_peak(torch.cuda.get_device_name(device))
         if known:
             return known
-    n, wait = (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
+    n, wait = (
+        (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
+    )
     a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
     for _ in range(8):
         wait(device)

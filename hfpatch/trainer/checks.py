@@ -79,7 +79,9 @@ def _offload_folder(model) -> None:
     there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "which may not be written to" if there.is_dir() else "which is no folder"
-        raise ValueError(f"hfpatch: expected a folder for --checkpointing, {there} came, {what}; name another.")
+        raise ValueError(
+            f"hfpatch: expected a folder for --checkpointing, {there} came, {what}; name another."
+        )
 
 
 def flags(model, data, args) -> None:
@@ -134,7 +136,8 @@ def _model_rules(model, data):
     yield (
         model.preset and not model.tokenizer and not model.train_tokenizer,
         (
-            f"the preset {model.preset} has random weights and no tokenizer; give --tokenizer NAME or "
+            f"the preset {model.preset} has random weights and no tokenizer; give --tokenizer "
+            "NAME or "
             "--train_tokenizer SIZE."
         ),
     )
@@ -159,7 +162,8 @@ def _quantisation_rules(model, args):
     yield len(bits) > 1, "expected one of --load_in_4bit and --load_in_8bit, both came; keep one."
     yield (
         model.preset,
-        f"{bits[0]} quantises trained weights as they load, the preset {model.preset} came; name a folder or a hub id.",
+        f"{bits[0]} quantises trained weights as they load, the preset {model.preset} came; name "
+        "a folder or a hub id.",
     )
     yield (
         _missing("bitsandbytes"),
@@ -194,7 +198,10 @@ def _implementation_rules(model, args):
     )
     yield (
         not ours and (asked not in ("off", Checkpointing()) or model.rope_float64),
-        (f"--checkpointing, --every and --rope_float64 belong to --impl hfpatch, {model.impl} came."),
+        (
+            f"--checkpointing, --every and --rope_float64 belong to --impl hfpatch, {model.impl} "
+            "came."
+        ),
     )
 
 

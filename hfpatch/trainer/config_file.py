@@ -65,7 +65,9 @@ def _words(file: Path, key: str, value, written, action, takes_dict: bool) -> li
             )
     if many:
         return [f"--{key}", *written] if value else []
-    if isinstance(value, bool) and written not in (action.choices or (action.metavar or "").split("|")):
+    if isinstance(value, bool) and written not in (
+        action.choices or (action.metavar or "").split("|")
+    ):
         written = "true" if value else "false"
     return [f"--{key}={written}"]
 

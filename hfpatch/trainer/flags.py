@@ -20,7 +20,8 @@ SPELLINGS = {
     "pad_multiple": ["pad_to_multiple_of"],
 }
 SPELLINGS = {
-    flag: [*names, *("--" + name[2:].replace("_", "-") for name in names)] for flag, names in SPELLINGS.items()
+    flag: [*names, *("--" + name[2:].replace("_", "-") for name in names)]
+    for flag, names in SPELLINGS.items()
 }
 
 
@@ -37,22 +38,33 @@ class ModelArguments:
 
     model: str | None = _flag(
         None,
-        "A folder with config.json and safetensors, or a hub id; or, with random weights, a preset: "
-        + ", ".join(PRESETS),
+        "A folder with config.json and safetensors, or a hub id; or, with random weights, a "
+        "preset: " + ", ".join(PRESETS),
     )
-    config_overrides: str | None = _flag(None, "Of a preset: changes to its config, as hidden_size=128,vocab_size=512.")
-    max_position_embeddings: int | None = _flag(None, "Positions of the model, where more than its config says.")
+    config_overrides: str | None = _flag(
+        None, "Of a preset: changes to its config, as hidden_size=128,vocab_size=512."
+    )
+    max_position_embeddings: int | None = _flag(
+        None, "Positions of the model, where more than its config says."
+    )
     rope_scaling: dict | str | None = _flag(
         None,
         'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not '
         "by adapters).",
     )
     rope_float64: bool = _flag(False, "Rotary angles in float64, worth it above 128k tokens.")
-    tokenizer: str | None = _flag(None, "Folder or hub id of the tokenizer; --model's own by default.")
-    train_tokenizer: int | None = _flag(None, "Train a byte-level BPE of this size on the training text and use it.")
-    impl: str = _flag("hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"])
+    tokenizer: str | None = _flag(
+        None, "Folder or hub id of the tokenizer; --model's own by default."
+    )
+    train_tokenizer: int | None = _flag(
+        None, "Train a byte-level BPE of this size on the training text and use it."
+    )
+    impl: str = _flag(
+        "hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"]
+    )
     checkpointing: list[str] = field(
-        default_factory=list, metadata={"help": CHECKPOINTING, "action": "extend", "metavar": "auto|least|off|..."}
+        default_factory=list,
+        metadata={"help": CHECKPOINTING, "action": "extend", "metavar": "auto|least|off|..."},
     )
     every: str | None = _flag(None, "Keep every k-th layer's input: --checkpointing every=k.")
     placement: str | None = _flag(
@@ -64,7 +76,9 @@ class ModelArguments:
         None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload."
     )
     sp_size: int = _flag(1, "With --engine zero3 or fsdp2: GPUs that share each sequence.")
-    nvme_path: str | None = _flag(None, "With --engine zero3_nvme_offload: a folder on a local disk.")
+    nvme_path: str | None = _flag(
+        None, "With --engine zero3_nvme_offload: a folder on a local disk."
+    )
     dtype: str = _flag("auto", "Type of the weights; auto: the checkpoint's, float32 for a preset.",
                        choices=["auto", "float32", "bfloat16"])  # fmt: skip
     attn_implementation: str = _flag(

@@ -1,11 +1,14 @@
-"""Clocked steps of one tree as rows of a CSV: python profiles/clock/measure.py after [MODEL]  (PYTHONPATH names the tree)."""
+"""Clocked steps of one tree as rows of a CSV: python profiles/clock/measure.py after [MODEL]
+(PYTHONPATH names the tree).
+"""
 
 import csv
 import sys
 
 from hfpatch.planner.clocked import clock
 
-NAMES = ("when", "model", "gpu", "tokens", "policy", "step_s", "forward_exposed_s", "backward_exposed_s", "exposed_percent",
+NAMES = ("when", "model", "gpu", "tokens", "policy", "step_s", "forward_exposed_s",
+         "backward_exposed_s", "exposed_percent",
          "planned_s", "peak_gib")  # fmt: skip
 CELLS = [(gpu, tokens) for gpu in ("a100-80gb", "h100") for tokens in (8192, 16384, 32768, 131072)]
 
@@ -15,7 +18,14 @@ def row(when: str, model: str, gpu: str, tokens: int) -> list:
     step, exposed = found.seconds["step"], found.exposed("turn")
     parts = [exposed.get((turn,), 0.0) for turn in ("forward", "backward")]
     numbers = [step, *parts, 100 * sum(parts) / step, found.planned, found.peak_bytes / 2**30]
-    return [when, model, gpu, tokens, found.title.partition(": ")[2], *(f"{n:.3f}" for n in numbers)]
+    return [
+        when,
+        model,
+        gpu,
+        tokens,
+        found.title.partition(": ")[2],
+        *(f"{n:.3f}" for n in numbers),
+    ]
 
 
 if __name__ == "__main__":

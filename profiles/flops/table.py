@@ -1,4 +1,5 @@
-"""Matmul FLOPs of a step over the least there are, counted under a dispatch mode while the real code runs on fake tensors.
+"""Matmul FLOPs of a step over the least there are, counted under a dispatch mode while the real
+code runs on fake tensors.
 
 python profiles/flops/table.py            what the policies allow, every row in about a minute of a CPU; writes results.csv
 python profiles/flops/table.py llama-3.1-8b 8192 auto            counts one row too, and writes that into results.csv
@@ -19,28 +20,48 @@ MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B
 LENGTHS = (8192, 16384, 32768, 131072)
 TABLE = Path(__file__).with_name("results.csv")
 DEVICE = 79 * GiB
-FIELDS = ("model", "tokens", "aim", "matmul", "allowed", "attention_forwards", "device_gib", "host_gib", "policy")
+FIELDS = (
+    "model",
+    "tokens",
+    "aim",
+    "matmul",
+    "allowed",
+    "attention_forwards",
+    "device_gib",
+    "host_gib",
+    "policy",
+)
 
 
 def settled(name: str, tokens: int, aim: str):
-    """(config, shape, the option chosen): bf16 parameters and gradients on a device of 79 GiB (all of it free where those
-    alone are more), no optimizer."""
+    """(config, shape, the option chosen): bf16 parameters and gradients on a device of 79 GiB (all
+    of it free where those alone are more), no optimizer.
+    """
     config = preset_config(name)
     shape = ModelShape.from_config(config)
     resident = 4 * shape.parameters
     free = DEVICE - resident if resident < DEVICE else DEVICE
-    sizes = {"batch": 1, "tokens": tokens, "gpu_free": free, "host_free": 480 * GiB, "gpu": GPUS["h100"]}
+    sizes = {
+        "batch": 1,
+        "tokens": tokens,
+        "gpu_free": free,
+        "host_free": 480 * GiB,
+        "gpu": GPUS["h100"],
+    }
     return config, shape, decide(parse_checkpointing(aim), shape, **sizes)
 
 
 def planned(name: str, tokens: int, aim: str) -> dict:
-    """allowed: matmul FLOPs over 6 a weight and token as the closed form has them of the policy that a run would choose, which
-    knows whose values nobody reads; matmul and attention_forwards are still to be counted."""
+    """allowed: matmul FLOPs over 6 a weight and token as the closed form has them of the policy
+    that a run would choose, which knows whose values nobody reads; matmul and attention_forwards
+    are still to be counted.
+    """
     _, shape, option = settled(name, tokens, aim)
     sizes = {"batch": 1, "tokens": tokens}
     least, allowed = (step_flops(shape, policy, **sizes) for policy in ("off", option.policy))
     return {
-        "model": name, "tokens": tokens, "aim": aim, "matmul": "", "allowed": f"{allowed.matmul / least.matmul:.3f}",
+        "model": name, "tokens": tokens, "aim": aim, "matmul": "",
+        "allowed": f"{allowed.matmul / least.matmul:.3f}",
         "attention_forwards": f"{allowed.attention_forward / least.attention_forward:.2f}",
         "device_gib": f"{option.device / GiB:.1f}", "host_gib": f"{option.host / GiB:.1f}",
         "policy": describe(option.policy, shape.num_layers),
@@ -48,15 +69,19 @@ def planned(name: str, tokens: int, aim: str) -> dict:
 
 
 def counted(name: str, tokens: int, aim: str) -> dict:
-    """The row with its matmuls, attention forwards and memory counted, on fewer tiled layers than the model has where more of
-    them only repeat: a step of all of them takes, that many times over, what one period of their pattern adds."""
+    """The row with its matmuls, attention forwards and memory counted, on fewer tiled layers than
+    the model has where more of them only repeat: a step of all of them takes, that many times over,
+    what one period of their pattern adds.
+    """
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
     from hfpatch.planner.simulated import depths
 
     config, shape, option = settled(name, tokens, aim)
     model = build(config)
-    fewer, more, times, _ = depths(model.model.layers, top=option.policy.plain + option.policy.again)
+    fewer, more, times, _ = depths(
+        model.model.layers, top=option.policy.plain + option.policy.again
+    )
 
     def step(layers: int):
         cut = build(config)
@@ -66,7 +91,9 @@ def counted(name: str, tokens: int, aim: str) -> dict:
         return matmul, attention, found.most_beyond_bytes, found.host_peak_bytes
 
     most = step(more)
-    matmul, attention, device, host = (a + times * (a - b) for a, b in zip(most, step(fewer) if times else most))
+    matmul, attention, device, host = (
+        a + times * (a - b) for a, b in zip(most, step(fewer) if times else most)
+    )
     # A tied weight's gradient, until it is whole, counts as an activation there.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     device = {} if tied else {"device_gib": f"{device / GiB:.1f}"}
@@ -87,7 +114,12 @@ def main(arguments: list[str]) -> None:
         made = counted(name, int(tokens), aim)
         rows = before | {key(made): made}
     else:
-        made = [planned(name, tokens, aim) for aim in ("auto", "least") for name in MODELS for tokens in LENGTHS]
+        made = [
+            planned(name, tokens, aim)
+            for aim in ("auto", "least")
+            for name in MODELS
+            for tokens in LENGTHS
+        ]
         # What was counted stands as long as a run would still choose that policy.
         same = lambda row: before.get(key(row), {}).get("policy") == row["policy"]  # noqa: E731
         rows = {key(row): before[key(row)] if same(row) else row for row in made}

@@ -1,12 +1,14 @@
-"""Host time of a layer: trees of this repository, each with a layer in 1 tile and in 16, and what users have beside them, in turns.
+"""Host time of a layer: trees of this repository, each with a layer in 1 tile and in 16, and what
+users have beside them, in turns.
 
     python profiles/host/measure.py before=/path/to/old/tree after=. > results.csv
 
-A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each runs in a process of its own
-that answers round by round, so that what else the machine does meets all of them; the ratios are those of one round. What a layer
-costs is a step of five layers less one of one layer. Beside the microseconds stand calls of functions, in Python and from it, and
-what torch's ops take of them: those of a step, inside fused ops too, called again one behind the other, nothing in between. What is
-left is the host's own; `own` compares that, as `ratio` compares all.
+A step of a Llama whose tensors are so small that only the host counts, on one thread of a CPU. Each
+runs in a process of its own that answers round by round, so that what else the machine does meets
+all of them; the ratios are those of one round. What a layer costs is a step of five layers less one
+of one layer. Beside the microseconds stand calls of functions, in Python and from it, and what
+torch's ops take of them: those of a step, inside fused ops too, called again one behind the other,
+nothing in between. What is left is the host's own; `own` compares that, as `ratio` compares all.
 """
 
 import csv
@@ -105,7 +107,8 @@ class Process:
         env = os.environ | {"PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", WORKER, kind, str(tiles)],
-            env=env, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=env, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self.calls = self.read()[0]
 
@@ -113,7 +116,9 @@ class Process:
         return [float(x) for x in self.process.stdout.readline().split()]
 
     def round(self) -> list[float]:
-        """Microseconds forward, backward and of torch's ops alone, of a layer in one tile or of a tile."""
+        """Microseconds forward, backward and of torch's ops alone, of a layer in one tile or of a
+        tile.
+        """
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self.read()
@@ -129,14 +134,33 @@ def main(trees: dict[str, str]) -> None:
             found[key].append(process.round())
     first, table = next(iter(trees)), csv.writer(sys.stdout)
     table.writerow(
-        ["who", "tiles", "us_forward", "us_backward", "us_ops", "ratio", "ratio_low", "ratio_high", "own", "calls"]
+        [
+            "who",
+            "tiles",
+            "us_forward",
+            "us_backward",
+            "us_ops",
+            "ratio",
+            "ratio_low",
+            "ratio_high",
+            "own",
+            "calls",
+        ]
     )
     for (name, n), times in found.items():
         pairs = [*zip(times, found[first, n])]
         low, ratio, high = statistics.quantiles([sum(t[:2]) / sum(b[:2]) for t, b in pairs], n=4)
         own = statistics.median((t[0] + t[1] - t[2]) / (b[0] + b[1] - b[2]) for t, b in pairs)
         us = [f"{statistics.median(way):.0f}" for way in zip(*times)]
-        table.writerow([name, n, *us, *(f"{r:.2f}" for r in (ratio, low, high, own)), f"{rows[name, n].calls:.0f}"])
+        table.writerow(
+            [
+                name,
+                n,
+                *us,
+                *(f"{r:.2f}" for r in (ratio, low, high, own)),
+                f"{rows[name, n].calls:.0f}",
+            ]
+        )
 
 
 if __name__ == "__main__":

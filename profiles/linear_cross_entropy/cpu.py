@@ -1,4 +1,5 @@
-"""The loss stage on one CPU core: plain, torch's own chunked op and hfpatch; seconds (process time) and allocator peak.
+"""The loss stage on one CPU core: plain, torch's own chunked op and hfpatch; seconds (process time)
+and allocator peak.
 
 OMP_NUM_THREADS=1 python profiles/linear_cross_entropy/cpu.py
 """
@@ -14,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from hfpatch.ops import linear_cross_entropy
 
-TOKENS, HIDDEN, VOCAB, WORKSPACE = 2048, 512, 16032, 8 << 20  # Llama 3.1 8B's head at 1/8 of its width
+# Llama 3.1 8B's head at 1/8 of its width
+TOKENS, HIDDEN, VOCAB, WORKSPACE = 2048, 512, 16032, 8 << 20
 
 
 def plain(hidden, weight, labels):
@@ -22,7 +24,9 @@ def plain(hidden, weight, labels):
 
 
 def of_torch(hidden, weight, labels):
-    return F.linear_cross_entropy(hidden, weight, labels, options=torch.nn.LinearCrossEntropyOptions())
+    return F.linear_cross_entropy(
+        hidden, weight, labels, options=torch.nn.LinearCrossEntropyOptions()
+    )
 
 
 def of_hfpatch(hidden, weight, labels):

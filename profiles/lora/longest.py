@@ -1,4 +1,6 @@
-"""The longest QLoRA context of Llama-3.1-8B by `hfpatch plan`: `python profiles/lora/longest.py > profiles/lora/results.csv`."""
+"""The longest QLoRA context of Llama-3.1-8B by `hfpatch plan`: `python profiles/lora/longest.py >
+profiles/lora/results.csv`.
+"""
 
 import csv
 import sys
@@ -12,12 +14,15 @@ from hfpatch.planner.plan import plan
 GiB = 1 << 30
 CARDS = {f"{n} GiB": replace(GPUS["rtx4090"], memory_bytes=n * GiB) for n in (12, 24, 48)}
 CARDS |= {name: GPUS[name] for name in ("rtx5090", "l40s", "a100-80gb", "h100")}
-FIELDS = ("card", "host_gib", "inputs_alone", "tokens", "gpu_gib", "host_taken_gib", "step_seconds", "every", "tile",
+FIELDS = ("card", "host_gib", "inputs_alone", "tokens", "gpu_gib", "host_taken_gib", "step_seconds",
+          "every", "tile",
           "save_attention", "stream_attention", "park", "by_group", "frozen_weights")  # fmt: skip
 
 
 def main() -> None:
-    """One row a card and host memory, the policy chosen by the plan; slack of the allocator and 1 GiB of context included."""
+    """One row a card and host memory, the policy chosen by the plan; slack of the allocator and 1
+    GiB of context included.
+    """
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(FIELDS)
     asks = [(card, None, alone) for card in CARDS for alone in (False, True)]
@@ -30,7 +35,9 @@ def main() -> None:
         found = plan("llama-3.1-8b", seq_len=tokens, **run)
         peak, taken = (f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.host_peak_bytes))
         policy = [found.policy[name] for name in FIELDS[7:]]
-        out.writerow([card, host or "", alone, tokens, peak, taken, f"{found.step_seconds:.0f}", *policy])
+        out.writerow(
+            [card, host or "", alone, tokens, peak, taken, f"{found.step_seconds:.0f}", *policy]
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""LoRA over a bf16 base that waits on the host, planned; with --simulate each plan's policy also runs a step on fake tensors.
+"""LoRA over a bf16 base that waits on the host, planned; with --simulate each plan's policy also
+runs a step on fake tensors.
 
 python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 """
@@ -17,13 +18,16 @@ RUNS = [("llama-3.1-70b", n, "least") for n in (512, 336, 240)] + [
     ("Qwen/Qwen3-32B", n, "least") for n in (336, 192, 128)
 ]
 RUNS += [("llama-3.1-70b", 512, "fastest"), ("Qwen/Qwen3-32B", 336, "fastest")]
-FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "beyond_gib", "simulated_gib", "host_gib",
-          "step_seconds", "copy_wait", "every", "save_attention", "stream_attention", "park", "by_group", "tile")  # fmt: skip
+FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "beyond_gib",
+          "simulated_gib", "host_gib",
+          "step_seconds", "copy_wait", "every", "save_attention", "stream_attention", "park",
+          "by_group", "tile")  # fmt: skip
 
 
 def simulated(name: str, found) -> str:
-    """GiB beyond parameters and gradients of a step under the plan's policy, on fake tensors: of two segments of layers, since
-    what more there are waits on the host."""
+    """GiB beyond parameters and gradients of a step under the plan's policy, on fake tensors: of
+    two segments of layers, since what more there are waits on the host.
+    """
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
@@ -33,17 +37,39 @@ def simulated(name: str, found) -> str:
 
 
 def main(gpu="rtx4090", tokens=131072) -> None:
-    """A row a run: GiB of the device with slots, embeddings, head, adapters, 8-bit Adam and slack, without the CUDA context."""
+    """A row a run: GiB of the device with slots, embeddings, head, adapters, 8-bit Adam and slack,
+    without the CUDA context.
+    """
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(FIELDS)
     for name, host, aim in RUNS:
         settings = Checkpointing(aim=aim, frozen_weights="host")
-        found = plan(name, seq_len=tokens, gpu=gpu, host_ram=host * GiB, adapters=Adapters(16), checkpointing=settings)
+        found = plan(
+            name,
+            seq_len=tokens,
+            gpu=gpu,
+            host_ram=host * GiB,
+            adapters=Adapters(16),
+            checkpointing=settings,
+        )
         sizes = [f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.gpu_bytes["activations"])]
-        sizes += [simulated(name, found) if "--simulate" in sys.argv else "", f"{found.host_peak_bytes / GiB:.1f}"]
+        sizes += [
+            simulated(name, found) if "--simulate" in sys.argv else "",
+            f"{found.host_peak_bytes / GiB:.1f}",
+        ]
         seconds = f"{found.step_seconds:.0f}", f"{found.seconds['copy_wait']:.1f}"
         out.writerow(
-            [name, gpu, host, aim, tokens, found.fits, *sizes, *seconds, *(found.policy[n] for n in FIELDS[12:])]
+            [
+                name,
+                gpu,
+                host,
+                aim,
+                tokens,
+                found.fits,
+                *sizes,
+                *seconds,
+                *(found.policy[n] for n in FIELDS[12:]),
+            ]
         )
 
 

@@ -3,8 +3,9 @@
     python profiles/plan/peers.py liger-selective >> profiles/plan/peers.csv    # counts one of them, at all lengths, in minutes
     python profiles/plan/peers.py                                               # the table of seconds, from peers.csv
 
-Counted of Llama-3.1-8B in bfloat16, batch 1, while the real code of each runs on fake tensors: matmul FLOPs, attention
-forwards, bytes that other operations read and write (Liger's kernels: each of their tensors once, the least there is), memory.
+Counted of Llama-3.1-8B in bfloat16, batch 1, while the real code of each runs on fake tensors:
+matmul FLOPs, attention forwards, bytes that other operations read and write (Liger's kernels: each
+of their tensors once, the least there is), memory.
 """
 
 import csv
@@ -40,7 +41,11 @@ def count(implementation: str) -> None:
         moved = (found.ledger.traffic[phase] for phase in ("forward", "backward"))
         forwards = found.attention_calls["forward"] / model.config.num_hidden_layers
         figures = [f"{n / GiB:.3f}" for n in sizes]
-        figures += [f"{sum(found.flops['matmul'].values()):.6g}", f"{forwards:.0f}", *(f"{n / GiB:.2f}" for n in moved)]
+        figures += [
+            f"{sum(found.flops['matmul'].values()):.6g}",
+            f"{forwards:.0f}",
+            *(f"{n / GiB:.2f}" for n in moved),
+        ]
         print(implementation, tokens, *figures, sep=",", flush=True)
 
 
@@ -49,14 +54,18 @@ def counted() -> dict:
     with open(Path(__file__).with_name("peers.csv")) as file:
         rows = list(csv.DictReader(file))
     return {
-        (r["implementation"], int(r["tokens"])): {k: float(v) for k, v in r.items() if k != "implementation"}
+        (r["implementation"], int(r["tokens"])): {
+            k: float(v) for k, v in r.items() if k != "implementation"
+        }
         for r in rows
     }
 
 
 def seconds(row: dict, gpu: str) -> float | None:
-    """A peer's planned step, by its counts; None where it does not fit. Its copies to the host are taken to hide behind the work as
-    hfpatch's do, though they are issued between it, and Python's time to nothing."""
+    """A peer's planned step, by its counts; None where it does not fit. Its copies to the host are
+    taken to hide behind the work as hfpatch's do, though they are issued between it, and Python's
+    time to nothing.
+    """
     from hfpatch.budget.choice import reserve
     from hfpatch.budget.flops import Flops, step_flops
     from hfpatch.budget.formula import Moment, StepMemory
@@ -76,11 +85,18 @@ def seconds(row: dict, gpu: str) -> float | None:
     once = least.attention_forward
     moved = (GiB * row[f"moved_{way}_gib"] for way in ("forward", "backward"))
     forwards = row["attention_forwards"] * once
-    flops = Flops(row["matmul_flops"], forwards, 2.5 * once, least.model, least.model_attention, *moved)
-    memory = StepMemory(
-        stays.parameters, stays.parameters, (Moment("counted", stays.parameters),), int(row["host_gib"] * GiB)
+    flops = Flops(
+        row["matmul_flops"], forwards, 2.5 * once, least.model, least.model_attention, *moved
     )
-    return counted_time(gpu, flops, memory, stays, tails(gpu, shape, "stock", 1, int(row["tokens"]))).total
+    memory = StepMemory(
+        stays.parameters,
+        stays.parameters,
+        (Moment("counted", stays.parameters),),
+        int(row["host_gib"] * GiB),
+    )
+    return counted_time(
+        gpu, flops, memory, stays, tails(gpu, shape, "stock", 1, int(row["tokens"]))
+    ).total
 
 
 def ours(tokens: int, gpu: str):

@@ -1,5 +1,5 @@
-"""Bytes that one layer moves beside its matmuls and attention, counted under a dispatch mode while the real code runs on fake
-tensors: two layers less one, in units of one [tokens, hidden] tensor.
+"""Bytes that one layer moves beside its matmuls and attention, counted under a dispatch mode while
+the real code runs on fake tensors: two layers less one, in units of one [tokens, hidden] tensor.
 
     python profiles/traffic/table.py before=/path/to/old/tree after=. > profiles/traffic/results.csv
 
@@ -14,7 +14,8 @@ import sys
 TOKENS = 8192
 ROWS = [  # implementation, tile, what is kept
     ("hf", 0, ""), ("hf-ckpt", 0, ""), ("hfpatch-off", 0, ""),
-    ("hfpatch", 8192, ""), ("hfpatch", 8192, "qkv gate_up"), ("hfpatch", 2048, ""), ("hfpatch", 2048, "qkv mid gate_up"),
+    ("hfpatch", 8192, ""), ("hfpatch", 8192, "qkv gate_up"), ("hfpatch", 2048, ""),
+    ("hfpatch", 2048, "qkv mid gate_up"),
 ]  # fmt: skip
 FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
 

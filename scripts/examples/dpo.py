@@ -1,6 +1,8 @@
-"""TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy and reference.
+"""TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy
+and reference.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/dpo.py MODEL PAIRS.jsonl
+    OUTPUT_DIR
 
 PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
 """
@@ -20,7 +22,8 @@ def main(model_name: str, data_file: str, output_dir: str, max_length: int = 655
             output_dir=output_dir,
             model_init_kwargs={"dtype": "bfloat16"},
             learning_rate=1e-6,
-            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim="adamw_torch_8bit",
             optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=1,  # a pair: two sequences of max_length
             max_length=max_length,

@@ -1,6 +1,8 @@
-"""TRL's GRPOTrainer with long prompts and completions. The one argument that hfpatch adds is marked.
+"""TRL's GRPOTrainer with long prompts and completions. The one argument that hfpatch adds is
+marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/grpo.py MODEL PROMPTS.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/grpo.py MODEL PROMPTS.jsonl
+    OUTPUT_DIR
 
 PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of `ends_itself`.
 """
@@ -18,7 +20,9 @@ def ends_itself(completions, **kwargs) -> list[float]:
     return [float(str(completion).rstrip().endswith(".")) for completion in completions]
 
 
-def main(model_name: str, data_file: str, output_dir: str, max_completion_length: int = 16384) -> GRPOTrainer:
+def main(
+    model_name: str, data_file: str, output_dir: str, max_completion_length: int = 16384
+) -> GRPOTrainer:
     trainer = GRPOTrainer(
         model=model_name,
         reward_funcs=ends_itself,
@@ -26,7 +30,8 @@ def main(model_name: str, data_file: str, output_dir: str, max_completion_length
             output_dir=output_dir,
             model_init_kwargs={"dtype": "bfloat16"},
             learning_rate=1e-6,
-            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim="adamw_torch_8bit",
             optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=1,
             gradient_accumulation_steps=8,

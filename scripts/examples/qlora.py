@@ -1,8 +1,11 @@
-"""QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What hfpatch adds is marked.
+"""QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What
+hfpatch adds is marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/qlora.py MODEL TEXT_FILE
+    OUTPUT_DIR
 
-`hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand what fits.
+`hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand
+what fits.
 """
 
 import sys
@@ -10,7 +13,13 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 import hfpatch
 
@@ -25,9 +34,14 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    model = AutoModelForCausalLM.from_pretrained(model_name, quantization_config=bits, dtype=torch.bfloat16)
-    model = hfpatch.freeze_base(model)  # <- in place of prepare_model_for_kbit_training: freezes, and no more
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = AutoModelForCausalLM.from_pretrained(
+        model_name, quantization_config=bits, dtype=torch.bfloat16
+    )
+    # <- in place of prepare_model_for_kbit_training: freezes, and no more
+    model = hfpatch.freeze_base(model)
+    model = get_peft_model(
+        model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:  # adapters in the dtype that they compute in
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -40,7 +54,8 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
         args=TrainingArguments(
             output_dir=output_dir,
             learning_rate=2e-4,
-            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 adapters would lose small updates
+            # rounds at random: to the nearest, bf16 adapters would lose small updates
+            optim="adamw_torch_8bit",
             optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=1,
             max_steps=2,

@@ -1,6 +1,7 @@
 """TRL's SFTTrainer, which loads the model itself. The one argument that hfpatch adds is marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
+    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/sft.py MODEL CHAT.jsonl
+    OUTPUT_DIR
 
 Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
 """
@@ -20,7 +21,8 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
             output_dir=output_dir,
             model_init_kwargs={"dtype": "bfloat16"},
             learning_rate=1e-5,
-            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim="adamw_torch_8bit",
             optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=2,
             max_steps=4,

@@ -1,6 +1,8 @@
-"""A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as before.
+"""A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as
+before.
 
-PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
+PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/trainer.py MODEL TEXT_FILE
+OUTPUT_DIR
 """
 
 import sys
@@ -24,13 +26,16 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
     hfpatch.apply(model)  # <- the one line
 
     data = load_dataset("text", data_files=text_file, split="train").filter(lambda row: row["text"])
-    data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=256), remove_columns="text")
+    data = data.map(
+        lambda row: tokenizer(row["text"], truncation=True, max_length=256), remove_columns="text"
+    )
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
             output_dir=output_dir,
             learning_rate=1e-5,
-            optim="adamw_torch_8bit",  # rounds at random: to the nearest, bf16 weights would lose updates this small
+            # rounds at random: to the nearest, bf16 weights would lose updates this small
+            optim="adamw_torch_8bit",
             optim_args="bf16_stochastic_round=True",
             per_device_train_batch_size=2,
             max_steps=4,

@@ -1,4 +1,5 @@
-"""RMSNorm, add + RMSNorm, RoPE and SwiGLU forward, backward and both: time, bandwidth, memory and error beside peers.
+"""RMSNorm, add + RMSNorm, RoPE and SwiGLU forward, backward and both: time, bandwidth, memory and
+error beside peers.
 
 python scripts/gpu/02a_elementwise.py --out $OUT
 """
@@ -13,11 +14,12 @@ import torch
 from cases import LLAMA_8B, OPS, TINY, errors, liger_forms
 
 WORDS = """
-Each op at Llama-3.1-8B's widths in bf16, eager (transformers' own lines), the same compiled, Liger and hfpatch.
-`share` is the rate at which the bytes that must move were moved (each input read once, each output written once),
-over the rate of a large copy in the same run. `extra` is what a forward and backward hold beyond inputs, outputs
-and gradients. Errors are relative (norm of the difference over norm of the float64 result): the worst output, the
-worst gradient. Target: 0.75 forward and backward from 8,192 tokens on, ahead of Liger everywhere.
+Each op at Llama-3.1-8B's widths in bf16, eager (transformers' own lines), the same compiled, Liger
+and hfpatch. `share` is the rate at which the bytes that must move were moved (each input read once,
+each output written once), over the rate of a large copy in the same run. `extra` is what a forward
+and backward hold beyond inputs, outputs and gradients. Errors are relative (norm of the difference
+over norm of the float64 result): the worst output, the worst gradient. Target: 0.75 forward and
+backward from 8,192 tokens on, ahead of Liger everywhere.
 """
 # Lengths people train at, and one token more or less, where a tiling by powers of two falls over.
 TOKENS = (8192, 32768, 131072, 4096, 131073, 8191, 49999)
@@ -36,7 +38,8 @@ def measure(sheet, op, impl, function, T, widths, small):
 
     def stages(i, mark):
         leaves, fixed, ups = sets[i]
-        # Liger writes over inputs and upstream gradients: its values drift from run to run, its time does not.
+        # Liger writes over inputs and upstream gradients: its values drift from run to run, its
+        #     time does not.
         outs = function(*leaves, *fixed)
         mark()
         torch.autograd.grad(outs, leaves, ups)
@@ -55,9 +58,12 @@ def measure(sheet, op, impl, function, T, widths, small):
     copy, _ = sheet.ceilings()
     rate = lambda elements, ms: T * elements(widths) * 2 / (ms / 1e3)  # noqa: E731
     sheet.add(
-        op=op.name, impl=impl, tokens=T, fwd_ms=forward, bwd_ms=backward, both_ms=forward + backward,
-        fwd_gb_s=rate(op.fwd_elements, forward) / 1e9, bwd_gb_s=rate(op.bwd_elements, backward) / 1e9,
-        fwd_share=rate(op.fwd_elements, forward) / copy, bwd_share=rate(op.bwd_elements, backward) / copy,
+        op=op.name, impl=impl, tokens=T, fwd_ms=forward, bwd_ms=backward,
+        both_ms=forward + backward,
+        fwd_gb_s=rate(op.fwd_elements, forward) / 1e9, bwd_gb_s=rate(op.bwd_elements,
+                                                                     backward) / 1e9,
+        fwd_share=rate(op.fwd_elements, forward) / copy,
+        bwd_share=rate(op.bwd_elements, backward) / copy,
         peak_mib=held / 2**20 if device.type == "cuda" else None,
         extra_mib=(held - outs - grads) / 2**20 if device.type == "cuda" else None,
         err_out=max(e.relative for k, e in off.items() if k.startswith("out")),
@@ -74,7 +80,10 @@ def main(argv=None) -> int:
     liger = liger_forms(args.device)
     if not liger:
         sheet.skip("liger", "not installed, or no GPU for it")
-    for T, compiled in [*((T, False) for T in lengths), *((T, True) for T in COMPILED if args.cuda and not args.small)]:
+    for T, compiled in [
+        *((T, False) for T in lengths),
+        *((T, True) for T in COMPILED if args.cuda and not args.small),
+    ]:
         for op in OPS.values():
             forms = {"hfpatch": op.ours, "eager": op.plain, "liger": liger.get(op.name)}
             if compiled:
@@ -94,7 +103,14 @@ def main(argv=None) -> int:
     def draw(axes):
         for axis, (name, which) in zip(axes, ((n, w) for n in OPS for w in ("fwd", "bwd"))):
             rows = [r for r in sheet.rows if r["op"] == name]
-            common.lines(axis, rows, "tokens", f"{which}_share", "impl", title=f"{name} {which}: share of copy rate")
+            common.lines(
+                axis,
+                rows,
+                "tokens",
+                f"{which}_share",
+                "impl",
+                title=f"{name} {which}: share of copy rate",
+            )
             axis.axhline(0.75, linestyle=":", color="gray")
 
     sheet.page("Element-wise ops beside their peers", WORDS, picture=sheet.picture(draw, wide=8))

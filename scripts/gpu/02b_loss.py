@@ -1,4 +1,5 @@
-"""Linear cross-entropy forward, backward and both: time, matmul share, memory and error beside peers.
+"""Linear cross-entropy forward, backward and both: time, matmul share, memory and error beside
+peers.
 
 python scripts/gpu/02b_loss.py --out $OUT
 """
@@ -17,12 +18,13 @@ from hfpatch import ops
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 WORDS = """
-hidden [T, 4096] x head [128256, 4096] in bf16, mean loss, gradients of both. `eager` is plain HF: whole logits,
-upcast to float32. `share` is 6 T D V FLOPs over the time of forward and backward, over the rate of an 8192-cube
-matmul in the same run (a form that computes the logits twice does 8 T D V and is given 6 like the others). `extra`
-is held beyond the gradients. `masked 90%` ignores nine labels of ten. Errors are relative to float64. Targets:
-share 0.7 at 131,072, never slower than eager at 4,096, ahead of Liger and torch everywhere, extra at most 512 MiB,
-masked at least 5x faster than unmasked.
+hidden [T, 4096] x head [128256, 4096] in bf16, mean loss, gradients of both. `eager` is plain HF:
+whole logits, upcast to float32. `share` is 6 T D V FLOPs over the time of forward and backward,
+over the rate of an 8192-cube matmul in the same run (a form that computes the logits twice does 8 T
+D V and is given 6 like the others). `extra` is held beyond the gradients. `masked 90%` ignores nine
+labels of ten. Errors are relative to float64. Targets: share 0.7 at 131,072, never slower than
+eager at 4,096, ahead of Liger and torch everywhere, extra at most 512 MiB, masked at least 5x
+faster than unmasked.
 """
 TOKENS = (4096, 131072, 8192, 32768, 131073, 8191, 49999)
 EXACT_UP_TO = 8192  # tokens for which the gradients are held against float64
@@ -51,7 +53,9 @@ def forms(args) -> dict:
             from cut_cross_entropy import linear_cross_entropy
 
             found["cce"] = lambda x, w, y, n: linear_cross_entropy(x, w, y)
-            found["cce unfiltered"] = lambda x, w, y, n: linear_cross_entropy(x, w, y, filter_eps=None)
+            found["cce unfiltered"] = lambda x, w, y, n: linear_cross_entropy(
+                x, w, y, filter_eps=None
+            )
         except ImportError:
             found["cce"] = "not installed"
     else:
@@ -67,7 +71,11 @@ def forms(args) -> dict:
 def make(T, w, device, masked, seed=0):
     g = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(T, w.hidden, device=device, generator=g).bfloat16().requires_grad_()
-    weight = (0.02 * torch.randn(w.vocab, w.hidden, device=device, generator=g)).bfloat16().requires_grad_()
+    weight = (
+        (0.02 * torch.randn(w.vocab, w.hidden, device=device, generator=g))
+        .bfloat16()
+        .requires_grad_()
+    )
     labels = torch.randint(0, w.vocab, (T,), device=device, generator=g)
     if masked:
         labels[torch.rand(T, device=device, generator=g) < masked] = -100
@@ -80,7 +88,10 @@ def exact(x, weight, labels, chunk=2048):
     loss, dx, dw = 0.0, [], torch.zeros_like(wide)
     for a in range(0, len(x), chunk):
         part = x[a : a + chunk].detach().double().requires_grad_()
-        value = linear_cross_entropy_ref(part, wide, labels[a : a + chunk], reduction="sum").loss / count
+        value = (
+            linear_cross_entropy_ref(part, wide, labels[a : a + chunk], reduction="sum").loss
+            / count
+        )
         one_dx, one_dw = torch.autograd.grad(value, [part, wide])
         loss, dw = loss + value.detach(), dw.add_(one_dw)
         dx.append(one_dx)
@@ -104,7 +115,8 @@ def measure(sheet, impl, function, T, widths, masked, truth):
         mark()
         return loss, *found
 
-    # A run of 131,072 tokens takes about a second: three are enough there, and one set of inputs outgrows any cache.
+    # A run of 131,072 tokens takes about a second: three are enough there, and one set of inputs
+    #     outgrows any cache.
     forward, backward = common.timed(stages, budget_ms=1500, least=3, most=20)
     held = common.peak_bytes(lambda: stages(0, lambda: None))
     grads = (x.numel() + weight.numel()) * x.element_size()
@@ -144,12 +156,21 @@ def main(argv=None) -> int:
             truth = exact(*make(T, widths, args.device, 0.0)[:3])
         jobs = [(impl, function, 0.0) for impl, function in functions.items()]
         if T in lengths[:2]:
-            jobs += [(impl, functions[impl], 0.9) for impl in ("hfpatch", "liger", "torch") if impl in functions]
+            jobs += [
+                (impl, functions[impl], 0.9)
+                for impl in ("hfpatch", "liger", "torch")
+                if impl in functions
+            ]
         for impl, function, masked in jobs:
             if sheet.late(f"{impl} {T}"):
                 continue
-            # Whole logits in bf16 and float32, and the gradients of both: none compiles for a size that cannot be.
-            if impl in ("eager", "compile") and args.cuda and 10 * T * widths.vocab > torch.cuda.mem_get_info()[1]:
+            # Whole logits in bf16 and float32, and the gradients of both: none compiles for a size
+            #     that cannot be.
+            if (
+                impl in ("eager", "compile")
+                and args.cuda
+                and 10 * T * widths.vocab > torch.cuda.mem_get_info()[1]
+            ):
                 sheet.skip(f"{impl} {T}", "whole logits are larger than the device")
                 continue
             try:
@@ -165,7 +186,14 @@ def main(argv=None) -> int:
 
     def draw(axes):
         full = [r for r in sheet.rows if "masked" not in r["impl"]]
-        common.lines(axes[0], full, "tokens", "share", "impl", title="share of the matmul rate, forward + backward")
+        common.lines(
+            axes[0],
+            full,
+            "tokens",
+            "share",
+            "impl",
+            title="share of the matmul rate, forward + backward",
+        )
         axes[0].axhline(0.7, linestyle=":", color="gray")
         common.lines(axes[1], full, "tokens", "extra_mib", "impl", title="MiB beyond the gradients")
         axes[1].set_yscale("symlog")

@@ -1,4 +1,5 @@
-"""Llama-3.1-8B's shape at 4k, 8k and 32k tokens: tokens/s and peak memory, stock, Liger and hfpatch in one run.
+"""Llama-3.1-8B's shape at 4k, 8k and 32k tokens: tokens/s and peak memory, stock, Liger and hfpatch
+in one run.
 
 python scripts/gpu/03_models.py --out $OUT
 """
@@ -12,14 +13,15 @@ import common
 import step
 
 WORDS = """
-One forward and backward of a Llama of 8B's widths with random bf16 weights, parameters and gradients on the GPU, no
-optimizer. Stock and Liger with transformers' own checkpointing. Each implementation in a process of its own, one
-after another on the same card. `beyond_gib` is what is alive beyond parameters and gradients at the moment of the
-highest total. A row that says out of memory did not fit with 32 layers; the rows with 8 layers compare what all can
-run.
+One forward and backward of a Llama of 8B's widths with random bf16 weights, parameters and
+gradients on the GPU, no optimizer. Stock and Liger with transformers' own checkpointing. Each
+implementation in a process of its own, one after another on the same card. `beyond_gib` is what is
+alive beyond parameters and gradients at the moment of the highest total. A row that says out of
+memory did not fit with 32 layers; the rows with 8 layers compare what all can run.
 """
 COLUMNS = (
-    "impl layers tokens step_s tokens_s mfu peak_gib reserved_gib beyond_gib host_used_gib pinned_gib loss policy error"
+    "impl layers tokens step_s tokens_s mfu peak_gib reserved_gib beyond_gib host_used_gib "
+    "pinned_gib loss policy error"
 ).split()
 
 
@@ -31,7 +33,14 @@ def main(argv=None) -> int:
     for impl in ("hfpatch", "liger", "stock"):
         for layers, lengths in ((32, (4096, 8192, 32768)), (8, (32768,))):
             cases = [
-                {"impl": impl, "layers": layers, "tokens": T, "warmup": 2, "steps": 3, "host_gib": args.host_gib}
+                {
+                    "impl": impl,
+                    "layers": layers,
+                    "tokens": T,
+                    "warmup": 2,
+                    "steps": 3,
+                    "host_gib": args.host_gib,
+                }
                 for T in lengths
             ]
             step.run_cases(sheet, step.small(sheet, cases))

@@ -1,4 +1,5 @@
-"""Attention backends: forward and backward, whole and per group of KV heads, at 8k, 32k and 128k tokens.
+"""Attention backends: forward and backward, whole and per group of KV heads, at 8k, 32k and 128k
+tokens.
 
 python scripts/gpu/04_attention.py --out $OUT
 """
@@ -13,16 +14,24 @@ import common
 import torch
 from cases import LLAMA_8B, TINY, Error
 
-from hfpatch.attention.attention import BACKENDS, attention_backward, attention_forward, attention_ref, pick
+from hfpatch.attention.attention import (
+    BACKENDS,
+    attention_backward,
+    attention_forward,
+    attention_ref,
+    pick,
+)
 from hfpatch.budget.cuts import heads_per_group
 
 WORDS = """
-Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops that the layer
-engine calls. `group` KV heads go through a call together (in the engine forward takes all 8, backward a group); the
-times are those of all 8 KV heads, so rows of one length compare. TFLOP/s count the causal half: 2 T^2 H E forward, 2.5
-times that backward. `scratch` is what one backward call holds beyond its gradients. `new_length_ms` is what the first
-calls of a length take beyond the second ones: cuDNN builds a plan for each, which batches of many lengths pay for again
-and again. Errors are relative to float64. `chosen` marks what the engine takes at that length, by its own measurement.
+Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops
+that the layer engine calls. `group` KV heads go through a call together (in the engine forward
+takes all 8, backward a group); the times are those of all 8 KV heads, so rows of one length
+compare. TFLOP/s count the causal half: 2 T^2 H E forward, 2.5 times that backward. `scratch` is
+what one backward call holds beyond its gradients. `new_length_ms` is what the first calls of a
+length take beyond the second ones: cuDNN builds a plan for each, which batches of many lengths pay
+for again and again. Errors are relative to float64. `chosen` marks what the engine takes at that
+length, by its own measurement.
 """
 TOKENS = (8192, 131072, 32768)
 EXACT = 2048  # tokens of the comparison with float64, whose scores exist whole
@@ -54,7 +63,9 @@ def backends(args, sheet):
 def inputs(T, heads, kv_heads, E, device, seed=0):
     g = torch.Generator(device=device).manual_seed(seed)
     sizes = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(1, T, n, E, device=device, generator=g, dtype=torch.bfloat16) for n in sizes]
+    return [
+        torch.randn(1, T, n, E, device=device, generator=g, dtype=torch.bfloat16) for n in sizes
+    ]
 
 
 def error_of(key, widths, device, T) -> dict:
@@ -86,7 +97,12 @@ def measure(sheet, name, key, T, group, widths, taken):
     repeat = widths.heads // widths.kv_heads
     q, k, v, dout = inputs(T, widths.heads, widths.kv_heads, widths.head_dim, device)
     # Slices of whole tensors, as in the layer: a group's heads are not contiguous in memory.
-    q, k, v, dout = q[:, :, : group * repeat], k[:, :, :group], v[:, :, :group], dout[:, :, : group * repeat]
+    q, k, v, dout = (
+        q[:, :, : group * repeat],
+        k[:, :, :group],
+        v[:, :, :group],
+        dout[:, :, : group * repeat],
+    )
     calls = widths.kv_heads // group
 
     def stages(i, mark):
@@ -109,13 +125,16 @@ def measure(sheet, name, key, T, group, widths, taken):
 
     new_length = once() - once()
     out, lse, state = attention_forward(q, k, v, scale=scale, backend=key)
-    held = common.peak_bytes(lambda: attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend=key))
+    held = common.peak_bytes(
+        lambda: attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend=key)
+    )
     grads = sum(t.numel() * t.element_size() for t in (q, k, v))
     one_way = 2 * T**2 * widths.heads * widths.head_dim
     sheet.add(
         backend=name, tokens=T, group=group, fwd_ms=forward, bwd_ms=backward,
         fwd_tflop_s=one_way / forward / 1e9, bwd_tflop_s=2.5 * one_way / backward / 1e9,
-        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None, chosen=taken == key and name != "FA4",
+        scratch_gib=(held - grads) / 2**30 if sheet.args.cuda else None,
+        chosen=taken == key and name != "FA4",
         new_length_ms=new_length,
         lse_shape=str(tuple(lse.shape)), out_strides=str(tuple(out.stride())),
         **error_of(key, widths, device, 64 if sheet.args.small else EXACT),
@@ -141,7 +160,9 @@ def main(argv=None) -> int:
                         continue
                     try:
                         measure(sheet, name, key, T, group, widths, taken[T, group])
-                    except RuntimeError as error:  # a backend may not take a shape, or need more memory than there is
+                    except (
+                        RuntimeError
+                    ) as error:  # a backend may not take a shape, or need more memory than there is
                         sheet.skip(f"{name} {T} group {group}", common.one_line(error))
                     common.clean()
         finally:
@@ -149,8 +170,12 @@ def main(argv=None) -> int:
 
     def draw(axes):
         rows = [{**r, "what": f"{r['backend']}, {r['group']} KV heads a call"} for r in sheet.rows]
-        common.lines(axes[0], rows, "tokens", "fwd_tflop_s", "what", title="forward, TFLOP/s (causal)")
-        common.lines(axes[1], rows, "tokens", "bwd_tflop_s", "what", title="backward, TFLOP/s (causal)")
+        common.lines(
+            axes[0], rows, "tokens", "fwd_tflop_s", "what", title="forward, TFLOP/s (causal)"
+        )
+        common.lines(
+            axes[1], rows, "tokens", "bwd_tflop_s", "what", title="backward, TFLOP/s (causal)"
+        )
 
     sheet.page("Attention backends", WORDS, picture=sheet.picture(draw, wide=2))
     return 0

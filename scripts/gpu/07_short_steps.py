@@ -1,4 +1,5 @@
-"""8k and 32k steps of Llama-3.1-8B: hfpatch with its checkpoints on the host and on the GPU, beside its rivals, in one run.
+"""8k and 32k steps of Llama-3.1-8B: hfpatch with its checkpoints on the host and on the GPU, beside
+its rivals, in one run.
 
 python scripts/gpu/07_short_steps.py --out $OUT
 """
@@ -12,13 +13,14 @@ import common
 import step
 
 WORDS = """
-32 layers of 8B's widths, random bf16 weights, parameters and gradients on the GPU, no optimizer. hfpatch keeps the
-layers' inputs and attention outputs in pinned host memory (host) or on the GPU (gpu), everything else equal:
-`overhead` is host over gpu, less one. Liger runs with transformers' checkpointing (plain), without (off), and with
-TRL's selective checkpointing and transformers' offload (selective); trl is that with TRL's fused head in place of Liger.
-With --cap-gib all of them have so much of the card: where a larger one holds everything, `auto` then has to choose.
-`auto` is what a user gets who says nothing; `behind` is a rival's step over it. Targets: `behind` above 1 in every row,
-overhead under 0.03.
+32 layers of 8B's widths, random bf16 weights, parameters and gradients on the GPU, no optimizer.
+hfpatch keeps the layers' inputs and attention outputs in pinned host memory (host) or on the GPU
+(gpu), everything else equal: `overhead` is host over gpu, less one. Liger runs with transformers'
+checkpointing (plain), without (off), and with TRL's selective checkpointing and transformers'
+offload (selective); trl is that with TRL's fused head in place of Liger. With --cap-gib all of them
+have so much of the card: where a larger one holds everything, `auto` then has to choose. `auto` is
+what a user gets who says nothing; `behind` is a rival's step over it. Targets: `behind` above 1 in
+every row, overhead under 0.03.
 """
 # name: (impl, checkpointing) of step.py
 RIVALS = {
@@ -28,7 +30,8 @@ RIVALS = {
     "liger-selective": ("liger", "selective"),
 }
 COLUMNS = (
-    "impl kept layers tokens step_s forward_s backward_s tokens_s mfu overhead behind attention_s matmul_s copy_wait_s other_s "
+    "impl kept layers tokens step_s forward_s backward_s tokens_s mfu overhead behind attention_s "
+    "matmul_s copy_wait_s other_s "
     "other_kernels peak_gib beyond_gib host_used_gib policy error"
 ).split()
 
@@ -39,19 +42,36 @@ def main(argv=None) -> int:
     made.add_argument("--layers", type=int, default=32)
     made.add_argument("--steps", type=int, default=5, help="steps that are timed")
     made.add_argument("--warmup", type=int, default=2, help="steps before them")
-    made.add_argument("--tiers", nargs="+", default=["host", "gpu", "auto"], choices=["host", "gpu", "auto"])
+    made.add_argument(
+        "--tiers", nargs="+", default=["host", "gpu", "auto"], choices=["host", "gpu", "auto"]
+    )
     made.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
-    made.add_argument("--cap-gib", type=float, help="device memory that every step may take, as on a smaller card")
+    made.add_argument(
+        "--cap-gib", type=float, help="device memory that every step may take, as on a smaller card"
+    )
     args = common.parse(made, argv)
     sheet = common.Sheet(args)
-    base = {"layers": args.layers, "warmup": args.warmup, "steps": args.steps, "split": True, "host_gib": args.host_gib}
+    base = {
+        "layers": args.layers,
+        "warmup": args.warmup,
+        "steps": args.steps,
+        "split": True,
+        "host_gib": args.host_gib,
+    }
     base["cap_gib"] = args.cap_gib
     kept = {
-        tier: {"offload": tier, "every": 1, "save_attention": True, "plain": 0, "keep": []} for tier in ("host", "gpu")
+        tier: {"offload": tier, "every": 1, "save_attention": True, "plain": 0, "keep": []}
+        for tier in ("host", "gpu")
     }
     ours = [
-        {**base, "impl": "hfpatch", "tokens": T, "checkpointing": kept.get(tier, tier), "label": {"tier": tier}}
+        {
+            **base,
+            "impl": "hfpatch",
+            "tokens": T,
+            "checkpointing": kept.get(tier, tier),
+            "label": {"tier": tier},
+        }
         for T in args.tokens
         for tier in args.tiers
     ]
@@ -63,7 +83,10 @@ def main(argv=None) -> int:
             row["overhead"] = row["step_s"] / gpu - 1
     for rival in args.rivals:
         impl, how = RIVALS[rival]
-        cases = [{**base, "impl": impl, "tokens": T, "checkpointing": how, "label": {"tier": ""}} for T in args.tokens]
+        cases = [
+            {**base, "impl": impl, "tokens": T, "checkpointing": how, "label": {"tier": ""}}
+            for T in args.tokens
+        ]
         for row in step.run_cases(sheet, step.small(sheet, cases)):
             ours = times.get((row["tokens"], "auto"))
             if "step_s" in row and ours:
@@ -71,11 +94,18 @@ def main(argv=None) -> int:
 
     def draw(axes):
         for axis, T in zip(axes, dict.fromkeys(r["tokens"] for r in sheet.rows)):
-            rows = [{**r, "what": f"{r['impl']} {r['tier'] or r['kept']}"} for r in sheet.rows if r["tokens"] == T]
+            rows = [
+                {**r, "what": f"{r['impl']} {r['tier'] or r['kept']}"}
+                for r in sheet.rows
+                if r["tokens"] == T
+            ]
             common.bars(axis, rows, "what", "tokens_s", title=f"tokens a second at {T:,}")
 
     sheet.page(
-        "Short steps: offload's overhead, and the rivals", WORDS, COLUMNS, sheet.picture(draw, wide=len(args.tokens))
+        "Short steps: offload's overhead, and the rivals",
+        WORDS,
+        COLUMNS,
+        sheet.picture(draw, wide=len(args.tokens)),
     )
     return 0
 

@@ -1,4 +1,5 @@
-"""Full fine-tuning with --placement gpu8bit on one GPU: steps of Llama-3.1-8B through Trainer, on real text.
+"""Full fine-tuning with --placement gpu8bit on one GPU: steps of Llama-3.1-8B through Trainer, on
+real text.
 
 python scripts/gpu/09_gpu8bit.py --out $OUT
 python scripts/gpu/09_gpu8bit.py --tokens 8192 --steps 12 --impls hfpatch liger --out $OUT
@@ -20,14 +21,16 @@ import text
 import torch
 
 WORDS = """
-Llama-3.1-8B from its config with random bf16 weights, 32 layers, batch 1, gradient clipping at 1.0, the optimizer
-that `--placement` brings (8-bit Adam moments, stochastic rounding), through transformers' Trainer. The text is
-Python's standard library under a byte-level BPE trained on it, `used_ids` of whose tokens occur. `step_s` is the
-median of the steps after the first (which pins memory and compiles the optimizer). Liger runs with transformers'
-checkpointing and the same optimizer. Target at 131,072: under 100 GiB of host memory, loss finite and falling.
+Llama-3.1-8B from its config with random bf16 weights, 32 layers, batch 1, gradient clipping at 1.0,
+the optimizer that `--placement` brings (8-bit Adam moments, stochastic rounding), through
+transformers' Trainer. The text is Python's standard library under a byte-level BPE trained on it,
+`used_ids` of whose tokens occur. `step_s` is the median of the steps after the first (which pins
+memory and compiles the optimizer). Liger runs with transformers' checkpointing and the same
+optimizer. Target at 131,072: under 100 GiB of host memory, loss finite and falling.
 """
 COLUMNS = (
-    "impl placement tokens steps step_s tokens_s mfu first_loss last_loss finite falls peak_gpu_gib reserved_gib "
+    "impl placement tokens steps step_s tokens_s mfu first_loss last_loss finite falls "
+    "peak_gpu_gib reserved_gib "
     "host_used_gib pinned_gib parameters vocabulary used_ids policy error"
 ).split()
 
@@ -66,14 +69,18 @@ def train(job: dict) -> dict:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         settings = {"max_grad_norm": 1.0, **placement.training_arguments(job["placement"])}
         args = TrainingArguments(
-            output_dir=folder, max_steps=job["steps"], per_device_train_batch_size=1, logging_steps=1,
-            learning_rate=job["learning_rate"], lr_scheduler_type="constant", save_strategy="no", report_to="none",
+            output_dir=folder, max_steps=job["steps"], per_device_train_batch_size=1,
+            logging_steps=1,
+            learning_rate=job["learning_rate"], lr_scheduler_type="constant", save_strategy="no",
+            report_to="none",
             disable_tqdm=True, use_cpu=not cuda, dataloader_pin_memory=False, seed=0, **settings,
         )  # fmt: skip
         extra = placement.trainer_arguments(model, args, job["placement"])
         dataset = [{"input_ids": row, "labels": row} for row in data]
         columns = Callback()
-        run = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[columns, steps], **extra)
+        run = Trainer(
+            model=model, args=args, train_dataset=dataset, callbacks=[columns, steps], **extra
+        )
         host = step.HostWatch()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -120,17 +127,26 @@ def in_process_of_its_own(job: dict, seconds: float) -> dict:
             code = subprocess.run(command, timeout=seconds + common.OVERTIME).returncode
         except subprocess.TimeoutExpired:
             return {"error": "stopped: the time of this run was over"}
-        return json.loads(result.read_text()) if result.exists() else {"error": f"the process ended with code {code}"}
+        return (
+            json.loads(result.read_text())
+            if result.exists()
+            else {"error": f"the process ended with code {code}"}
+        )
 
 
 def main(argv=None) -> int:
     made = common.parser("09_gpu8bit", __doc__)
     made.add_argument("--tokens", type=int, default=131072)
     made.add_argument("--steps", type=int, default=3)
-    made.add_argument("--impls", nargs="+", default=["hfpatch"], choices=["hfpatch", "liger", "stock"])
+    made.add_argument(
+        "--impls", nargs="+", default=["hfpatch"], choices=["hfpatch", "liger", "stock"]
+    )
     made.add_argument("--placement", default="gpu8bit", choices=["gpu8bit", "gpu8bit-fused"])
     made.add_argument(
-        "--vocabulary", type=int, default=40960, help="size of the BPE; the model keeps its own 128,256 rows"
+        "--vocabulary",
+        type=int,
+        default=40960,
+        help="size of the BPE; the model keeps its own 128,256 rows",
     )
     made.add_argument("--learning-rate", type=float, default=1e-4)
     made.add_argument("--host-gib", type=float, help="host memory to plan with")
@@ -140,15 +156,25 @@ def main(argv=None) -> int:
         if sheet.late(impl):
             continue
         job = {
-            "impl": impl, "layers": 32, "tokens": args.tokens, "steps": args.steps, "placement": args.placement,
-            "vocabulary": args.vocabulary, "learning_rate": args.learning_rate, "host_gib": args.host_gib,
+            "impl": impl, "layers": 32, "tokens": args.tokens, "steps": args.steps,
+            "placement": args.placement,
+            "vocabulary": args.vocabulary, "learning_rate": args.learning_rate,
+            "host_gib": args.host_gib,
             "until": common.time.time() + sheet.left(),
         }  # fmt: skip
         if args.small:
-            job |= {"preset": "llama-tiny", "layers": 2, "changes": {"vocab_size": 512}, "tokens": 64, "steps": 2}
+            job |= {
+                "preset": "llama-tiny",
+                "layers": 2,
+                "changes": {"vocab_size": 512},
+                "tokens": 64,
+                "steps": 2,
+            }
             job |= {"vocabulary": 400, "files": 20, "learning_rate": 1e-2}
         result = guarded(job) if args.small else in_process_of_its_own(job, sheet.left())
-        shown = {k: job[k] for k in ("impl", "placement", "tokens", "steps", "layers", "vocabulary")}
+        shown = {
+            k: job[k] for k in ("impl", "placement", "tokens", "steps", "layers", "vocabulary")
+        }
         sheet.add(**shown, **result)
     done = [r for r in sheet.rows if "losses" in r]
 
@@ -156,13 +182,18 @@ def main(argv=None) -> int:
         for row in done:
             axes[0].plot([float(x) for x in row["losses"].split()], marker="o", label=row["impl"])
         axes[0].set(
-            title=f"loss, {args.placement}, {args.tokens:,} tokens a step", xlabel="step", ylabel="nats a token"
+            title=f"loss, {args.placement}, {args.tokens:,} tokens a step",
+            xlabel="step",
+            ylabel="nats a token",
         )
         if done:
             axes[0].legend()
 
     sheet.page(
-        f"Llama-3.1-8B trained with {args.placement} at {args.tokens:,} tokens", WORDS, COLUMNS, sheet.picture(draw)
+        f"Llama-3.1-8B trained with {args.placement} at {args.tokens:,} tokens",
+        WORDS,
+        COLUMNS,
+        sheet.picture(draw),
     )
     return 0
 

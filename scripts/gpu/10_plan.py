@@ -1,4 +1,5 @@
-"""The plan beside what was measured: peak GPU, peak host and seconds of every run that the other entries wrote down.
+"""The plan beside what was measured: peak GPU, peak host and seconds of every run that the other
+entries wrote down.
 
     python scripts/gpu/10_plan.py --results profiles/ --out profiles/plan-measured
 
@@ -25,13 +26,22 @@ from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.planner.placements import resident
 
 WORDS = """
-Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what the closed form
-says for that length, depth and policy, and what was measured. The seconds take the GPU's row of the table that
-`hfpatch plan --gpu` uses, not rates measured in the run; where the step was its process's first they have a first
-step's own too. Within 3% of the peak on the GPU, 5% of pinned host memory, 15% of the seconds counts as right.
+Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what
+the closed form says for that length, depth and policy, and what was measured. The seconds take the
+GPU's row of the table that `hfpatch plan --gpu` uses, not rates measured in the run; where the step
+was its process's first they have a first step's own too. Within 3% of the peak on the GPU, 5% of
+pinned host memory, 15% of the seconds counts as right.
 """
 TOLERANCE = {"gpu": 0.03, "host": 0.05, "seconds": 0.15}
-SOURCES = ("03_models", "05_step_128k", "07_short_steps", "08_longest_*", "09_*", "12_tiles", "13_qlora")
+SOURCES = (
+    "03_models",
+    "05_step_128k",
+    "07_short_steps",
+    "08_longest_*",
+    "09_*",
+    "12_tiles",
+    "13_qlora",
+)
 
 
 def policy_from(text: str) -> Policy | None:
@@ -42,7 +52,9 @@ def policy_from(text: str) -> Policy | None:
     found = re.fullmatch(pattern, text or "")
     if not found:
         return None
-    offload, every, save, stream, park, by_group, again, wide, loss, tile, plain, keep = found.groups()
+    offload, every, save, stream, park, by_group, again, wide, loss, tile, plain, keep = (
+        found.groups()
+    )
     kept = {"plain": int(plain or 0), "keep": tuple(filter(None, (keep or "").split(",")))}
     kept |= {"park": park == "1", "by_group": by_group == "1", "again": int(again or 0)}
     kept |= {"wide": wide == "1", "loss_bytes": int(loss or LOSS_WORKSPACE)}
@@ -50,28 +62,37 @@ def policy_from(text: str) -> Policy | None:
 
 
 def planned(row: dict, gpu) -> dict | None:
-    """Bytes on the GPU and the host, and seconds, that the closed form gives for a row; None where it has none."""
+    """Bytes on the GPU and the host, and seconds, that the closed form gives for a row; None where
+    it has none.
+    """
     policy = policy_from(row.get("policy"))
     if policy is None and row.get("impl") != "stock":
         return None
     policy = policy or "stock-checkpointing"
     layers = int(row.get("run") or row["layers"])
-    shape = ModelShape.from_config(preset_config(row.get("preset") or "llama-3.1-8b") | {"num_hidden_layers": layers})
+    shape = ModelShape.from_config(
+        preset_config(row.get("preset") or "llama-3.1-8b") | {"num_hidden_layers": layers}
+    )
     if row.get("rank"):  # adapters over a frozen base
         shape = replace(shape, adapters=Adapters(int(row["rank"]), row["base"]))
     tokens = int(row["tokens"])
     sizes = {"batch": 1, "tokens": tokens}
     memory = step_memory(shape, policy, **sizes)
-    # bf16 parameters (adapters and their base), the step's own gradients, and no optimizer where the row names no placement.
+    # bf16 parameters (adapters and their base), the step's own gradients, and no optimizer where
+    # the row names no placement.
     stays = resident(row.get("placement") or "adamw", shape, 1, policy)
     stays = stays if row.get("placement") else replace(stays, optimizer=0)
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     peak = stays.parameters + stays.optimizer + max(gradients(m) + m.beyond for m in memory.moments)
-    time, _ = step_time(gpu, step_flops(shape, policy, **sizes), memory, policy, shape, stays, **sizes)
-    # A length that takes minutes is timed without a warm-up: what a first step takes beside a step's own is in it.
+    time, _ = step_time(
+        gpu, step_flops(shape, policy, **sizes), memory, policy, shape, stays, **sizes
+    )
+    # A length that takes minutes is timed without a warm-up: what a first step takes beside a
+    # step's own is in it.
     cold = row.get("first_step_s") and row["first_step_s"] == row.get("step_s")
     more = sum(first_step(gpu, memory, policy, shape, tokens=tokens).values()) if cold else 0.0
-    step = time.total if row.get("placement") else time.total - time.optimizer  # which no such row ran
+    # which no such row ran
+    step = time.total if row.get("placement") else time.total - time.optimizer
     return {"gpu": peak, "host": memory.host, "seconds": step + more}
 
 
@@ -90,18 +111,35 @@ def measured(row: dict) -> dict:
 
 def main(argv=None) -> int:
     made = common.parser("10_plan", __doc__)
-    made.add_argument("--results", nargs="+", default=[str(common.ROOT / "profiles")], help="folders with the CSVs")
-    made.add_argument("--gpu", help="a row of the planner's table; found by the rows' device without it")
+    made.add_argument(
+        "--results",
+        nargs="+",
+        default=[str(common.ROOT / "profiles")],
+        help="folders with the CSVs",
+    )
+    made.add_argument(
+        "--gpu", help="a row of the planner's table; found by the rows' device without it"
+    )
     args = common.parse(made, argv, needs_gpu=False)
     sheet = common.Sheet(args)
-    files = sorted({f for folder in args.results for name in SOURCES for f in Path(folder).rglob(f"{name}.csv")})
+    files = sorted(
+        {
+            f
+            for folder in args.results
+            for name in SOURCES
+            for f in Path(folder).rglob(f"{name}.csv")
+        }
+    )
     for file in files:
         for row in csv.DictReader(file.open(encoding="utf-8")):
             if not row.get("step_s"):
                 continue
             gpu = gpu_row(args.gpu) if args.gpu else gpu_named(row["device"])
             if gpu is None:
-                sheet.skip(f"{file.name} {row.get('impl')} {row['tokens']}", f"no row of the plan for {row['device']}")
+                sheet.skip(
+                    f"{file.name} {row.get('impl')} {row['tokens']}",
+                    f"no row of the plan for {row['device']}",
+                )
                 continue
             expected = planned(row, gpu)
             if expected is None:
@@ -115,7 +153,8 @@ def main(argv=None) -> int:
                     values |= {f"{key}_measured": found[key] / unit, f"{key}_off": off}
                     right &= abs(off) <= tolerance
             sheet.add(
-                entry=file.stem, impl=row.get("impl"), tokens=int(row["tokens"]), policy=row.get("policy"),
+                entry=file.stem, impl=row.get("impl"), tokens=int(row["tokens"]),
+                policy=row.get("policy"),
                 layers=row.get("run") or row["layers"], **values, right=right,
                 measured_at=row["commit"], measured_on=row["device"],
             )  # fmt: skip
@@ -124,7 +163,11 @@ def main(argv=None) -> int:
 
     def draw(axes):
         for axis, key in zip(axes, TOLERANCE):
-            points = [(r[f"{key}_measured"], r[f"{key}_planned"]) for r in sheet.rows if f"{key}_measured" in r]
+            points = [
+                (r[f"{key}_measured"], r[f"{key}_planned"])
+                for r in sheet.rows
+                if f"{key}_measured" in r
+            ]
             if points:
                 axis.scatter(*zip(*points), s=12)
                 top = 1.05 * max(max(p) for p in points)
@@ -133,7 +176,9 @@ def main(argv=None) -> int:
 
     right = sum(r["right"] for r in sheet.rows)
     sheet.page(
-        f"The plan, measured: {right} of {len(sheet.rows)} rows right", WORDS, picture=sheet.picture(draw, wide=3)
+        f"The plan, measured: {right} of {len(sheet.rows)} rows right",
+        WORDS,
+        picture=sheet.picture(draw, wide=3),
     )
     return 0
 

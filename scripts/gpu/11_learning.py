@@ -1,4 +1,5 @@
-"""Learning curves on the GPU: the tiny and the 160M preset on the same real text, stock, Liger and hfpatch, bf16.
+"""Learning curves on the GPU: the tiny and the 160M preset on the same real text, stock, Liger and
+hfpatch, bf16.
 
 python scripts/gpu/11_learning.py --out $OUT
 """
@@ -18,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 WORDS = """
-scripts/train.py from scratch on the Python standard library's sources: the same seed, batches, tokenizer and
-optimizer, float32 weights under bf16 autocast; only `--impl` differs. The runs go side by side, so that `seconds` compares none.
-`apart` is the mean distance of a curve's last quarter from stock's, in nats: kernels that learn as well differ by the noise of
-bf16. Held-out loss before and after is in the last columns.
+scripts/train.py from scratch on the Python standard library's sources: the same seed, batches,
+tokenizer and optimizer, float32 weights under bf16 autocast; only `--impl` differs. The runs go
+side by side, so that `seconds` compares none. `apart` is the mean distance of a curve's last
+quarter from stock's, in nats: kernels that learn as well differ by the noise of bf16. Held-out loss
+before and after is in the last columns.
 """
 RUNS = {
     "llama-tiny": (
-        "--config_overrides hidden_size=128,intermediate_size=352,num_hidden_layers=4,tie_word_embeddings=true "
+        "--config_overrides "
+        "hidden_size=128,intermediate_size=352,num_hidden_layers=4,tie_word_embeddings=true "
         "--train_tokenizer 512 --seq-len 256 --per_device_train_batch_size 64 --max_steps 400 "
         "--learning_rate 4e-3 --warmup_steps 20 --logging_steps 10"
     ),
@@ -36,7 +39,8 @@ RUNS = {
 }
 SMALL = {
     "llama-tiny": (
-        "--train_tokenizer 300 --seq-len 64 --per_device_train_batch_size 4 --max_steps 6 --learning_rate 4e-3 "
+        "--train_tokenizer 300 --seq-len 64 --per_device_train_batch_size 4 --max_steps 6 "
+        "--learning_rate 4e-3 "
         "--warmup_steps 1 --logging_steps 2 --use_cpu"
     )
 }
@@ -47,9 +51,18 @@ COMMON = (
 
 
 def learn(args, preset, flags, impl, cache, folder, seconds: float):
-    """(losses logged, held-out losses, last lines of the output, seconds) of one run of scripts/train.py."""
+    """(losses logged, held-out losses, last lines of the output, seconds) of one run of
+    scripts/train.py.
+    """
     library = sysconfig.get_path("stdlib")
-    command = [sys.executable, str(common.ROOT / "scripts" / "train.py"), "--model", preset, "--impl", impl]
+    command = [
+        sys.executable,
+        str(common.ROOT / "scripts" / "train.py"),
+        "--model",
+        preset,
+        "--impl",
+        impl,
+    ]
     command += ["--data", f"{library}/json" if args.small else library, "--data_glob", "**/*.py"]
     command += [
         "--data_exclude",
@@ -61,12 +74,20 @@ def learn(args, preset, flags, impl, cache, folder, seconds: float):
         "lib2to3",
         "__pycache__",
     ]
-    command += [*flags.split(), *COMMON.split(), "--cache_dir", str(cache), "--output_dir", str(folder)]
+    command += [
+        *flags.split(),
+        *COMMON.split(),
+        "--cache_dir",
+        str(cache),
+        "--output_dir",
+        str(folder),
+    ]
     start = time.perf_counter()
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds + common.OVERTIME,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what a run had logged when it was stopped counts
+            # what a run had logged when it was stopped counts
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         output, error = done.stdout, done.stderr
     except subprocess.TimeoutExpired as expired:
@@ -85,8 +106,15 @@ def learn(args, preset, flags, impl, cache, folder, seconds: float):
 def main(argv=None) -> int:
     made = common.parser("11_learning", __doc__)
     made.add_argument("--presets", nargs="+", default=list(RUNS), choices=list(RUNS))
-    made.add_argument("--impls", nargs="+", default=["hf", "hfpatch", "liger"], choices=["hf", "hfpatch", "liger"])
-    made.add_argument("--together", type=int, default=6, help="runs side by side: seconds are none that one has alone")
+    made.add_argument(
+        "--impls", nargs="+", default=["hf", "hfpatch", "liger"], choices=["hf", "hfpatch", "liger"]
+    )
+    made.add_argument(
+        "--together",
+        type=int,
+        default=6,
+        help="runs side by side: seconds are none that one has alone",
+    )
     args = common.parse(made, argv)
     if args.small:
         args.presets, args.together = list(SMALL), 1
@@ -119,9 +147,11 @@ def main(argv=None) -> int:
             pairs = list(zip(losses, curves.get((preset, "hf"), [])))
             pairs = pairs[-max(1, len(pairs) // 4) :]
             sheet.add(
-                preset=preset, impl=impl, logged=len(losses), first_loss=losses[0], last_loss=losses[-1],
+                preset=preset, impl=impl, logged=len(losses), first_loss=losses[0],
+                last_loss=losses[-1],
                 apart=sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else None,
-                held_out_before=held[0] if len(held) > 1 else None, held_out_after=held[-1] if held else None,
+                held_out_before=held[0] if len(held) > 1 else None,
+                held_out_after=held[-1] if held else None,
                 seconds=seconds, curve=" ".join(f"{x:.4f}" for x in losses),
             )  # fmt: skip
 
@@ -135,7 +165,9 @@ def main(argv=None) -> int:
             axis.legend()
 
     columns = [c for c in sheet.columns() if c != "curve"]
-    sheet.page("Learning curves: stock, Liger, hfpatch", WORDS, columns, sheet.picture(draw, wide=2))
+    sheet.page(
+        "Learning curves: stock, Liger, hfpatch", WORDS, columns, sheet.picture(draw, wide=2)
+    )
     return 0
 
 

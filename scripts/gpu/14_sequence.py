@@ -1,4 +1,5 @@
-"""Whole steps on sequences that all GPUs of a machine share, FSDP2 and AdamW on the GPUs, beside the plan.
+"""Whole steps on sequences that all GPUs of a machine share, FSDP2 and AdamW on the GPUs, beside
+the plan.
 
 torchrun --standalone --nproc_per_node 8 scripts/gpu/14_sequence.py --tokens 1048576 --out $OUT
 """
@@ -22,9 +23,10 @@ from hfpatch.context.ranks import sequence_of, sharded
 from hfpatch.loss.shared_rows import part_of
 
 WORDS = """
-Each row is one sequence over all GPUs: a rank has its part of the tokens, attention exchanges heads for tokens. A step is forward,
-backward, clip and AdamW; parameters, gradients and moments are float32 shards, computing is bfloat16. `plan_step_s` and
-`plan_peak_gib` are what `hfpatch plan --sp-size` says of the same run.
+Each row is one sequence over all GPUs: a rank has its part of the tokens, attention exchanges heads
+for tokens. A step is forward, backward, clip and AdamW; parameters, gradients and moments are
+float32 shards, computing is bfloat16. `plan_step_s` and `plan_peak_gib` are what `hfpatch plan
+--sp-size` says of the same run.
 """
 COLUMNS = "gpus tokens step_s tokens_s peak_gib plan_step_s plan_peak_gib loss".split()
 
@@ -53,12 +55,21 @@ def make(case: dict, device: torch.device, world: int):
 
 def main(argv=None) -> int:
     made = common.parser("14_sequence", __doc__)
-    made.add_argument("--tokens", type=int, nargs="+", default=[131072, 1 << 20], help="of whole sequences")
+    made.add_argument(
+        "--tokens", type=int, nargs="+", default=[131072, 1 << 20], help="of whole sequences"
+    )
     made.add_argument("--model", default="Qwen/Qwen3-8B")
-    made.add_argument("--steps", type=int, default=2, help="the first is not timed where there are more")
+    made.add_argument(
+        "--steps", type=int, default=2, help="the first is not timed where there are more"
+    )
     made.add_argument("--gpu", default="h100", help="row of the planner's table")
     args = common.parse(made, argv)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29513")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29513"),
+    ):
         os.environ.setdefault(name, value)
     alone = not dist.is_initialized()
     if alone:
@@ -90,7 +101,9 @@ def main(argv=None) -> int:
             began = time.perf_counter()
             with sharded(sequence):
                 # FSDP averages over ranks what is a sum over their tokens.
-                loss = model(**batch, num_items_in_batch=torch.tensor((tokens - 1) / world, device=device)).loss
+                loss = model(
+                    **batch, num_items_in_batch=torch.tensor((tokens - 1) / world, device=device)
+                ).loss
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -100,18 +113,22 @@ def main(argv=None) -> int:
             value = total.item()  # waits for the step
             seconds.append(time.perf_counter() - began)
         plan = hfpatch.plan(
-            model.config.to_dict() if args.small else args.model, seq_len=tokens, gpu=args.gpu, gpus=world, sp_size=world,
+            model.config.to_dict() if args.small else args.model, seq_len=tokens, gpu=args.gpu,
+            gpus=world, sp_size=world,
             **({"placement": "fsdp2"} if world > 1 else {}),
         )  # fmt: skip
         step_s = min(seconds[1:] or seconds)
         peak = torch.cuda.max_memory_allocated(device) / common.GiB if args.cuda else math.nan
         sheet.add(
             gpus=world, tokens=tokens, step_s=step_s, tokens_s=tokens / step_s, peak_gib=peak,
-            plan_step_s=plan.step_seconds, plan_peak_gib=plan.gpu_peak_bytes / common.GiB, loss=value,
+            plan_step_s=plan.step_seconds, plan_peak_gib=plan.gpu_peak_bytes / common.GiB,
+            loss=value,
         )  # fmt: skip
         del model, optimizer
         common.clean()
-    draw = lambda axes: common.lines(axes[0], sheet.rows, "tokens", "step_s", "gpus", title="seconds a step by length")  # noqa: E731
+    draw = lambda axes: common.lines(  # noqa: E731
+        axes[0], sheet.rows, "tokens", "step_s", "gpus", title="seconds a step by length"
+    )
     sheet.page(f"One sequence on {world} GPUs", WORDS, COLUMNS, sheet.picture(draw))
     if alone:
         dist.barrier()

@@ -1,4 +1,5 @@
-"""A frozen base on the host beside one that stays: Llama-3.1-8B in bf16 and 4 bits, from where copies show to 131,072 tokens.
+"""A frozen base on the host beside one that stays: Llama-3.1-8B in bf16 and 4 bits, from where
+copies show to 131,072 tokens.
 
 python scripts/gpu/15_streamed.py --out $OUT
 """
@@ -12,12 +13,14 @@ import common
 import step
 
 WORDS = """
-Adapters of rank 16 on every Linear, in bf16, no optimizer; each step runs with `weights` on the device and on the host, and `loss`
-must be the same to the last digit. `copy_wait_s`: what computing did not hide. Planned: over 26 GB/s a layer's weights hide behind
-its forward from some 5,000 tokens up on an RTX 4090; a faster card needs more. The first step moves the base to the host.
+Adapters of rank 16 on every Linear, in bf16, no optimizer; each step runs with `weights` on the
+device and on the host, and `loss` must be the same to the last digit. `copy_wait_s`: what computing
+did not hide. Planned: over 26 GB/s a layer's weights hide behind its forward from some 5,000 tokens
+up on an RTX 4090; a faster card needs more. The first step moves the base to the host.
 """
 COLUMNS = (
-    "impl base weights layers tokens step_s first_step_s tokens_s loss attention_s matmul_s copies_s copy_wait_s other_s peak_gib "
+    "impl base weights layers tokens step_s first_step_s tokens_s loss attention_s matmul_s "
+    "copies_s copy_wait_s other_s peak_gib "
     "host_used_gib policy error"
 ).split()
 
@@ -35,9 +38,12 @@ def main(argv=None) -> int:
     for base in args.bases:
         cases = [
             {
-                "impl": "hfpatch", "preset": args.model, "layers": args.layers, "tokens": tokens, "lora": args.rank, "base": base,
-                "checkpointing": {"frozen_weights": weights, "plain": 0}, "warmup": 1, "steps": 1 if tokens > 32768 else 2,
-                "split": tokens <= 32768, "host_gib": args.host_gib, "label": {"base": base, "weights": weights},
+                "impl": "hfpatch", "preset": args.model, "layers": args.layers, "tokens": tokens,
+                "lora": args.rank, "base": base,
+                "checkpointing": {"frozen_weights": weights, "plain": 0}, "warmup": 1,
+                "steps": 1 if tokens > 32768 else 2,
+                "split": tokens <= 32768, "host_gib": args.host_gib,
+                "label": {"base": base, "weights": weights},
             }
             for tokens in args.tokens for weights in ("gpu", "host")
         ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""What changes from step to step in one process: layouts of attention's tensors, lengths, and free memory.
+"""What changes from step to step in one process: layouts of attention's tensors, lengths, and free
+memory.
 
 python scripts/gpu/17_changes.py --out $OUT
 """
@@ -23,17 +24,20 @@ from hfpatch.lab.checks import batch_of, compared, ways
 from hfpatch.lab.watch import pinned_gib, policy_of
 
 WORDS = """
-cuDNN keeps its plans by q, k and v (up to torch 2.13): a backward of the same q, k, v with another layout of
-dout or out may take a wrong plan. `layouts`: attention of Llama-3.1-8B's heads, all at once (wide) and one KV head (group),
-its backward with one layout of dout and out after the other in one process, then the first again, against float64.
-`model`: a narrow model over as many tokens, its layers in one tile and in several, one way after the other, the backend forced.
-`share` is the worst error over what is allowed, and `where` names it. `lengths`: steps of Llama-3.1-8B's widths, each of a length
-that was not there before; `pinned_gib` must not grow without end, and `step_s` of a new length is that of cuDNN's plan too.
-`memory`: after a step the process may take less memory than that step did; the next one fails or not, and the one after must
-run and give the first one's gradients (`apart`: the worst relative distance).
+cuDNN keeps its plans by q, k and v (up to torch 2.13): a backward of the same q, k, v with another
+layout of dout or out may take a wrong plan. `layouts`: attention of Llama-3.1-8B's heads, all at
+once (wide) and one KV head (group), its backward with one layout of dout and out after the other in
+one process, then the first again, against float64. `model`: a narrow model over as many tokens, its
+layers in one tile and in several, one way after the other, the backend forced. `share` is the worst
+error over what is allowed, and `where` names it. `lengths`: steps of Llama-3.1-8B's widths, each of
+a length that was not there before; `pinned_gib` must not grow without end, and `step_s` of a new
+length is that of cuDNN's plan too. `memory`: after a step the process may take less memory than
+that step did; the next one fails or not, and the one after must run and give the first one's
+gradients (`apart`: the worst relative distance).
 """
 COLUMNS = (
-    "check backend what tokens passed share where again step_s ms pinned_gib peak_gib planted_gib apart policy error"
+    "check backend what tokens passed share where again step_s ms pinned_gib peak_gib planted_gib "
+    "apart policy error"
 ).split()
 CHECKS = ("layouts", "model", "memory", "lengths")
 
@@ -51,7 +55,9 @@ def backend(key: str | None):
 
 
 def exact(q, k, v, dout, scale: float, chunk: int) -> list:
-    """[out, dq, dk, dv] in float64: a KV head and `chunk` queries at a time, so that scores never exist whole."""
+    """[out, dq, dk, dv] in float64: a KV head and `chunk` queries at a time, so that scores never
+    exist whole.
+    """
     repeat, T = q.shape[2] // k.shape[2], q.shape[1]
     found = [torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (q, q, k, v)]
     for h in range(k.shape[2]):
@@ -62,7 +68,11 @@ def exact(q, k, v, dout, scale: float, chunk: int) -> list:
             leaves = [t.double().requires_grad_() for t in given]
             one_q, one_k, one_v = (t.transpose(1, 2) for t in leaves)
             later = torch.arange(b, device=q.device) > torch.arange(a, b, device=q.device)[:, None]
-            p = (one_q @ one_k.transpose(2, 3) * scale).masked_fill(later, float("-inf")).softmax(-1)
+            p = (
+                (one_q @ one_k.transpose(2, 3) * scale)
+                .masked_fill(later, float("-inf"))
+                .softmax(-1)
+            )
             out = (p @ one_v).transpose(1, 2)
             dq, dk, dv = torch.autograd.grad(out, leaves, dout[:, a:b, mine].double())
             found[0][:, a:b, mine], found[1][:, a:b, mine] = out.detach(), dq
@@ -72,9 +82,15 @@ def exact(q, k, v, dout, scale: float, chunk: int) -> list:
 
 
 def laid_out(x: torch.Tensor) -> dict:
-    """The same values [B, T, H, E] as the layers have them: part of a wider tensor, a tensor of its own, heads before tokens."""
+    """The same values [B, T, H, E] as the layers have them: part of a wider tensor, a tensor of its
+    own, heads before tokens.
+    """
     wider = torch.cat((x, x), 2)[:, :, : x.shape[2]]
-    return {"slice": wider, "whole": x.contiguous(), "heads first": x.transpose(1, 2).contiguous().transpose(1, 2)}
+    return {
+        "slice": wider,
+        "whole": x.contiguous(),
+        "heads first": x.transpose(1, 2).contiguous().transpose(1, 2),
+    }
 
 
 def plain(q, k, v, dout, scale) -> list:
@@ -90,12 +106,21 @@ def plain(q, k, v, dout, scale) -> list:
 
 
 def layouts(sheet, key: str, T: int, widths) -> None:
-    device, scale, repeat = sheet.args.device, widths.head_dim**-0.5, widths.heads // widths.kv_heads
+    device, scale, repeat = (
+        sheet.args.device,
+        widths.head_dim**-0.5,
+        widths.heads // widths.kv_heads,
+    )
     g = torch.Generator(device=device).manual_seed(0)
     sizes = (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
-    whole = [torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(torch.bfloat16) for n in sizes]
+    whole = [
+        torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(torch.bfloat16)
+        for n in sizes
+    ]
     for what, kv in (("wide", widths.kv_heads), ("group", 1)):
-        q, k, v, dout = (t[:, :, -(kv if i in (1, 2) else kv * repeat) :] for i, t in enumerate(whole))
+        q, k, v, dout = (
+            t[:, :, -(kv if i in (1, 2) else kv * repeat) :] for i, t in enumerate(whole)
+        )
         true = exact(q, k, v, dout, scale, min(T, 1024))
         usual = plain(q, k, v, dout, scale)
         out, lse, state = attention_forward(q, k, v, scale=scale, backend=key)
@@ -105,7 +130,9 @@ def layouts(sheet, key: str, T: int, widths) -> None:
         for i, (a, b) in enumerate([*pairs, pairs[0]]):
             clock = common.Clock()
             clock.mark()
-            grads = attention_backward(douts[a], q, k, v, outs[b], lse, state, scale=scale, backend=key)
+            grads = attention_backward(
+                douts[a], q, k, v, outs[b], lse, state, scale=scale, backend=key
+            )
             clock.mark()
             found = {name: Error() for name in ("out", "dq", "dk", "dv")}
             for error, *values in zip(found.values(), (out, *grads), usual, true):
@@ -113,7 +140,8 @@ def layouts(sheet, key: str, T: int, widths) -> None:
             worst = max(found, key=lambda name: found[name].share(torch.bfloat16))
             share = found[worst].share(torch.bfloat16)
             sheet.add(
-                check="layouts", backend=key, what=f"{what}: dout {a}, out {b}", tokens=T, passed=share <= 1.0, share=share,
+                check="layouts", backend=key, what=f"{what}: dout {a}, out {b}", tokens=T,
+                passed=share <= 1.0, share=share,
                 where=worst, again=i == len(pairs), ms=clock.gaps_ms()[0],
             )  # fmt: skip
 
@@ -123,15 +151,25 @@ def model(sheet, key: str | None, T: int, small: bool) -> None:
         "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 128,
     }  # fmt: skip
-    case = {"preset": "llama-tiny", "layers": 2, "tokens": T, "changes": sizes | {"initializer_range": 0.05}}
+    case = {
+        "preset": "llama-tiny",
+        "layers": 2,
+        "tokens": T,
+        "changes": sizes | {"initializer_range": 0.05},
+    }
     made = step.build(case, sheet.args.device, torch.bfloat16)
-    chosen = {way: how for way, how in ways(max(16, T // 4)).items() if way in ("host", "one tile", "gpu, all kept")}
+    chosen = {
+        way: how
+        for way, how in ways(max(16, T // 4)).items()
+        if way in ("host", "one tile", "gpu, all kept")
+    }
     again = {"host, again": chosen["host"], "one tile, again": chosen["one tile"]}
     with backend(key):
         batch = batch_of(made, T, sheet.args.device)
         for way, share, where in compared(made, batch, chosen | again, torch.bfloat16):
             sheet.add(
-                check="model", backend=key or "chosen", what=way, tokens=T, passed=share <= 1.0, share=share, where=where,
+                check="model", backend=key or "chosen", what=way, tokens=T, passed=share <= 1.0,
+                share=share, where=where,
                 again="again" in way,
             )  # fmt: skip
 
@@ -166,14 +204,17 @@ def lengths(sheet, key: str | None, low: int, high: int, count: int) -> None:
                 break
             took, _ = one_step(made, T, i)
             sheet.add(
-                check="lengths", backend=key or "chosen", what=f"step {i}", tokens=T, passed=True, step_s=took,
+                check="lengths", backend=key or "chosen", what=f"step {i}", tokens=T, passed=True,
+                step_s=took,
                 pinned_gib=pinned_gib(made), policy=policy_of(made),
             )  # fmt: skip
     hfpatch.undo(made)
 
 
 def memory(sheet, T: int, leave: float = 0.85) -> None:
-    """Steps before and after the process is allowed no more than `leave` of the memory that a step took."""
+    """Steps before and after the process is allowed no more than `leave` of the memory that a step
+    took.
+    """
     cuda, wanted, planted = sheet.args.cuda, {}, None
     made = big(sheet, T)
     hfpatch.apply(made)
@@ -194,7 +235,9 @@ def memory(sheet, T: int, leave: float = 0.85) -> None:
             # Sums in another order: some rounding steps of bfloat16, never another token's data.
             near = row.get("apart", 0.0) <= 0.05
             ran = "error" not in row or what == "first after"
-            sheet.add(**row, passed=near and ran, peak_gib=peak / common.GiB, policy=policy_of(made))
+            sheet.add(
+                **row, passed=near and ran, peak_gib=peak / common.GiB, policy=policy_of(made)
+            )
             if cuda and planted is None:
                 planted = leave * peak / common.GiB
                 total = torch.cuda.get_device_properties(0).total_memory
@@ -245,7 +288,9 @@ def main(argv=None) -> int:
                 axis.legend(fontsize=7)
 
     picture = sheet.picture(draw, wide=2) if rows else None
-    sheet.page(f"Changes in one process: {len(failed)} of {len(sheet.rows)} fail", WORDS, COLUMNS, picture)
+    sheet.page(
+        f"Changes in one process: {len(failed)} of {len(sheet.rows)} fail", WORDS, COLUMNS, picture
+    )
     return 1 if failed else 0
 
 

@@ -1,7 +1,9 @@
-"""What the entries of this folder share: arguments, ceilings measured in the same run, timing, and rows with a stamp.
+"""What the entries of this folder share: arguments, ceilings measured in the same run, timing, and
+rows with a stamp.
 
-An entry makes one Sheet and adds a row a measurement; the CSV is written after each row, so a run cut off keeps what it
-measured. Every entry takes --small: tiny shapes, on the CPU too, so that its whole path is tested without a GPU.
+An entry makes one Sheet and adds a row a measurement; the CSV is written after each row, so a run
+cut off keeps what it measured. Every entry takes --small: tiny shapes, on the CPU too, so that its
+whole path is tested without a GPU.
 """
 
 import argparse
@@ -21,7 +23,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a clone that was not installed
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # for all that is compared, and before the first CUDA allocation
+# for all that is compared, and before the first CUDA allocation
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 from hfpatch.lab.device import (  # noqa: E402, F401  (the entries ask for them here)
@@ -39,30 +42,57 @@ from hfpatch.lab.device import (  # noqa: E402, F401  (the entries ask for them 
 )
 
 GiB = 1 << 30
-OVERTIME = 10  # seconds that what an entry started may go on after its time; then there is still time for its page
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "torchao", "accelerate")
-JOURNAL = "HFPATCH_GPU_ROWS"  # the variable that names a file to which every sheet of a run appends its rows too
+# seconds that what an entry started may go on after its time; then there is still time for its page
+OVERTIME = 10
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "torchao",
+    "accelerate",
+)
+# the variable that names a file to which every sheet of a run appends its rows too
+JOURNAL = "HFPATCH_GPU_ROWS"
 
 
 def parser(entry: str, doc: str) -> argparse.ArgumentParser:
-    """The arguments every entry has. entry: its name, which its files and its default folder get."""
+    """The arguments every entry has. entry: its name, which its files and its default folder
+    get.
+    """
     made = argparse.ArgumentParser(prog=entry, description=doc.splitlines()[0])
     default = os.environ.get("OUT") or str(ROOT / "runs" / "gpu" / entry)
-    made.add_argument("--out", default=default, help="folder for the CSV, PNG and markdown (default: $OUT or runs/gpu)")
-    made.add_argument("--small", action="store_true", help="tiny shapes, also on a CPU: tries the code path")
-    made.add_argument("--seconds", type=float, default=480, help="start nothing new after this long")
-    made.add_argument("--commit", default=os.environ.get("HFPATCH_COMMIT"), help="where the copy has no git history")
+    made.add_argument(
+        "--out",
+        default=default,
+        help="folder for the CSV, PNG and markdown (default: $OUT or runs/gpu)",
+    )
+    made.add_argument(
+        "--small", action="store_true", help="tiny shapes, also on a CPU: tries the code path"
+    )
+    made.add_argument(
+        "--seconds", type=float, default=480, help="start nothing new after this long"
+    )
+    made.add_argument(
+        "--commit",
+        default=os.environ.get("HFPATCH_COMMIT"),
+        help="where the copy has no git history",
+    )
     return made
 
 
 def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argparse.Namespace:
-    """The arguments, with device and command line. Exits with a sentence where a GPU is needed and none is here."""
+    """The arguments, with device and command line. Exits with a sentence where a GPU is needed and
+    none is here.
+    """
     args = made.parse_args(argv)
     args.entry, args.cuda = made.prog, torch.cuda.is_available()
     if needs_gpu and not args.cuda and not args.small:
         made.error("expected a CUDA GPU, none is here; add --small to try the code path on a CPU.")
     args.device = torch.device("cuda" if args.cuda else "cpu")
-    # Where the files go and how the commit became known say nothing about the run, and may name a machine's folders.
+    # Where the files go and how the commit became known say nothing about the run, and may name a
+    # machine's folders.
     words, said = list(sys.argv[1:] if argv is None else argv), []
     while words:
         word = words.pop(0)
@@ -75,15 +105,21 @@ def parse(made: argparse.ArgumentParser, argv, needs_gpu: bool = True) -> argpar
 
 
 def commit_of(given: str | None) -> str:
-    """The short hash of this commit, '+' where the tree has changes; of a copy for which none was given, that of its hfpatch/."""
+    """The short hash of this commit, '+' where the tree has changes; of a copy for which none was
+    given, that of its hfpatch/.
+    """
     if given:
         return given
     git = ["git", "-C", str(ROOT)]
     try:
-        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        found = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
         if found.returncode:
             return f"hfpatch/={tree_hash(ROOT / 'hfpatch')[:12]}"
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True
+        ).stdout
     except OSError:
         return f"hfpatch/={tree_hash(ROOT / 'hfpatch')[:12]}"
     return found.stdout.strip() + ("+" if changed.strip() else "")
@@ -104,7 +140,9 @@ def versions() -> dict:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name; by nvidia-smi, since an entry whose workers need all memory opens no context itself."""
+    """The card's name; by nvidia-smi, since an entry whose workers need all memory opens no context
+    itself.
+    """
     if device.type != "cuda":
         return "cpu (code path only, no measurement)"
     try:
@@ -117,12 +155,17 @@ def device_name(device: torch.device) -> str:
 
 
 def failure(error: BaseException) -> dict:
-    """What a row says of an error: "out of memory", or its line and the last places it came from; the log has it whole."""
+    """What a row says of an error: "out of memory", or its line and the last places it came from;
+    the log has it whole.
+    """
     if is_out_of_memory(error):
         return {"error": "out of memory"}
     traceback.print_exception(error)
     frames = traceback.extract_tb(error.__traceback__)[-5:]
-    return {"error": one_line(error), "at": " > ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)}
+    return {
+        "error": one_line(error),
+        "at": " > ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames),
+    }
 
 
 def why_no_fa3() -> str | None:
@@ -136,19 +179,23 @@ def why_no_fa3() -> str | None:
     return None
 
 
-# --- timing ---------------------------------------------------------------------------------------------------------
+# --- timing ---------------------------------------------------------------------------------------
 
 
 def rotation(bytes_each: int, small: bool) -> int:
-    """Input sets to rotate among, so that a run does not find its inputs in the cache: four times a 50 MB L2."""
+    """Input sets to rotate among, so that a run does not find its inputs in the cache: four times a
+    50 MB L2.
+    """
     return 2 if small else max(1, min(8, -(-(4 * 50 << 20) // max(bytes_each, 1))))
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 class Sheet:
-    """The rows of one entry, stamped with device, versions, commit and command, and the page about them."""
+    """The rows of one entry, stamped with device, versions, commit and command, and the page about
+    them.
+    """
 
     def __init__(self, args: argparse.Namespace, name: str | None = None):
         self.args, self.name = args, name or args.entry
@@ -165,9 +212,12 @@ class Sheet:
             "command": args.command,
             "versions": " ".join(f"{k}={v}" for k, v in versions().items()),
         }
-        print(f"{self.name}: " + ", ".join(self.stamp[k] for k in ("device", "commit", "versions")), flush=True)
+        print(
+            f"{self.name}: " + ", ".join(self.stamp[k] for k in ("device", "commit", "versions")),
+            flush=True,
+        )
 
-    # -- time --------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
     def left(self) -> float:
         """Seconds until nothing new is to be started."""
         return self.args.seconds - (time.monotonic() - self.began)
@@ -179,25 +229,35 @@ class Sheet:
         self.skip(what, f"the {self.args.seconds:.0f} s of this run were over")
         return True
 
-    # -- ceilings ----------------------------------------------------------------------------------------------------
+    # -- ceilings ----------------------------------------------------------------------------------
     def ceilings(self) -> tuple[float, float]:
-        """(copy bytes/s, bf16 matmul FLOP/s) of this device, measured once in this run and stamped on every row."""
+        """(copy bytes/s, bf16 matmul FLOP/s) of this device, measured once in this run and stamped
+        on every row.
+        """
         if self._ceilings is None:
             where = self.args.device, self.args.small
             self._ceilings = copy_rate(*where), matmul_rate(*where)
             clean()
             copy, matmul = self._ceilings
-            self.stamp = {"copy_gb_s": round(copy / 1e9, 1), "matmul_tflop_s": round(matmul / 1e12, 2)} | self.stamp
-            print(f"{self.name}: copy {copy / 1e9:.0f} GB/s, matmul {matmul / 1e12:.1f} TFLOP/s", flush=True)
+            self.stamp = {
+                "copy_gb_s": round(copy / 1e9, 1),
+                "matmul_tflop_s": round(matmul / 1e12, 2),
+            } | self.stamp
+            print(
+                f"{self.name}: copy {copy / 1e9:.0f} GB/s, matmul {matmul / 1e12:.1f} TFLOP/s",
+                flush=True,
+            )
         return self._ceilings
 
-    # -- writing -----------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
     def add(self, **values) -> dict:
         """One row; floats are rounded to 5 digits. Rewrites the CSV."""
         row = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
         self.rows.append(row)
         self._note(**row)
-        print("  " + "  ".join(f"{k}={v}" for k, v in row.items() if v not in (None, "")), flush=True)
+        print(
+            "  " + "  ".join(f"{k}={v}" for k, v in row.items() if v not in (None, "")), flush=True
+        )
         self._write_csv()
         return row
 
@@ -211,7 +271,9 @@ class Sheet:
         if os.environ.get(JOURNAL):
             try:
                 with open(os.environ[JOURNAL], "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"entry": self.name, **values, **self.stamp}, default=str) + "\n")
+                    file.write(
+                        json.dumps({"entry": self.name, **values, **self.stamp}, default=str) + "\n"
+                    )
             except OSError as error:  # a full disk ends no measurement
                 print(f"{self.name}: a row is not in the journal: {error}", flush=True)
 
@@ -225,21 +287,28 @@ class Sheet:
             writer.writeheader()
             writer.writerows({**self.stamp, **row} for row in self.rows)
 
-    def page(self, title: str, words: str, columns: list[str] | None = None, picture: str | None = None) -> Path:
+    def page(
+        self, title: str, words: str, columns: list[str] | None = None, picture: str | None = None
+    ) -> Path:
         """<name>.md: what was asked, the command, the machine, the rows and what was left out."""
         self._write_csv()  # columns that were filled in after their row was added
         columns = columns or self.columns()
         shown = [c for c in columns if any(c in row for row in self.rows)]
         lines = [f"# {title}", "", words.strip(), ""]
         if self.args.small:
-            lines += ["**Made with --small: the code path was tried, no figure here is a measurement.**", ""]
+            lines += [
+                "**Made with --small: the code path was tried, no figure here is a measurement.**",
+                "",
+            ]
         lines += [f"    {self.stamp['command']}", ""]
         lines += [f"- {key}: {value}" for key, value in self.stamp.items() if key != "command"]
         if picture:
             lines += ["", f"![{title}]({picture})"]
         if self.rows:
             lines += ["", "| " + " | ".join(shown) + " |", "|" + " --- |" * len(shown)]
-            lines += ["| " + " | ".join(_cell(row.get(c)) for c in shown) + " |" for row in self.rows]
+            lines += [
+                "| " + " | ".join(_cell(row.get(c)) for c in shown) + " |" for row in self.rows
+            ]
         if self.skipped:
             lines += ["", "Left out:", ""] + [f"- {line}" for line in self.skipped]
         path = self.out / f"{self.name}.md"
@@ -248,7 +317,9 @@ class Sheet:
         return path
 
     def picture(self, draw, wide: int = 1) -> str | None:
-        """<name>.png by draw(axes), axes a list of `wide`; None with a line where matplotlib is missing."""
+        """<name>.png by draw(axes), axes a list of `wide`; None with a line where matplotlib is
+        missing.
+        """
         try:
             import matplotlib
         except ImportError:
@@ -271,10 +342,22 @@ def _cell(value) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def lines(axis, rows, x: str, y: str, series: str, *, title: str, ylabel: str | None = None, log: bool = True) -> None:
+def lines(
+    axis,
+    rows,
+    x: str,
+    y: str,
+    series: str,
+    *,
+    title: str,
+    ylabel: str | None = None,
+    log: bool = True,
+) -> None:
     """One line a value of `series` through the rows that have x and y."""
     for name in dict.fromkeys(row.get(series) for row in rows):
-        points = sorted((row[x], row[y]) for row in rows if row.get(series) == name and row.get(y) is not None)
+        points = sorted(
+            (row[x], row[y]) for row in rows if row.get(series) == name and row.get(y) is not None
+        )
         if points:
             axis.plot(*zip(*points), marker="o", markersize=3, label=str(name))
     if log:

@@ -1,7 +1,9 @@
-"""The least time of a training step on this card: its FLOPs at the matmul and attention rates measured here and now.
+"""The least time of a training step on this card: its FLOPs at the matmul and attention rates
+measured here and now.
 
-A step that checkpoints layers multiplies each layer's weights forward twice and backward twice, runs the attention
-forward once and its backward once, and the head's three matmuls. T tokens; one sequence.
+A step that checkpoints layers multiplies each layer's weights forward twice and backward twice,
+runs the attention forward once and its backward once, and the head's three matmuls. T tokens; one
+sequence.
 """
 
 import common
@@ -12,7 +14,9 @@ from hfpatch.budget.cuts import heads_per_group
 
 
 def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:
-    """Seconds of one layer's matmuls over `rows` tokens: forward, input gradient, weight gradient, bf16."""
+    """Seconds of one layer's matmuls over `rows` tokens: forward, input gradient, weight gradient,
+    bf16.
+    """
     D, I, Q, KV = shape.hidden_size, shape.intermediate_size, shape.q_size, shape.kv_size
     weights = {(Q, D): 1, (KV, D): 2, (D, Q): 1, (I, D): 2, (D, I): 1}  # (out, in): how many
     total = {"forward": 0.0, "input gradient": 0.0, "weight gradient": 0.0}
@@ -34,7 +38,9 @@ def gemm_seconds(shape, rows: int, device, small: bool) -> dict[str, float]:
 
 
 def attention_seconds(shape, tokens: int, device, backend: str | None = None) -> dict:
-    """Seconds of one layer's attention as the layer engine calls it: forward of all heads, backward of each group of KV heads."""
+    """Seconds of one layer's attention as the layer engine calls it: forward of all heads, backward
+    of each group of KV heads.
+    """
     H, K, E, scale = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5
     group = heads_per_group(1, tokens, H, K)
     hs, ks, groups = slice(0, group * (H // K)), slice(0, group), K // group
@@ -44,13 +50,25 @@ def attention_seconds(shape, tokens: int, device, backend: str | None = None) ->
 
     def run(i, mark):
         out, lse, state = attention_forward(q, k, v, scale=scale, backend=backend)
-        part = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs], lse[:, hs].contiguous()]
+        part = [
+            dout[:, :, hs],
+            q[:, :, hs],
+            k[:, :, ks],
+            v[:, :, ks],
+            out[:, :, hs],
+            lse[:, hs].contiguous(),
+        ]
         mark()
         attention_backward(*part, state, scale=scale, backend=backend)
         mark()
 
     forward, backward = common.timed(run, budget_ms=400, least=2, most=10)
-    return {"backend": backend, "group": group, "forward": forward / 1e3, "backward": backward * groups / 1e3}
+    return {
+        "backend": backend,
+        "group": group,
+        "forward": forward / 1e3,
+        "backward": backward * groups / 1e3,
+    }
 
 
 def floor(shape, tokens: int, device, small: bool) -> dict:

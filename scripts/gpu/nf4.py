@@ -1,8 +1,9 @@
 """A frozen Linear in 4 bits, for measurements where bitsandbytes is too large to travel.
 
-NF4 with double quantisation as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314): 16 quantiles of a normal distribution,
-blocks of 64 weights, their scales in 8 bits in blocks of 256: 0.516 bytes a weight. Plain torch: the weight is written out in
-bf16 at each use, which bitsandbytes' fused kernels do faster.
+NF4 with double quantisation as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314): 16 quantiles of a
+normal distribution, blocks of 64 weights, their scales in 8 bits in blocks of 256: 0.516 bytes a
+weight. Plain torch: the weight is written out in bf16 at each use, which bitsandbytes' fused
+kernels do faster.
 """
 
 import torch
@@ -14,7 +15,9 @@ BLOCK, SUPER = 64, 256
 
 
 def levels() -> Tensor:
-    """The 16 values, float32, from -1 to 1: evenly spaced quantiles on either side of an exact zero (their appendix E)."""
+    """The 16 values, float32, from -1 to 1: evenly spaced quantiles on either side of an exact zero
+    (their appendix E).
+    """
     last = 0.9677083
     quantile = torch.distributions.Normal(0.0, 1.0).icdf
     above = quantile(torch.linspace(last, 0.5, 9, dtype=torch.float64)[:-1])
@@ -25,7 +28,8 @@ def levels() -> Tensor:
 
 @hfpatch.token_wise
 class Nf4Linear(nn.Linear):
-    """A frozen Linear whose weight is kept as uint8 [out * in / 2]; x [..., in] to [..., out] in x's dtype.
+    """A frozen Linear whose weight is kept as uint8 [out * in / 2]; x [..., in] to [..., out] in
+    x's dtype.
 
     Raises ValueError where the weight does not fill whole blocks of 64.
     """
@@ -36,13 +40,16 @@ class Nf4Linear(nn.Linear):
         weight = linear.weight.detach()
         if weight.numel() % BLOCK:
             raise ValueError(
-                f"hfpatch: expected a weight of whole blocks of {BLOCK}, {tuple(weight.shape)} came; keep it in bf16."
+                f"hfpatch: expected a weight of whole blocks of {BLOCK}, {tuple(weight.shape)} "
+                "came; keep it in bf16."
             )
         blocks = weight.reshape(-1, BLOCK).float()
         scale = blocks.abs().amax(1).clamp_min(1e-12)
         # The nearest of 16 sorted levels, by the midpoints between them.
         table = levels().to(weight.device)
-        code = torch.bucketize(blocks / scale[:, None], (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+        code = torch.bucketize(
+            blocks / scale[:, None], (table[1:] + table[:-1]) / 2, out_int32=True
+        ).to(torch.uint8)
         code = code.reshape(-1, 2)
         packed = code[:, 0] << 4 | code[:, 1]
         self.weight = nn.Parameter(packed, requires_grad=False)

@@ -1,14 +1,15 @@
-"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py cases.json results.jsonl now.json`.
+"""Training steps of a whole model, one implementation a process: `python scripts/gpu/step.py
+cases.json results.jsonl now.json`.
 
-The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that says so. A case is
-a dict:
+The entries write cases and read results (`run_cases`); a case that runs out of memory is a row that
+says so. A case is a dict:
 
     impl            "stock" | "liger" | "trl" | "hfpatch"
     tokens          of one sequence; batch is 1
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
     checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off" | "selective":
-                    offload under TRL's selective checkpointing, which does not run attention again. trl: TRL's fused head,
-                    always selective
+                    offload under TRL's selective checkpointing, which does not run attention again.
+                    trl: TRL's fused head, always selective
     lora            rank of adapters (PEFT, every Linear of the layers) over a frozen base
     base            of lora: "4bit" (nf4.py), unless it says "bf16"
     cap_gib         device memory this process may take, as on a smaller card
@@ -63,12 +64,16 @@ def adapted(model, rank: int, base: str):
     if base == "4bit":
         quantise(model)
     common.clean()
-    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 def checkpoint(model, offload: bool) -> None:
-    """transformers' own checkpointing, by the name it has in this version; TRL's selective one wraps the older name alone."""
+    """transformers' own checkpointing, by the name it has in this version; TRL's selective one
+    wraps the older name alone.
+    """
     enable = model.gradient_checkpointing_enable
     if not getattr(enable, "_is_sac_wrapped", False):
         enable = getattr(model, "activation_checkpointing_enable", enable)
@@ -78,12 +83,17 @@ def checkpoint(model, offload: bool) -> None:
         enable({"use_reentrant": False})
 
 
-LIGERS: dict = {}  # of each family's file into which Liger put its classes for the whole process, what was there before
+# of each family's file into which Liger put its classes for the whole process, what was there
+# before
+LIGERS: dict = {}
 
 
 def become(model, case) -> str:
     """Makes the model what the case asks for; returns what was done, in a line."""
-    impl, kept = case["impl"], case.get("checkpointing", "auto" if case["impl"] == "hfpatch" else "plain")
+    impl, kept = (
+        case["impl"],
+        case.get("checkpointing", "auto" if case["impl"] == "hfpatch" else "plain"),
+    )
     if impl == "hfpatch":
         import hfpatch
 
@@ -96,9 +106,13 @@ def become(model, case) -> str:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         if not getattr(model, "_liger_applied", False):
-            family = sys.modules[type(model.get_base_model() if case.get("lora") else model).__module__]
+            family = sys.modules[
+                type(model.get_base_model() if case.get("lora") else model).__module__
+            ]
             LIGERS.setdefault(family, dict(vars(family)))
-            _apply_liger_kernel_to_instance(model=model.get_base_model() if case.get("lora") else model)
+            _apply_liger_kernel_to_instance(
+                model=model.get_base_model() if case.get("lora") else model
+            )
             model._liger_applied = True
     if impl == "trl" and not getattr(model, "_trl_applied", False):
         from trl.trainer.utils import add_fused_lm_head
@@ -114,7 +128,7 @@ def become(model, case) -> str:
     return f"{impl}, checkpointing {kept}"
 
 
-# --- one case -------------------------------------------------------------------------------------------------------
+# --- one case -------------------------------------------------------------------------------------
 
 
 def one_step(model, batch, mark=lambda: None):
@@ -134,11 +148,14 @@ def kernel_split(model, batch) -> dict:
 
 
 def mfu_of(shape, tokens: int, seconds: float) -> float | None:
-    """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not counted; None of a device that
-    has none."""
+    """Share of the data sheet's bf16 rate that the model's own causal FLOPs take, recomputation not
+    counted; None of a device that has none.
+    """
     from hfpatch.trainer.callback import model_flops, published_peak
 
-    rate = published_peak(common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    rate = published_peak(
+        common.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    )
     return model_flops(shape, 1, tokens) / seconds / rate if rate else None
 
 
@@ -181,7 +198,9 @@ def ballast(gib: float, device):
 
 
 def measure(model, case, device, found: dict | None = None, note=lambda: None) -> dict:
-    """What the case's row says, into `found`. note: called after each step, which what comes next may end."""
+    """What the case's row says, into `found`. note: called after each step, which what comes next
+    may end.
+    """
     found = {} if found is None else found
     shape = ModelShape.from_config(model.config)
     # Random tokens; every one a label.
@@ -204,7 +223,8 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
             model.zero_grad(set_to_none=True)
         watch = GradWatch(model)
         seconds, halves = [], []
-        # The first timed step is also the one whose memory is followed: the counters cost microseconds.
+        # The first timed step is also the one whose memory is followed: the counters cost
+        #     microseconds.
         for i in range(case.get("steps", 2)):
             if i and not fits(1):
                 break
@@ -229,7 +249,8 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
             "backward_s": halves[best][1] / 1e3,
             "steps_s": " ".join(f"{s:.4g}" for s in seconds),
             "tokens_s": case["tokens"] / seconds[best],
-            # A frozen base takes no weight gradients: the field's count of FLOPs does not describe it.
+            # A frozen base takes no weight gradients: the field's count of FLOPs does not describe
+            #     it.
             "mfu": None if case.get("lora") else mfu_of(shape, case["tokens"], seconds[best]),
             "loss": loss.item(),
             "policy": policy_of(model),
@@ -239,7 +260,9 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
         if case.get("split") and fits(1.5):  # recording costs some of it
             try:
                 found |= kernel_split(model, batch)
-            except Exception as error:  # a machine may keep its counters to itself: what was timed stays
+            except (
+                Exception
+            ) as error:  # a machine may keep its counters to itself: what was timed stays
                 found["split_error"] = common.one_line(error)
     finally:
         found |= host.close()
@@ -248,8 +271,9 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
 
 
 def run(cases: list[dict], write, under_way=lambda result: None) -> None:
-    """Measures each case; write(case, result) at once. The model is kept while cases ask for the same one. under_way: gets what is
-    known of the case that runs, whenever that is more."""
+    """Measures each case; write(case, result) at once. The model is kept while cases ask for the
+    same one. under_way: gets what is known of the case that runs, whenever that is more.
+    """
     try:
         _run(cases, write, under_way)
     finally:
@@ -282,7 +306,8 @@ def _run(cases: list[dict], write, under_way) -> None:
             become(model.to(device), case)  # a base that was on the host comes back
             common.clean()
             with (
-                capped(case.get("cap_gib")), ballast(case.get("ballast_gib", 0), device), host_memory(case.get("host_gib")),
+                capped(case.get("cap_gib")), ballast(case.get("ballast_gib", 0), device),
+                host_memory(case.get("host_gib")),
             ):  # fmt: skip
                 result |= measure(model, case, device, result, partial(under_way, result))
         except Exception as error:  # whatever a rival may raise: the row says what happened, and the next case runs
@@ -299,11 +324,13 @@ def _run(cases: list[dict], write, under_way) -> None:
         write(case, result)
 
 
-# --- the entries' side ----------------------------------------------------------------------------------------------
+# --- the entries' side ----------------------------------------------------------------------------
 
 
 def run_cases(sheet, cases: list[dict]) -> list[dict]:
-    """A row of `sheet` for each case, run in one process of its own (in this one with --small). Returns the rows."""
+    """A row of `sheet` for each case, run in one process of its own (in this one with --small).
+    Returns the rows.
+    """
     rows = []
 
     def write(case, result):
@@ -346,7 +373,8 @@ def run_cases(sheet, cases: list[dict]) -> list[dict]:
 
 
 TINY = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16,
 }  # fmt: skip
 
@@ -365,7 +393,13 @@ def small(sheet, cases: list[dict]) -> list[dict]:
         family = {"preset": "llama-tiny", "changes": {"vocab_size": 128}}
         if "preset" in case:  # the same family, its sizes shrunk
             family = {"preset": case["preset"], "changes": {**case.get("changes", {}), **TINY}}
-        case = {**case, **tiny, **family, "tokens": 48, "split": case.get("split", False) and not shrunk}
+        case = {
+            **case,
+            **tiny,
+            **family,
+            "tokens": 48,
+            "split": case.get("split", False) and not shrunk,
+        }
         if case not in shrunk:  # lengths are all one here
             shrunk.append(case)
     return shrunk

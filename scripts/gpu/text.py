@@ -1,4 +1,6 @@
-"""Real text that every machine has: the standard library's sources, as tokens of a BPE trained on them."""
+"""Real text that every machine has: the standard library's sources, as tokens of a BPE trained on
+them.
+"""
 
 import sysconfig
 from pathlib import Path
@@ -23,7 +25,9 @@ def sources(most: int | None = None) -> list[str]:
 
 
 def rows(vocab_size: int, tokens: int, count: int, files: int | None = None):
-    """(count rows of `tokens` token ids each, how many different ids are in them) under a tokenizer of vocab_size."""
+    """(count rows of `tokens` token ids each, how many different ids are in them) under a tokenizer
+    of vocab_size.
+    """
     from hfpatch.trainer.tokenizer import train
 
     texts = sources(files)
@@ -35,4 +39,6 @@ def rows(vocab_size: int, tokens: int, count: int, files: int | None = None):
             break
     while len(ids) < tokens * count:
         ids += ids
-    return [ids[i * tokens : (i + 1) * tokens] for i in range(count)], len(set(ids[: tokens * count]))
+    return [ids[i * tokens : (i + 1) * tokens] for i in range(count)], len(
+        set(ids[: tokens * count])
+    )

@@ -1,4 +1,6 @@
-"""float64 models are compared to rounding here, so their loss must not be rounded to float32 as transformers' is."""
+"""float64 models are compared to rounding here, so their loss must not be rounded to float32 as
+transformers' is.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The tiny Llama as the layer tests take it: float64, three layers, rows of a length that no tile divides."""
+"""The tiny Llama as the layer tests take it: float64, three layers, rows of a length that no tile
+divides.
+"""
 
 import tiny
 import torch

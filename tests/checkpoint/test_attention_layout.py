@@ -1,7 +1,8 @@
 """What attention's backward is handed: out and dout in one layout, whichever way a layer runs.
 
-cuDNN's plans are cached by the strides of q, k and v alone in torch up to 2.13 (aten/native/cudnn/MHA.cpp), so the same strides
-must never come with two layouts of out or dout: the plan of one would run on the other. Later versions expect q's layout in both.
+cuDNN's plans are cached by the strides of q, k and v alone in torch up to 2.13
+(aten/native/cudnn/MHA.cpp), so the same strides must never come with two layouts of out or dout:
+the plan of one would run on the other. Later versions expect q's layout in both.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel import exchange
 from tests.checkpoint.deep import tiny_llama, tokens
 
-# (settings, what the policy has besides) of every path; the same length throughout, so that strides meet.
+# (settings, what the policy has besides) of every path; the same length throughout, so that strides
+# meet.
 PATHS = {
     "one tile": ({"offload": "gpu"}, {}),
     "one tile, from the host": ({"offload": "host", "keep": ("qkv", "mid", "gate_up")}, {}),
@@ -40,9 +42,12 @@ def strides(x: torch.Tensor) -> tuple:
 
 @pytest.fixture
 def layouts(request, monkeypatch):
-    """{shapes and strides of q, k, v: those of (out, dout)} that a backend's backward is called with; the CPU's computes it."""
+    """{shapes and strides of q, k, v: those of (out, dout)} that a backend's backward is called
+    with; the CPU's computes it.
+    """
     name, found = request.param, defaultdict(set)
-    hfpatch.apply(tiny_llama(**SIZES))  # its small instance is tried by the CPU's own kernels, and known from here on
+    # its small instance is tried by the CPU's own kernels, and known from here on
+    hfpatch.apply(tiny_llama(**SIZES))
 
     def backward(dout, q, k, v, out, *rest):
         found[tuple((x.shape, strides(x)) for x in (q, k, v))].add((strides(out), strides(dout)))
@@ -77,7 +82,9 @@ def run(path: str, monkeypatch, whole: bool = False, retain: bool = False) -> No
             loss.backward()
 
 
-@pytest.mark.parametrize("layouts, traced", [("cudnn", False), ("cudnn", True), ("flash", False)], indirect=["layouts"])
+@pytest.mark.parametrize(
+    "layouts, traced", [("cudnn", False), ("cudnn", True), ("flash", False)], indirect=["layouts"]
+)
 def test_one_layout_on_every_path(layouts, traced, monkeypatch):
     if traced:
         monkeypatch.setattr("hfpatch.layer.parts.direct_of", lambda *_: None)

@@ -1,4 +1,6 @@
-"""Where tokens of shared rows lie, and rounds whose tensors pass 2^31 elements; ranks are simulated."""
+"""Where tokens of shared rows lie, and rounds whose tensors pass 2^31 elements; ranks are
+simulated.
+"""
 
 from types import SimpleNamespace
 
@@ -33,9 +35,16 @@ def test_rounds_beyond_two_to_the_31(monkeypatch):
     monkeypatch.setattr(sequence, "BLOCKS", 4 * T // 128)
     seen = []
     forward, backward = exchange.attention_forward, exchange.attention_backward
-    monkeypatch.setattr(exchange, "attention_forward", lambda q, *a, **k: seen.append(q) or forward(q, *a, **k))
-    monkeypatch.setattr(exchange, "attention_backward", lambda *a, **k: seen.extend(a[:2]) or backward(*a, **k))
-    q, k = torch.empty(1, T // P, 32, 128, device="meta"), torch.empty(1, T // P, 8, 128, device="meta")
+    monkeypatch.setattr(
+        exchange, "attention_forward", lambda q, *a, **k: seen.append(q) or forward(q, *a, **k)
+    )
+    monkeypatch.setattr(
+        exchange, "attention_backward", lambda *a, **k: seen.extend(a[:2]) or backward(*a, **k)
+    )
+    q, k = (
+        torch.empty(1, T // P, 32, 128, device="meta"),
+        torch.empty(1, T // P, 8, 128, device="meta"),
+    )
     attention = exchange.ExchangedAttention(LoneRank(P))
     asked = SimpleNamespace(scale=1.0, pattern=CAUSAL, sinks_H=None)
     outs, lses = attention.forward([asked], [], [q, k, k])
@@ -49,9 +58,13 @@ def test_rounds_beyond_two_to_the_31(monkeypatch):
 
 
 def test_ranks_agree_anew_until_lengths_are_many(monkeypatch):
-    """Each of the first lengths, and once more when there are many: then a backend that plans for each length is left."""
+    """Each of the first lengths, and once more when there are many: then a backend that plans for
+    each length is left.
+    """
     ranks, asked = LoneRank(2), []
-    monkeypatch.setattr(ranks, "agreed", lambda key, choose: asked.append(key) or choose(), raising=False)
+    monkeypatch.setattr(
+        ranks, "agreed", lambda key, choose: asked.append(key) or choose(), raising=False
+    )
     call = SimpleNamespace(scale=1.0, pattern=CAUSAL, sinks_H=None)
     for t in (10, 11, 10, 12, 13, 14, 15, 10):
         q = torch.zeros(1, t, 4, 8)

@@ -1,4 +1,6 @@
-"""What the policy keeps beside x, out and lse, and layers that keep everything: the same gradients with less computed."""
+"""What the policy keeps beside x, out and lse, and layers that keep everything: the same gradients
+with less computed.
+"""
 
 from itertools import combinations
 
@@ -19,13 +21,21 @@ from tests.checkpoint.test_layer import BUDGET, check
 from tests.models.families import small_model
 
 KEEPS = [names for n in (1, 2, 3) for names in combinations(KEEPABLE, n)]
-# Each name alone and all of them; on the device, on the host, in files; one tile and many; attention once and twice.
+# Each name alone and all of them; on the device, on the host, in files; one tile and many;
+# attention once and twice.
 SHORT = [
-    (("qkv",), "gpu", 14, True), (("mid",), "host", 14, True), (("gate_up",), "disk", 14, True), (KEEPABLE, "host", 14, True),
+    (("qkv",), "gpu", 14, True), (("mid",), "host", 14, True), (("gate_up",), "disk", 14, True),
+    (KEEPABLE, "host", 14, True),
     (KEEPABLE, "gpu", 4096, True), (KEEPABLE, "disk", 4096, False), (KEEPABLE, "gpu", 14, False),
     (("qkv", "mid"), "host", 4096, True),
 ]  # fmt: skip
-ALL = [(k, w, t, s) for k in KEEPS for w in ("gpu", "host", "disk") for t in (14, 4096) for s in (True, False)]
+ALL = [
+    (k, w, t, s)
+    for k in KEEPS
+    for w in ("gpu", "host", "disk")
+    for t in (14, 4096)
+    for s in (True, False)
+]
 
 
 @pytest.mark.parametrize("keep, where, tile, save", [
@@ -36,11 +46,14 @@ def test_gradients_equal_stock(keep, where, tile, save, tmp_path):
     check(hfpatch.Checkpointing(offload=where, tile=tile, keep=keep, save_attention=save, plain=0))
 
 
-# None, the last, all but the first, and more than there are; behind layers that keep their input alone, and segments.
+# None, the last, all but the first, and more than there are; behind layers that keep their input
+# alone, and segments.
 @pytest.mark.parametrize("plain, every", [(0, 1), (1, 1), (2, 1), (9, 1), (1, 2)])
 def test_plain_layers(plain, every, monkeypatch):
     calls = []
-    monkeypatch.setattr("hfpatch.layer.layer.tiled_layer", _counted("hfpatch.layer.layer.tiled_layer", calls))
+    monkeypatch.setattr(
+        "hfpatch.layer.layer.tiled_layer", _counted("hfpatch.layer.layer.tiled_layer", calls)
+    )
     check(hfpatch.Checkpointing(offload="host", tile=14, plain=plain, every=every))
     assert len(calls) == max(0, 3 - plain)
 
@@ -62,7 +75,8 @@ def test_plain_layers_that_cannot_be_tiled_keep_everything_too(monkeypatch):
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *args: None)
     monkeypatch.setattr(
-        "hfpatch.layer.layer.offloaded_checkpoint", _counted("hfpatch.layer.layer.offloaded_checkpoint", calls)
+        "hfpatch.layer.layer.offloaded_checkpoint",
+        _counted("hfpatch.layer.layer.offloaded_checkpoint", calls),
     )
     model(tokens(), labels=tokens()).loss.backward()
     assert len(calls) == 1
@@ -79,7 +93,10 @@ def three(prepare, **inputs):
     for keep, plain in (((), 0), (KEEPABLE, 0), (KEEPABLE, 1)):
         model = tiny_llama()
         prepare(model)
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=plain))
+        hfpatch.apply(
+            model,
+            checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=plain),
+        )
         torch.manual_seed(3)
         model(**inputs).loss.backward()
         found.append(gradients(model))
@@ -88,7 +105,8 @@ def three(prepare, **inputs):
 
 # Packed documents, frozen parts, a first layer whose input wants no gradient.
 @pytest.mark.parametrize("prepare", [
-    lambda m: None, lambda m: m.model.embed_tokens.requires_grad_(False), lambda m: m.model.layers[1].requires_grad_(False),
+    lambda m: None, lambda m: m.model.embed_tokens.requires_grad_(False),
+    lambda m: m.model.layers[1].requires_grad_(False),
     lambda m: m.model.layers[0].mlp.gate_proj.requires_grad_(False),
 ])  # fmt: skip
 def test_what_is_kept_changes_no_bit(prepare):
@@ -104,7 +122,9 @@ def test_what_is_kept_changes_no_bit(prepare):
 @pytest.mark.parametrize("tile", [14, 4096])
 def test_a_retained_graph_gives_the_same_again(where, tile):
     model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, keep=KEEPABLE, plain=1))
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, keep=KEEPABLE, plain=1)
+    )
     loss = model(tokens(), labels=tokens()).loss
     loss.backward(retain_graph=True)
     first = {n: g.clone() for n, g in gradients(model).items()}
@@ -114,15 +134,21 @@ def test_a_retained_graph_gives_the_same_again(where, tile):
 
 
 def test_adapters_keep_what_still_spares_them_something():
-    """A projection with an adapter is computed again all the same, so what it makes is not kept; and dropout is the same."""
+    """A projection with an adapter is computed again all the same, so what it makes is not kept;
+    and dropout is the same.
+    """
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=4, target_modules=["o_proj", "q_proj"], init_lora_weights=False, lora_dropout=0.3)
+    lora = LoraConfig(
+        r=4, target_modules=["o_proj", "q_proj"], init_lora_weights=False, lora_dropout=0.3
+    )
     found = []
     for keep in ((), "auto"):
         torch.manual_seed(1)
         model = get_peft_model(tiny_llama(), lora)
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0))
+        hfpatch.apply(
+            model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0)
+        )
         if keep == "auto":
             session = model.base_model.model.model._hfpatch_session
             session._resolve = lambda *a: Policy("gpu", tile=14, keep=KEEPABLE)
@@ -140,17 +166,25 @@ def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
     """Asked for by hand, but another MLP's forward may read what would be left out."""
     plain, model = tiny_llama(), tiny_llama()
     for m, keep in ((plain, ()), (model, KEEPABLE)):
-        hfpatch.apply(m, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0))
+        hfpatch.apply(
+            m, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0)
+        )
         for layer in m.model.layers:
             layer.mlp.forward = type(layer.mlp).forward.__get__(layer.mlp)
     for _ in range(2):
         for m in (plain, model):
             m(tokens(), labels=tokens()).loss.backward()
     assert same(gradients(plain), gradients(model))
-    assert capsys.readouterr().err.count("hfpatch: LlamaDecoderLayers compute gate_up again: keeping that") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "hfpatch: LlamaDecoderLayers compute gate_up again: keeping that"
+        )
+        == 1
+    )
 
 
-# The common block with and without experts, blocks of other kinds: what budget/shape.py promises of a family, its layers keep.
+# The common block with and without experts, blocks of other kinds: what budget/shape.py promises of
+#     a family, its layers keep.
 FAMILIES = ("phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
 MORE = (
     "mistral",
@@ -173,7 +207,9 @@ BY_FORWARDS = tiny.not_with_transformers_5_0(
 MOE = pytest.param("qwen3_moe", marks=BY_FORWARDS)
 
 
-@pytest.mark.parametrize("family", [MOE, *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)])
+@pytest.mark.parametrize(
+    "family", [MOE, *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)]
+)
 def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)
@@ -187,7 +223,9 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     monkeypatch.setattr(LayerParts, "keepable", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
     for keep in ((), promised):
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0))
+        hfpatch.apply(
+            model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0)
+        )
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         found.append(gradients(model))
@@ -195,11 +233,15 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     assert same(*found)
 
 
-# A segment of one layer beside one of two; what is kept in one tile and in several; attention fetched twice.
+# A segment of one layer beside one of two; what is kept in one tile and in several; attention
+# fetched twice.
 @pytest.mark.parametrize("policy", [
-    Policy("host", tile=14), Policy("host", tile=4096, keep=KEEPABLE), Policy("host", tile=14, keep=("qkv", "mid"), plain=1),
-    Policy("host", 2, False, tile=14), Policy("host", 3, False, tile=4096), Policy("host", tile=14, stream_attention=True),
-    Policy("host", tile=14, keep=KEEPABLE, again=1), Policy("host", tile=14, stream_attention=True, again=1),
+    Policy("host", tile=14), Policy("host", tile=4096, keep=KEEPABLE),
+    Policy("host", tile=14, keep=("qkv", "mid"), plain=1),
+    Policy("host", 2, False, tile=14), Policy("host", 3, False, tile=4096),
+    Policy("host", tile=14, stream_attention=True),
+    Policy("host", tile=14, keep=KEEPABLE, again=1), Policy("host", tile=14, stream_attention=True,
+                                                            again=1),
     Policy("host", 2, True, True, tile=14),
 ])  # fmt: skip
 def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
@@ -213,7 +255,9 @@ def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
         return save(self, x)
 
     def fetched(self, pieces, slot=None):
-        moved["back"] += sum(s.shape[0] * (b - a) * s.row_bytes for s, a, b, _ in pieces if not s.resident)
+        moved["back"] += sum(
+            s.shape[0] * (b - a) * s.row_bytes for s, a, b, _ in pieces if not s.resident
+        )
         return fetch(self, pieces, slot)
 
     monkeypatch.setattr(Transfers, "save", saved)

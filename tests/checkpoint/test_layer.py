@@ -1,7 +1,9 @@
-"""The tiled layer against the unpatched model: every gradient, in every way a training loop may ask for it.
+"""The tiled layer against the unpatched model: every gradient, in every way a training loop may ask
+for it.
 
-In float64 both sides compute everything in float64 (weight gradients add up in promote_types(dtype, float32)), so they agree to its
-rounding: BUDGET is 2**-52 times the few thousand terms of a sum, for gradients of order 1.
+In float64 both sides compute everything in float64 (weight gradients add up in promote_types(dtype,
+float32)), so they agree to its rounding: BUDGET is 2**-52 times the few thousand terms of a sum,
+for gradients of order 1.
 """
 
 import gc
@@ -45,7 +47,8 @@ def check(settings, model_changes=None, B=2, T=37, prepare=lambda m: None, **inp
     return model
 
 
-# Tiles: not dividing T, dividing it, one token, one tile for all. Two rows, so that a tile is not contiguous.
+# Tiles: not dividing T, dividing it, one token, one tile for all. Two rows, so that a tile is not
+#     contiguous.
 @pytest.mark.parametrize("tile", [14, 74, 2, 4096])
 @pytest.mark.parametrize("save_attention", [True, False])
 @pytest.mark.parametrize("offload", ["gpu", "host"])
@@ -53,7 +56,8 @@ def test_gradients_equal_stock(tile, save_attention, offload):
     check(hfpatch.Checkpointing(offload=offload, tile=tile, save_attention=save_attention))
 
 
-# Segments: dividing the layers or not, longer than the model; each with its inputs on the device and on the host.
+# Segments: dividing the layers or not, longer than the model; each with its inputs on the device
+#     and on the host.
 @pytest.mark.parametrize("every", [2, 3, 7])
 @pytest.mark.parametrize("offload", ["gpu", "host"])
 @pytest.mark.parametrize("tile", [14, 4096])
@@ -68,7 +72,8 @@ def test_short_sequences(T):
     ids = tokens(3, T)
     for m in (stock, model):
         m.model(ids, use_cache=False).last_hidden_state.square().sum().backward()
-    assert largest_difference(gradients(stock), gradients(model)) < BUDGET * 100  # a sum over up to 2,496 values
+    # a sum over up to 2,496 values
+    assert largest_difference(gradients(stock), gradients(model)) < BUDGET * 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,7 +97,9 @@ def test_working_dtypes_within_budget(dtype, tile):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_layers_that_run_twice_in_a_forward(every):
-    """One module at two places of the list, as models made deeper by repetition have it; and undo takes it back."""
+    """One module at two places of the list, as models made deeper by repetition have it; and undo
+    takes it back.
+    """
     models = pair()
     for m in models:
         first, second, _ = m.model.layers
@@ -114,9 +121,13 @@ def test_biases_and_inputs_embeds():
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     results = []
     for m in (stock, model):
-        x = torch.randn(2, 37, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(
+            2, 37, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         (
-            stock_loss(m, tokens(), inputs_embeds=x) if m is stock else m(inputs_embeds=x, labels=tokens()).loss
+            stock_loss(m, tokens(), inputs_embeds=x)
+            if m is stock
+            else m(inputs_embeds=x, labels=tokens()).loss
         ).backward()
         results.append({"x": x.grad, **gradients(m)})
     assert largest_difference(*results) < BUDGET
@@ -143,7 +154,9 @@ def only_a_norm_and_v(model):
 
 @pytest.mark.parametrize("tile", [14, 4096])
 @pytest.mark.parametrize("offload", ["gpu", "host"])
-@pytest.mark.parametrize("prepare", [freeze_embeddings, freeze_all_but_last_layer, freeze_middle, only_a_norm_and_v])
+@pytest.mark.parametrize(
+    "prepare", [freeze_embeddings, freeze_all_but_last_layer, freeze_middle, only_a_norm_and_v]
+)
 def test_frozen_parts(prepare, tile, offload):
     check(hfpatch.Checkpointing(offload=offload, tile=tile), prepare=prepare)
 
@@ -154,7 +167,9 @@ def test_lora(first):
 
     stock, model = pair()
     settings = hfpatch.Checkpointing(offload="host", tile=14)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     if first == "apply":
         hfpatch.apply(model, checkpointing=settings)
     torch.manual_seed(3)
@@ -171,13 +186,20 @@ def test_lora(first):
 
 
 def test_dropout_is_the_same_when_run_again():
-    """With dropout inside a tile the gradient is that of the very function the forward computed (finite differences)."""
+    """With dropout inside a tile the gradient is that of the very function the forward computed
+    (finite differences).
+    """
     from peft import LoraConfig, get_peft_model
 
     model = tiny_llama(num_hidden_layers=2)
     model = get_peft_model(
         model,
-        LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "o_proj", "up_proj"], init_lora_weights=False),
+        LoraConfig(
+            r=4,
+            lora_dropout=0.5,
+            target_modules=["q_proj", "o_proj", "up_proj"],
+            init_lora_weights=False,
+        ),
     )
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14), loss=False)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -187,7 +209,8 @@ def test_dropout_is_the_same_when_run_again():
     def value(step):
         torch.manual_seed(11)
         for p, d in zip(trainable, direction):
-            p.data.add_(d, alpha=step)  # not counted as a write to the weights that backward will use
+            # not counted as a write to the weights that backward will use
+            p.data.add_(d, alpha=step)
         hidden = model.base_model.model.model(tokens(2, 20)).last_hidden_state
         for p, d in zip(trainable, direction):
             p.data.sub_(d, alpha=step)
@@ -201,14 +224,22 @@ def test_dropout_is_the_same_when_run_again():
     assert abs(slope - measured) < 1e-5 * max(1.0, abs(measured))
 
 
-@tiny.not_with_transformers_5_0("rounds to float32 between OPT's layers, so that no step tells the slope")
+@tiny.not_with_transformers_5_0(
+    "rounds to float32 between OPT's layers, so that no step tells the slope"
+)
 @pytest.mark.parametrize("every", [1, 2])
 def test_draws_that_no_module_tells_of_are_the_same_when_run_again(every, monkeypatch):
-    """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth), at a rate raised once training runs: the gradient
-    is the function's own. What it is given lies in memory as in forward: dropout on a GPU draws by that."""
+    """F.dropout in a layer's own forward (OPT, whose checkpoints drop a tenth), at a rate raised
+    once training runs: the gradient is the function's own. What it is given lies in memory as in
+    forward: dropout on a GPU draws by that.
+    """
     model, drops, real = small_model("opt").train(), [], torch.nn.functional.dropout
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=6, every=every), loss=False)
-    ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload="host", tile=6, every=every), loss=False
+    )
+    ids = torch.randint(
+        3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1)
+    )
     dropped = lambda x, *args, **kwargs: drops.append(x.stride()) or real(x, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "dropout", dropped)
 
@@ -250,7 +281,9 @@ def test_several_forwards_before_backward_and_accumulation():
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     a, b = tokens(seed=1), tokens(2, 29, seed=2)
     for m in (stock, model):
-        losses = [stock_loss(m, x, input_ids=x) if m is stock else m(x, labels=x).loss for x in (a, b, a)]
+        losses = [
+            stock_loss(m, x, input_ids=x) if m is stock else m(x, labels=x).loss for x in (a, b, a)
+        ]
         # Not the order of the forward passes, so that what was prefetched is not what is wanted.
         losses[0].backward()
         (losses[2] + 2 * losses[1]).backward()
@@ -258,7 +291,8 @@ def test_several_forwards_before_backward_and_accumulation():
 
 
 @pytest.mark.parametrize("settings", [
-    hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096),
+    hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host",
+                                                                          tile=4096),
     hfpatch.Checkpointing(offload="gpu", tile=14, every=2),
 ], ids=["tiles", "one", "every"])  # fmt: skip
 def test_retain_graph_gives_the_same_again(settings):
@@ -280,7 +314,9 @@ def test_second_derivative_is_refused():
     hfpatch.apply(model)
     hidden = model.model(tokens()).last_hidden_state
     with pytest.raises(RuntimeError, match="first-order"):
-        torch.autograd.grad(hidden.sum(), model.model.layers[0].mlp.up_proj.weight, create_graph=True)
+        torch.autograd.grad(
+            hidden.sum(), model.model.layers[0].mlp.up_proj.weight, create_graph=True
+        )
 
 
 def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
@@ -292,17 +328,22 @@ def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
         return forward(*args, **kwargs)
 
     model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True))
-    monkeypatch.setattr(heads_module, "attention_forward", counted)  # behind apply(), which tries a small model
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True)
+    )
+    # behind apply(), which tries a small model
+    monkeypatch.setattr(heads_module, "attention_forward", counted)
     up = model.model.layers[1].mlp.up_proj
-    up.register_forward_hook(OfAnEngine(lambda m, args, out: calls.__setitem__("up", calls["up"] + args[0].shape[1])))
+    up.register_forward_hook(
+        OfAnEngine(lambda m, args, out: calls.__setitem__("up", calls["up"] + args[0].shape[1]))
+    )
     ids = tokens(1, 40)
     model(ids, labels=ids).loss.backward()
     groups = 1  # forty tokens do not fill a GPU: all heads go together
     assert calls == {"attention": 3 * groups, "up": 2 * 40}
 
 
-# --- hooks and ownership of gradients -------------------------------------------------------------------------------------
+# --- hooks and ownership of gradients -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tile", [14, 4096])
@@ -323,10 +364,14 @@ def test_parameter_hooks_fire_once_on_the_final_gradient(tile):
 
 
 def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
-    """A skip connection around a layer, retain_grad, a hook that keeps the gradient, and a gradient owned by the caller."""
+    """A skip connection around a layer, retain_grad, a hook that keeps the gradient, and a gradient
+    owned by the caller.
+    """
     seen = []
     is_private = tiled_module.is_private
-    monkeypatch.setattr(tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
+    monkeypatch.setattr(
+        tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1]
+    )
     stock, model = pair()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
 
@@ -357,7 +402,9 @@ def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
 def test_plain_chain_needs_no_copies(monkeypatch):
     seen = []
     is_private = tiled_module.is_private
-    monkeypatch.setattr(tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1])
+    monkeypatch.setattr(
+        tiled_module, "is_private", lambda *a: seen.append(is_private(*a)) or seen[-1]
+    )
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     ids = tokens()
@@ -365,7 +412,7 @@ def test_plain_chain_needs_no_copies(monkeypatch):
     assert seen == [True] * 3
 
 
-# --- autocast, DDP, eval --------------------------------------------------------------------------------------------------
+# --- autocast, DDP, eval --------------------------------------------------------------------------
 
 
 # float16 as a GradScaler runs it: the loss scaled, the gradients unscaled by it.
@@ -414,7 +461,8 @@ def test_ddp(static_graph, tmp_path):
             ddp(b, labels=b).loss.backward()
         assert largest_difference(gradients(stock), gradients(model)) < 2 * BUDGET
     finally:
-        # Before the group: where the reducer is the last to hold it, torch waits for gloo's thread, which may want the GIL.
+        # Before the group: where the reducer is the last to hold it, torch waits for gloo's thread,
+        #     which may want the GIL.
         ddp = None
         dist.destroy_process_group()
 
@@ -427,7 +475,10 @@ def test_evaluation_keeps_nothing():
     ids = tokens()
     with torch.no_grad():
         out = model(ids, labels=ids)
-        assert abs(out.loss.item() - stock_loss(stock, ids, input_ids=ids).item()) < BUDGET and out.logits is None
+        assert (
+            abs(out.loss.item() - stock_loss(stock, ids, input_ids=ids).item()) < BUDGET
+            and out.logits is None
+        )
         assert (model(ids).logits - stock(ids).logits).abs().max() < BUDGET
     assert model.model._hfpatch_session.transfers is None
 
@@ -448,7 +499,7 @@ def test_trainers_own_checkpointing_is_replaced(monkeypatch):
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-# --- packed documents and padding -----------------------------------------------------------------------------------------
+# --- packed documents and padding -----------------------------------------------------------------
 
 
 def documents(lengths, row):
@@ -468,12 +519,15 @@ def test_packed_documents_are_isolated(mask, tile):
     labels = ids.clone()
     labels[positions == 0] = -100  # no document predicts the next one's first token
     extra = {"attention_mask": torch.ones_like(ids)} if mask else {}
-    model(input_ids=ids, position_ids=positions, labels=labels, num_items_in_batch=1, **extra).loss.backward()
+    model(
+        input_ids=ids, position_ids=positions, labels=labels, num_items_in_batch=1, **extra
+    ).loss.backward()
     for (row_ids, _), row in zip(rows, lengths):
         for piece in row_ids.split(row, dim=1):
             if piece.shape[1] > 1:
                 stock_loss(stock, piece, num_items_in_batch=1, input_ids=piece).backward()
-    assert largest_difference(gradients(stock), gradients(model)) < 40 * BUDGET  # sums over 68 tokens, not means
+    # sums over 68 tokens, not means
+    assert largest_difference(gradients(stock), gradients(model)) < 40 * BUDGET
 
 
 def test_cu_seq_lens():
@@ -485,12 +539,19 @@ def test_cu_seq_lens():
     cu = torch.tensor([0, 11, 12, 35, 37], dtype=torch.int32)
     a(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
     b(
-        input_ids=ids, position_ids=positions, labels=ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=23,
+        input_ids=ids, position_ids=positions, labels=ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
+        max_length_q=23,
         max_length_k=23,
     ).loss.backward()  # fmt: skip
     assert largest_difference(gradients(a), gradients(b)) == 0
     with pytest.raises(ValueError, match="cu_seq_lens"):
-        b(input_ids=ids, position_ids=positions, labels=ids, cu_seq_lens_q=cu[:-1], cu_seq_lens_k=cu[:-1])
+        b(
+            input_ids=ids,
+            position_ids=positions,
+            labels=ids,
+            cu_seq_lens_q=cu[:-1],
+            cu_seq_lens_k=cu[:-1],
+        )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -506,12 +567,14 @@ def test_padded_batches(side):
     assert largest_difference(gradients(stock), gradients(model)) < BUDGET
 
 
-# --- lifetime -----------------------------------------------------------------------------------------------------------------
+# --- lifetime -------------------------------------------------------------------------------------
 
 
 def test_host_memory_does_not_grow_and_is_released():
     model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=True, tile=14))
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=True, tile=14)
+    )
     ids = tokens()
     held = []
     for _ in range(4):
@@ -570,7 +633,9 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
     from hfpatch.layer import runtime as session_module
 
     model = tiny_llama()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1, save_attention=True))
+    hfpatch.apply(
+        model, checkpointing=hfpatch.Checkpointing(offload="host", every=1, save_attention=True)
+    )
     monkeypatch.setattr(session_module.memory, "host_free", lambda *a, **k: 30_000)
     ids = tokens()
     with pytest.raises(ValueError, match="host memory.*saves"):
@@ -586,13 +651,17 @@ def test_deterministic_backward_is_planned_for_or_refused():
     hfpatch.apply(model)
     session = model.model._hfpatch_session
     session._refuse_large_splits(1, 4096, 132, 80 << 30)
-    with pytest.raises(ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"):
+    with pytest.raises(
+        ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"
+    ):
         session._refuse_large_splits(1, 131072, 132, 1 << 20)
 
 
 @pytest.mark.parametrize("offload", ["gpu", "host", "disk"])
 def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
-    """stream_attention: the attention outputs come back group by group; several groups, as at long lengths."""
+    """stream_attention: the attention outputs come back group by group; several groups, as at long
+    lengths.
+    """
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
@@ -605,27 +674,42 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
         lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True),
     )
     where = str(tmp_path) if offload == "disk" else offload
-    check(hfpatch.Checkpointing(offload=where, tile=14), {"num_attention_heads": 8, "num_key_value_heads": 4})
+    check(
+        hfpatch.Checkpointing(offload=where, tile=14),
+        {"num_attention_heads": 8, "num_key_value_heads": 4},
+    )
 
 
 @pytest.mark.parametrize("offload, tile, keep", [("host", 14, KEEPABLE), ("disk", 4096, ())])
 def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monkeypatch):
-    """again: as many of the last layers keep no attention output, before plain ones; gradients are exact."""
+    """again: as many of the last layers keep no attention output, before plain ones; gradients are
+    exact.
+    """
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
 
     resolve, forwards, attend = LayerRuntime._resolve, [], heads_module.attention_forward
-    monkeypatch.setattr(LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1))
-    monkeypatch.setattr(heads_module, "attention_forward", lambda *a, **k: forwards.append(1) or attend(*a, **k))
+    monkeypatch.setattr(
+        LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1)
+    )
+    monkeypatch.setattr(
+        heads_module, "attention_forward", lambda *a, **k: forwards.append(1) or attend(*a, **k)
+    )
     where = str(tmp_path) if offload == "disk" else offload
-    settings = hfpatch.Checkpointing(offload=where, tile=tile, plain=1, save_attention=True, keep=keep)
+    settings = hfpatch.Checkpointing(
+        offload=where, tile=tile, plain=1, save_attention=True, keep=keep
+    )
     check(settings, {"num_hidden_layers": 4})
     forwards.clear()
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
     session, calls = model.model.layers[0]._hfpatch_session, []
     linked = session.linked
-    monkeypatch.setattr(session, "linked", lambda call, y: calls.append(call.policy.save_attention) or linked(call, y))
+    monkeypatch.setattr(
+        session,
+        "linked",
+        lambda call, y: calls.append(call.policy.save_attention) or linked(call, y),
+    )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
     assert calls == [True, True, False]
     assert len(forwards) == 3 + 1
@@ -633,7 +717,9 @@ def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monk
 
 @pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
 def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch):
-    """park: dx waits in the tier while attention runs backward, its memory gone; gradients are those of a dx that stayed."""
+    """park: dx waits in the tier while attention runs backward, its memory gone; gradients are
+    those of a dx that stayed.
+    """
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
@@ -654,7 +740,9 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
     monkeypatch.setattr(layer_module.LayerCall, "_park", noted)
     monkeypatch.setattr(heads_module.Attention, "backward", seen)
     for parked in (False, True):
-        monkeypatch.setattr(LayerRuntime, "_resolve", lambda *a, p=parked: dataclasses.replace(resolve(*a), park=p))
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, p=parked: dataclasses.replace(resolve(*a), park=p)
+        )
         settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
         hfpatch.apply(model := tiny_llama(num_hidden_layers=3), checkpointing=settings)
         model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
@@ -663,9 +751,13 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
-@pytest.mark.parametrize("offload, save, every", [("host", True, 1), ("disk", False, 1), ("host", False, 3)])
+@pytest.mark.parametrize(
+    "offload, save, every", [("host", True, 1), ("disk", False, 1), ("host", False, 3)]
+)
 def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
-    """by_group: no q, k, v, out or gradient of theirs is ever whole on the device; results are those of whole ones."""
+    """by_group: no q, k, v, out or gradient of theirs is ever whole on the device; results are
+    those of whole ones.
+    """
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
@@ -673,14 +765,22 @@ def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
     monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
     resolve, found, largest = LayerRuntime._resolve, {}, []
     forward, backward = heads_module.attention_forward, heads_module.attention_backward
-    monkeypatch.setattr(heads_module, "attention_forward", lambda q, *a, **k: largest.append(q) or forward(q, *a, **k))
     monkeypatch.setattr(
-        heads_module, "attention_backward", lambda d, q, *a, **k: largest.append(q) or backward(d, q, *a, **k)
+        heads_module,
+        "attention_forward",
+        lambda q, *a, **k: largest.append(q) or forward(q, *a, **k),
+    )
+    monkeypatch.setattr(
+        heads_module,
+        "attention_backward",
+        lambda d, q, *a, **k: largest.append(q) or backward(d, q, *a, **k),
     )
     for by_group in (False, True):
         largest.clear()
         more = {"by_group": by_group, "stream_attention": save and by_group, "save_attention": save}
-        monkeypatch.setattr(LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more))
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more)
+        )
         where = str(tmp_path) if offload == "disk" else offload
         settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
         hfpatch.apply(
@@ -693,20 +793,30 @@ def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
         found[by_group] = [p.grad for p in model.parameters()]
         with torch.no_grad():
             found[by_group].append(model(tokens(2, 22), labels=tokens(2, 22), use_cache=False).loss)
-        alone = [q.untyped_storage().nbytes() == q.numel() * q.element_size() and q.shape[2] == 2 for q in largest]
+        alone = [
+            q.untyped_storage().nbytes() == q.numel() * q.element_size() and q.shape[2] == 2
+            for q in largest
+        ]
         assert all(alone) if by_group else not any(alone)
     assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
 @pytest.mark.parametrize(
     "offload, save, every, copied",
-    [("gpu", True, 1, False), ("host", True, 1, False), ("host", False, 2, False), ("host", True, 1, True)],
+    [
+        ("gpu", True, 1, False),
+        ("host", True, 1, False),
+        ("host", False, 2, False),
+        ("host", True, 1, True),
+    ],
 )
 @pytest.mark.parametrize("tile", [14, 4096])
 def test_attention_forward_is_one_launch(offload, save, every, copied, tile, monkeypatch):
-    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are those of a launch a group,
-    to the bit. Where kernels are given copies of q, k and v, it is a group's at a time. Two rows: what is cut out of lse is not
-    contiguous, and kernels read it as if it were."""
+    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are
+    those of a launch a group, to the bit. Where kernels are given copies of q, k and v, it is a
+    group's at a time. Two rows: what is cut out of lse is not contiguous, and kernels read it as if
+    it were.
+    """
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
@@ -723,14 +833,21 @@ def test_attention_forward_is_one_launch(offload, save, every, copied, tile, mon
         launched.append(-q.shape[2])
         return backward(douts, q, k, v, out, lse, *args, **kwargs)
 
-    patched = (("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)), ("backward", noted))
+    patched = (
+        ("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)),
+        ("backward", noted),
+    )
     ways = {"apart": {"stream_attention": True}, "one": {}, "wide": {"wide": True}}
     wanted = {"apart": {2, -2}, "one": {2 if copied else 8, -2}, "wide": {8, -8}}
     monkeypatch.setattr(heads_module, "copies_inputs", lambda *_: copied)
     for name, way in ways.items():
         launched.clear()
-        monkeypatch.setattr(LayerRuntime, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way))
-        settings = hfpatch.Checkpointing(offload=offload, tile=tile, every=every, save_attention=save)
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way)
+        )
+        settings = hfpatch.Checkpointing(
+            offload=offload, tile=tile, every=every, save_attention=save
+        )
         model = tiny_llama(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
         hfpatch.apply(model, checkpointing=settings)
         with monkeypatch.context() as here:
@@ -751,7 +868,9 @@ def test_several_groups(tile, save_attention, monkeypatch):
 
 
 def test_values_for_the_host_between_compiled_graphs():
-    """TRL's trainers under torch.compile: what runs between two graphs is not traced as one of its own (an error inside dynamo)."""
+    """TRL's trainers under torch.compile: what runs between two graphs is not traced as one of its
+    own (an error inside dynamo).
+    """
     from hfpatch.store.device import ToHost
 
     def labelled(x):

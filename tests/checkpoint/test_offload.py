@@ -1,4 +1,6 @@
-"""Tiers of saved tensors: exact bytes, re-use, the order of fetches, and files that do not outlive their process."""
+"""Tiers of saved tensors: exact bytes, re-use, the order of fetches, and files that do not outlive
+their process.
+"""
 
 import os
 import random
@@ -21,7 +23,11 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     odd = 131073 * 4096 * 2 // 512
     a = pool.take(odd)
     first = a.thing.bytes.data_ptr()
-    assert odd <= a.thing.bytes.numel() < odd + 64 and pool.bytes_held == a.thing.bytes.numel() and pool.bytes_free == 0
+    assert (
+        odd <= a.thing.bytes.numel() < odd + 64
+        and pool.bytes_held == a.thing.bytes.numel()
+        and pool.bytes_free == 0
+    )
     held = pool.bytes_held
     del a
     a = pool.take(odd)
@@ -30,7 +36,10 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     second = b.thing.bytes.data_ptr()
     del b
     b, c = pool.take(odd // 8), pool.take(odd // 8)
-    assert (b.thing.bytes.data_ptr(), c.thing.bytes.data_ptr()) == (second, second + b.thing.bytes.numel())
+    assert (b.thing.bytes.data_ptr(), c.thing.bytes.data_ptr()) == (
+        second,
+        second + b.thing.bytes.numel(),
+    )
     before = pool.bytes_held
     pool.give_back()
     assert pool.bytes_held == before  # something of each is in use
@@ -48,7 +57,9 @@ def test_pool_takes_exact_sizes_and_reuses_them():
 
 
 def test_pieces_never_overlap_and_gaps_are_found():
-    """Any order of taking and giving back: what is lent is apart, and what fits is served without another block."""
+    """Any order of taking and giving back: what is lent is apart, and what fits is served without
+    another block.
+    """
     draw, area, lent = random.Random(0), Area(1000, lambda a, b: (a, b)), []
     for _ in range(5000):
         if lent and draw.random() < 0.5:
@@ -64,7 +75,9 @@ def test_pieces_never_overlap_and_gaps_are_found():
             del got
         places = sorted(lease.thing for lease in lent)
         assert all(b <= c for (_, b), (c, _) in zip(places, places[1:]))
-        assert area.taken == sum(b - a for a, b in places) and all(0 <= a < b <= 1000 for a, b in places)
+        assert area.taken == sum(b - a for a, b in places) and all(
+            0 <= a < b <= 1000 for a, b in places
+        )
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "disk"])
@@ -135,7 +148,9 @@ def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
 @pytest.mark.parametrize("pins", [False, True])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_device_without_events_waits_for_its_copies(tier, pins, tmp_path, monkeypatch):
-    """Those of MPS, XPU and others: nothing here knows when a copy there is done that returns before."""
+    """Those of MPS, XPU and others: nothing here knows when a copy there is done that returns
+    before.
+    """
     waits, copy = [], torch.Tensor.copy_
 
     def noted(self, other, non_blocking=False):
@@ -144,7 +159,10 @@ def test_a_device_without_events_waits_for_its_copies(tier, pins, tmp_path, monk
 
     monkeypatch.setattr(Device, "pins", pins)
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    transfers, x = Transfers(torch.device("cpu"), tier, str(tmp_path)), torch.arange(24.0).view(2, 3, 4)
+    transfers, x = (
+        Transfers(torch.device("cpu"), tier, str(tmp_path)),
+        torch.arange(24.0).view(2, 3, 4),
+    )
     saved = transfers.save(x)
     transfers.settle()
     assert transfers.fetch([(saved, 0, 3, None)]).wait()[0].equal(x)
@@ -166,11 +184,14 @@ def test_gradients_through_the_disk_tier(tmp_path):
 
 
 def test_files_go_with_their_tensors_and_with_the_process(tmp_path):
-    """No name in the directory at any time, so that nothing can stay, and nobody else's can be swept."""
+    """No name in the directory at any time, so that nothing can stay, and nobody else's can be
+    swept.
+    """
     program = (
         "import os, torch; from hfpatch.store.transfers import Transfers;"
         f"t = Transfers(torch.device('cpu'), 'disk', {str(tmp_path)!r});"
-        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; held[0].file.wait_written(); del held[1];"
+        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; held[0].file.wait_written(); "
+        "del held[1];"
         "print(len(held), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -1,4 +1,6 @@
-"""Host memory is registered with the device once: batches of mixed lengths run in what the longest took."""
+"""Host memory is registered with the device once: batches of mixed lengths run in what the longest
+took.
+"""
 
 from math import ceil, log2
 from random import Random
@@ -14,7 +16,8 @@ from tests.faults.test_host_memory import CPU, Pinning
 
 STEPS, LAYERS = 200, 8
 BOUND = 1 << 24
-# Bytes a token and layer by policy, from 8k to 32k scaled down to 512 to 2,048 tokens: what is short keeps more.
+# Bytes a token and layer by policy, from 8k to 32k scaled down to 512 to 2,048 tokens: what is
+#     short keeps more.
 KEPT = {"short": (128, 128, 8, 96, 160), "long": (128, 128, 8)}
 
 
@@ -97,7 +100,10 @@ def test_steps_of_a_model_pin_once(monkeypatch):
             model(ids, labels=ids).loss.backward()
             by_step.append(registered(device)[before:])
         row = 2 * (64 * 8 + 64 * 8 + 4 * 8)
-        assert by_step == [[20 * row], [], [40 * row], [], [], [], [], [80 * row], []] and device.held == 80 * row
+        assert (
+            by_step == [[20 * row], [], [40 * row], [], [], [], [], [80 * row], []]
+            and device.held == 80 * row
+        )
         free[0] = 1 << 30
         ids = tokens(1, 24)
         model(ids, labels=ids).loss.backward()

@@ -1,4 +1,6 @@
-"""What a step may take: lengths in any order within the memory that the longest alone needs, and what steps teach."""
+"""What a step may take: lengths in any order within the memory that the longest alone needs, and
+what steps teach.
+"""
 
 import gc
 import random
@@ -31,7 +33,9 @@ class Told(Gauge):
 
     counters = {"free": 0, "allocated": 0, "peak": 0, "ooms": 0}
 
-    free, allocated, peak, ooms = (lambda self, n=n: self.counters[n] for n in ("free", "allocated", "peak", "ooms"))
+    free, allocated, peak, ooms = (
+        lambda self, n=n: self.counters[n] for n in ("free", "allocated", "peak", "ooms")
+    )
     wait = lambda self: None  # noqa: E731
 
     def gpu(self):
@@ -82,10 +86,13 @@ class OfLedger(Gauge):
 
 
 def run_lengths(monkeypatch, lengths, size, accumulation):
-    """The highest total of training on those lengths, AdamW after each `accumulation` of them, evaluating in between."""
+    """The highest total of training on those lengths, AdamW after each `accumulation` of them,
+    evaluating in between.
+    """
     config = preset_config("llama-3.2-1b") | {"num_hidden_layers": 3, "vocab_size": 8192}
     model = prepare(build(config), "hfpatch")
-    model._hfpatch_logits = False  # whole logits, and transformers' float32 copies of them, are no layer's
+    # whole logits, and transformers' float32 copies of them, are no layer's
+    model._hfpatch_logits = False
     monkeypatch.setattr(session_module, "metered", lambda device: True)
     monkeypatch.setattr(session_module, "Gauge", OfLedger)
     monkeypatch.setattr(OfLedger, "size", size)
@@ -112,9 +119,10 @@ def test_lengths_in_any_order_stay_within_what_there_is(monkeypatch, capfd):
     said = capfd.readouterr().err
     assert 0.8 * size < peak <= size, (peak / GiB, said)
     # What is short keeps more; and after the first optimizer step it is known what that made.
-    assert "1 x 1,024 tokens: 3 layers keep everything" in said and "1 x 65,536 tokens: 3 keep their input" in said, (
-        said
-    )
+    assert (
+        "1 x 1,024 tokens: 3 layers keep everything" in said
+        and "1 x 65,536 tokens: 3 keep their input" in said
+    ), said
     assert said.count("1 x 65,536 tokens") == 2, said
 
 
@@ -139,7 +147,9 @@ def policy_of(model):
     return next(iter(model.model._hfpatch_session.policies.values()))
 
 
-@pytest.mark.parametrize("free, step", [(80 * GiB, 80 * GiB / 1.1), (12 * GiB, 10 * GiB), (2 * GiB, 0), (0, 0)])
+@pytest.mark.parametrize(
+    "free, step", [(80 * GiB, 80 * GiB / 1.1), (12 * GiB, 10 * GiB), (2 * GiB, 0), (0, 0)]
+)
 def test_more_is_left_until_a_step_was_measured(free, step):
     """A tenth and at least 2 GiB: the largest step that fits leaves that."""
     given = room_module.unmeasured(free)
@@ -155,7 +165,11 @@ def test_the_second_step_has_what_the_first_one_left(told):
     step(model)
     room = room_of(model)
     left = 40 * GiB - 2 * sum(p.numel() * 8 for p in model.parameters())  # the gradients are there
-    assert not room.proven and room.bytes() == room_module.unmeasured(left) and room.bytes(careful=False) == left
+    assert (
+        not room.proven
+        and room.bytes() == room_module.unmeasured(left)
+        and room.bytes(careful=False) == left
+    )
     optimizer.step()
     assert room.proven and room.bytes() == 40 * GiB
 
@@ -166,7 +180,9 @@ def test_after_memory_ran_out_less_is_kept(told, capfd):
     told["free"] = 4 * GiB
     step(model)
     expected, before = gradients(model), policy_of(model)
-    (planned,) = (n for (policy, *_), n in model.model._hfpatch_session.planned.items() if policy == before)
+    (planned,) = (
+        n for (policy, *_), n in model.model._hfpatch_session.planned.items() if policy == before
+    )
     assert before.plain == 3 and "3 layers keep everything" in capfd.readouterr().err
     told["ooms"] = 1
     model.zero_grad()
@@ -216,14 +232,19 @@ def test_a_smaller_batch_after_memory_ran_out_in_the_optimizer_keeps_less(told, 
     hfpatch.apply(model)
     told["free"] = 4 * GiB
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), auto_find_batch_size=True, per_device_train_batch_size=4, max_steps=2, use_cpu=True,
+        output_dir=str(tmp_path), auto_find_batch_size=True, per_device_train_batch_size=4,
+        max_steps=2, use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 16)]
-    trainer = Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=(RunsOut, {"lr": 0.0}))
+    trainer = Trainer(
+        model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=(RunsOut, {"lr": 0.0})
+    )
     trainer.train()
     assert trainer.state.global_step == 2 and room_of(model).most is not None
-    assert capfd.readouterr().err.count("hfpatch: memory ran out: layers keep less from now on.") == 1
+    assert (
+        capfd.readouterr().err.count("hfpatch: memory ran out: layers keep less from now on.") == 1
+    )
 
 
 def test_a_step_that_took_more_than_planned_gives_the_next_one_less(told, capfd):
@@ -246,7 +267,9 @@ def test_a_step_that_took_more_than_planned_gives_the_next_one_less(told, capfd)
 
 
 def test_memory_in_which_backends_were_tried_is_no_step_s(told, monkeypatch, capfd):
-    """A first step tries attention's backends, which takes more than the layers of a narrow model, and may find no room."""
+    """A first step tries attention's backends, which takes more than the layers of a narrow model,
+    and may find no room.
+    """
     monkeypatch.setattr(room_module, "trial_peaks", {})
     model = tiny_llama()
     hfpatch.apply(model)
@@ -287,7 +310,9 @@ def test_ranks_that_must_choose_alike_learn_nothing(told):
 def test_ranks_with_other_cards_plan_for_the_slowest(told, monkeypatch):
     """Rates decide what is kept too: ranks that disagreed would wait for each other for ever."""
     planned, decide = [], session_module.decide
-    monkeypatch.setattr(session_module, "decide", lambda *a, **k: planned.append(k["gpu"]) or decide(*a, **k))
+    monkeypatch.setattr(
+        session_module, "decide", lambda *a, **k: planned.append(k["gpu"]) or decide(*a, **k)
+    )
     told["free"] = 4 * GiB
     model = tiny_llama()
     hfpatch.apply(model)
@@ -298,7 +323,9 @@ def test_ranks_with_other_cards_plan_for_the_slowest(told, monkeypatch):
             None if a is None or b is None else min(a, b) for a, b in zip(numbers, theirs)
         ]
         with sharded(ranks):
-            model(tokens(), labels=tokens(), position_ids=torch.arange(37)[None], use_cache=False).loss.backward()
+            model(
+                tokens(), labels=tokens(), position_ids=torch.arange(37)[None], use_cache=False
+            ).loss.backward()
     assert planned == [GPUS["l40s"], GPUS["h100"], None]
 
 
@@ -308,13 +335,16 @@ def test_states_are_to_come_until_an_optimizer_has_stepped(told, capfd):
     told["free"] = 4 * GiB
     step(model)
     own = sum(p.numel() * 8 for p in model.parameters())
-    assert room_of(model).bytes() == room_module.unmeasured(4 * GiB - 2 * own)  # the gradients are there
+    # the gradients are there
+    assert room_of(model).bytes() == room_module.unmeasured(4 * GiB - 2 * own)
     step(model)
     assert "first step" not in capfd.readouterr().err
     optimizer, waited = torch.optim.SGD(model.parameters(), lr=0.0), []
     room_of(model).gauge.wait = lambda: waited.append(capfd.readouterr().err)
     optimizer.step()
-    assert waited == [""] and capfd.readouterr().err.startswith("hfpatch: from apply to the end of the first step: ")
+    assert waited == [""] and capfd.readouterr().err.startswith(
+        "hfpatch: from apply to the end of the first step: "
+    )
     assert room_of(model).bytes() == 4 * GiB
     step(model)
     optimizer.step()
@@ -322,7 +352,9 @@ def test_states_are_to_come_until_an_optimizer_has_stepped(told, capfd):
 
 
 def test_an_optimizer_of_another_model_tells_nothing(told, capfd):
-    """Of a critic beside its actor, say: its states are not the actor's, and no first step of the actor has ended."""
+    """Of a critic beside its actor, say: its states are not the actor's, and no first step of the
+    actor has ended.
+    """
     actor, critic = tiny_llama(), tiny_llama()
     told["free"] = 4 * GiB
     for model in (actor, critic):
@@ -339,7 +371,9 @@ def test_an_optimizer_of_another_model_tells_nothing(told, capfd):
 
 
 def test_an_optimizer_of_a_model_that_is_not_patched_tells_nothing(told, capfd):
-    """Of a reward model or a discriminator, say. A model that is frozen has no optimizer but those of what stands around it."""
+    """Of a reward model or a discriminator, say. A model that is frozen has no optimizer but those
+    of what stands around it.
+    """
     actor, critic = tiny_llama(), torch.nn.Linear(3, 3)
     told["free"] = 4 * GiB
     hfpatch.apply(actor)
@@ -347,7 +381,9 @@ def test_an_optimizer_of_a_model_that_is_not_patched_tells_nothing(told, capfd):
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
     optimizer.step()
     room = room_of(actor)
-    assert not room.stepped and room.bytes() < 4 * GiB and "first step" not in capfd.readouterr().err
+    assert (
+        not room.stepped and room.bytes() < 4 * GiB and "first step" not in capfd.readouterr().err
+    )
     # FSDP1 keeps a model's parameters in one of its own.
     critic.weight._is_flat_param = True
     optimizer.step()
@@ -360,7 +396,9 @@ def test_an_optimizer_of_a_model_that_is_not_patched_tells_nothing(told, capfd):
 
 
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
-    """Its buckets take gradients as they come: a rank with more memory must not run another order of them."""
+    """Its buckets take gradients as they come: a rank with more memory must not run another order
+    of them.
+    """
     model = tiny_llama()
     hfpatch.apply(model)
     told["free"] = 4 * GiB
@@ -376,7 +414,16 @@ def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
 
 
 def test_lengths_that_are_close_have_one_policy(told):
-    assert [_rounded(n) for n in (1, 16, 17, 31, 33, 8192, 8193, 131072)] == [1, 16, 17, 31, 34, 8192, 8704, 131072]
+    assert [_rounded(n) for n in (1, 16, 17, 31, 33, 8192, 8193, 131072)] == [
+        1,
+        16,
+        17,
+        31,
+        34,
+        8192,
+        8704,
+        131072,
+    ]
     model = tiny_llama()
     hfpatch.apply(model)
     told["free"] = 4 * GiB
@@ -414,14 +461,17 @@ def test_a_stack_whose_first_layer_runs_whole_looks_back_too(told, capfd):
 
 
 @pytest.mark.parametrize("autocast, settings, left", [
-    (False, {}, ("qkv", "mid", "gate_up")), (True, {}, ("qkv",)), (False, {"mlp": False}, ("qkv", "mid")),
+    (False, {}, ("qkv", "mid", "gate_up")), (True, {}, ("qkv",)),
+    (False, {"mlp": False}, ("qkv", "mid")),
 ])  # fmt: skip
 def test_what_a_layer_cannot_keep_is_not_planned(autocast, settings, left, told, monkeypatch):
     model, able = tiny_llama().float(), []
     hfpatch.apply(model, **settings)
     told["free"] = 4 * GiB
     decide = session_module.decide
-    monkeypatch.setattr(session_module, "decide", lambda *a, **k: able.append(k["able"]) or decide(*a, **k))
+    monkeypatch.setattr(
+        session_module, "decide", lambda *a, **k: able.append(k["able"]) or decide(*a, **k)
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         step(model)
     assert able == [left]

@@ -1,4 +1,6 @@
-"""Frozen weights on the host: the same bits as with weights that stay, wherever the step takes them, and host memory at rest."""
+"""Frozen weights on the host: the same bits as with weights that stay, wherever the step takes
+them, and host memory at rest.
+"""
 
 import copy
 import dataclasses
@@ -30,11 +32,15 @@ HOST = {"tile": 8, "frozen_weights": "host"}
 
 def adapted(model: nn.Module, **settings) -> nn.Module:
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings))
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings)
+    )
 
 
 def streams(model: nn.Module) -> streamed.StreamedWeights:
-    return next(vars(m)["_hfpatch_session"] for m in model.modules() if "_hfpatch_index" in vars(m)).weights
+    return next(
+        vars(m)["_hfpatch_session"] for m in model.modules() if "_hfpatch_index" in vars(m)
+    ).weights
 
 
 def patched(model: nn.Module, **settings) -> nn.Module:
@@ -46,7 +52,9 @@ def at_rest(model: nn.Module) -> bool:
     """Whether nothing that waits on the host, nor a parameter, shares memory with a slot."""
     slots = {slot.bytes.untyped_storage().data_ptr() for slot, _ in streams(model).slots.rows}
     plain = [p for p in model.parameters() if not hasattr(p, "__tensor_flatten__")]
-    return bool(slots) and not slots & {t.untyped_storage().data_ptr() for t in (*streams(model).at_rest(), *plain)}
+    return bool(slots) and not slots & {
+        t.untyped_storage().data_ptr() for t in (*streams(model).at_rest(), *plain)
+    }
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,9 +63,17 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_steps(model: nn.Module, steps: int = 2, **settings) -> nn.Module:
-    """Two steps of AdamW, with weights that stay and with weights that are streamed: equal to the bit."""
-    resident, ours = patched(copy.deepcopy(model), **settings, frozen_weights="gpu"), patched(model, **settings)
-    taken = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (resident, ours)]
+    """Two steps of AdamW, with weights that stay and with weights that are streamed: equal to the
+    bit.
+    """
+    resident, ours = (
+        patched(copy.deepcopy(model), **settings, frozen_weights="gpu"),
+        patched(model, **settings),
+    )
+    taken = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for m in (resident, ours)
+    ]
     for _ in range(steps):
         found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
         assert found[0].keys() == found[1].keys() and len(found[0]) > 1
@@ -66,16 +82,20 @@ def assert_same_steps(model: nn.Module, steps: int = 2, **settings) -> nn.Module
         for optimizer in taken:
             optimizer.step()
     theirs = resident.state_dict()
-    assert all(torch.equal(values(value), values(theirs[n])) for n, value in ours.state_dict().items())
+    assert all(
+        torch.equal(values(value), values(theirs[n])) for n, value in ours.state_dict().items()
+    )
     return ours
 
 
 @pytest.mark.parametrize("settings", [
-    {"offload": "host"}, {"offload": "gpu", "every": 2}, {"offload": "host", "every": 3, "tile": 4096},
+    {"offload": "host"}, {"offload": "gpu", "every": 2},
+    {"offload": "host", "every": 3, "tile": 4096},
 ], ids=str)  # fmt: skip
 def test_steps_are_those_of_weights_that_stay(settings):
     model = adapted(tiny.llama(num_hidden_layers=LAYERS), modules_to_save=["lm_head"])
-    model.base_model.model.model.layers[1].input_layernorm.weight.requires_grad_(True)  # trained in the base
+    # trained in the base
+    model.base_model.model.model.layers[1].input_layernorm.weight.requires_grad_(True)
     ours = assert_same_steps(model, **settings)
     weights = streams(ours)
     frozen = [p for p in ours.base_model.model.model.layers.parameters() if not p.requires_grad]
@@ -103,7 +123,9 @@ class Scaled(nn.Linear):
 
 
 def _scaled(model: nn.Module, code: torch.Tensor) -> nn.Module:
-    """What bitsandbytes keeps beside a weight, in small: scales of its own in a state, and there a table for all layers."""
+    """What bitsandbytes keeps beside a weight, in small: scales of its own in a state, and there a
+    table for all layers.
+    """
     State = type("QuantState", (), {"__module__": "bitsandbytes.functional"})
     for layer in model.requires_grad_(False).model.layers:
         layer.input_layernorm.weight.requires_grad_(True)
@@ -123,7 +145,9 @@ def test_scales_beside_a_weight_travel_too():
     found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0]) and at_rest(ours)
     state, packed = ours.model.layers[0].mlp.up_proj.weight.quant_state, streams(ours).packed[0]
-    assert {id(t) for t in (state.absmax, state.state2.code)} <= {id(piece.tensor) for piece in packed.pieces}
+    assert {id(t) for t in (state.absmax, state.state2.code)} <= {
+        id(piece.tensor) for piece in packed.pieces
+    }
     assert torch.equal(code, torch.arange(16.0)) and state.state2.code is not code
 
 
@@ -139,25 +163,39 @@ def test_torchao(bits):
     ours = assert_same_steps(model)
     weights = (p for p in ours.model.layers.parameters() if type(p) is not nn.Parameter)
     small = [n for w in weights for n in w.__tensor_flatten__()[0]]
-    assert small and len(streams(ours).packed[0].pieces) > len(list(ours.model.layers[0].parameters()))
+    assert small and len(streams(ours).packed[0].pieces) > len(
+        list(ours.model.layers[0].parameters())
+    )
 
 
 def test_experts():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(**{**tiny.config().to_dict(), "num_local_experts": 4, "model_type": "mixtral"})
-    model = get_peft_model(MixtralForCausalLM(config).train(), LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    config = MixtralConfig(
+        **{**tiny.config().to_dict(), "num_local_experts": 4, "model_type": "mixtral"}
+    )
+    model = get_peft_model(
+        MixtralForCausalLM(config).train(), LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
+    )
     assert_same_steps(model, steps=1)
 
 
 def test_layers_below_the_first_trained_one_keep_no_graph():
-    """Nobody differentiates them: of a family whose layers are asked they run whole, and no slot is saved."""
+    """Nobody differentiates them: of a family whose layers are asked they run whole, and no slot is
+    saved.
+    """
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    same = {n: v for n, v in tiny.config().to_dict().items() if n in ("vocab_size", "hidden_size", "intermediate_size")}
+    same = {
+        n: v
+        for n, v in tiny.config().to_dict().items()
+        if n in ("vocab_size", "hidden_size", "intermediate_size")
+    }
     torch.manual_seed(0)
-    config = Gemma2Config(**same, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = Gemma2Config(
+        **same, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    )
     model = Gemma2ForCausalLM(config).train().requires_grad_(False)
     for name in ("gate_proj", "up_proj"):
         model.model.layers[1].mlp.get_submodule(name).weight.requires_grad_(True)
@@ -225,7 +263,9 @@ def test_weights_written_to_at_rest_are_those_of_the_next_forward():
     loss = ours(**tiny.labelled()).loss
     weight = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
     weight.data = weight.data / 2
-    with pytest.raises(RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"):
+    with pytest.raises(
+        RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"
+    ):
         loss.backward()
     assert tiny.step(ours, tiny.labelled()) and at_rest(ours)  # packed anew
 
@@ -244,7 +284,9 @@ def test_an_exception_leaves_weights_on_the_host():
             tiny.step(model, tiny.labelled())
         assert at_rest(model)
         handle.remove()
-        assert all(torch.equal(value, whole[n]) for n, value in tiny.step(model, tiny.labelled()).items())
+        assert all(
+            torch.equal(value, whole[n]) for n, value in tiny.step(model, tiny.labelled()).items()
+        )
 
 
 def test_saving_takes_each_weight_alone(tmp_path):
@@ -261,7 +303,9 @@ def test_saving_takes_each_weight_alone(tmp_path):
 
 
 def test_moving_the_model_leaves_them():
-    """A device that is not the host is enough here: meta tensors have no values, which nobody asks for."""
+    """A device that is not the host is enough here: meta tensors have no values, which nobody asks
+    for.
+    """
     model = patched(adapted(tiny.llama()))
     model.to("meta")
     devices = {n: p.device.type for n, p in model.named_parameters()}
@@ -272,7 +316,10 @@ def test_moving_the_model_leaves_them():
     model.to(torch.float64)  # not on the host yet
     tiny.step(model, tiny.labelled())
     assert model.base_model.model.model.layers[0].input_layernorm.weight.dtype == torch.float64
-    with pytest.raises(ValueError, match="^hfpatch: expected weights that wait on the host to keep their dtype[^\n]*$"):
+    with pytest.raises(
+        ValueError,
+        match="^hfpatch: expected weights that wait on the host to keep their dtype[^\n]*$",
+    ):
         model.half()
 
 
@@ -281,7 +328,9 @@ def by_group(monkeypatch):
     resolve = session.LayerRuntime._resolve
     monkeypatch.setattr(heads, "heads_per_group", lambda *sizes: 1)
     ways = {"by_group": True, "stream_attention": True}
-    monkeypatch.setattr(session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways))
+    monkeypatch.setattr(
+        session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways)
+    )
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -292,9 +341,15 @@ def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch
     found = tiny.step(plain, tiny.labelled())
     by_group(monkeypatch)
     ours = assert_same_steps(model, steps=1, offload="host", every=every)
-    assert streams(ours).on and all(torch.equal(p.grad, found[n]) for n, p in ours.named_parameters() if n in found)
+    assert streams(ours).on and all(
+        torch.equal(p.grad, found[n]) for n, p in ours.named_parameters() if n in found
+    )
     settled = next(
-        iter(next(m for m in ours.modules() if hasattr(m, "_hfpatch_session"))._hfpatch_session.policies.values())
+        iter(
+            next(
+                m for m in ours.modules() if hasattr(m, "_hfpatch_session")
+            )._hfpatch_session.policies.values()
+        )
     )
     assert settled.by_group and settled.frozen_weights == "host"
 
@@ -312,11 +367,15 @@ def test_a_weight_of_two_layers_waits_once():
     with torch.no_grad():  # at rest, as load_state_dict does: both layers see it
         shared.mul_(2.0)
         hfpatch.undo(other := copy.deepcopy(ours))
-        assert torch.equal(ours(tiny.ids()).logits, patched(other, frozen_weights="gpu")(tiny.ids()).logits)
+        assert torch.equal(
+            ours(tiny.ids()).logits, patched(other, frozen_weights="gpu")(tiny.ids()).logits
+        )
 
 
 def test_a_weight_of_two_layers_that_becomes_two():
-    """The later layer is given a parameter of its own while a step is under way: the owner's backward has what its forward had."""
+    """The later layer is given a parameter of its own while a step is under way: the owner's
+    backward has what its forward had.
+    """
     model = tiny.llama(num_hidden_layers=3)
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     model = adapted(model)
@@ -334,7 +393,9 @@ def test_a_weight_of_two_layers_that_becomes_two():
 
 
 def test_other_values_of_a_weight_of_two_layers():
-    """Given by its .data before the one that does not own it runs: that has them, and the owner's backward says so."""
+    """Given by its .data before the one that does not own it runs: that has them, and the owner's
+    backward says so.
+    """
     model = tiny.llama(num_hidden_layers=3)
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     model = adapted(model)
@@ -357,24 +418,35 @@ def test_other_values_of_a_weight_of_two_layers():
         tiny.OfAnEngine(lambda module, args: hook.remove() or halve(ours, whole))
     )
     loss = ours(**tiny.labelled()).loss
-    with pytest.raises(RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"):
+    with pytest.raises(
+        RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"
+    ):
         loss.backward()
 
 
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda m: torch.load(saved_in(m), weights_only=False)], ids=["copy", "pickle"]
+    "how",
+    [copy.deepcopy, lambda m: torch.load(saved_in(m), weights_only=False)],
+    ids=["copy", "pickle"],
 )
 def test_a_copy_knows_whose_weights_wait(how):
-    """Else another process would be sent them (DDP), "auto" could not move them, and gradients to come were not counted."""
+    """Else another process would be sent them (DDP), "auto" could not move them, and gradients to
+    come were not counted.
+    """
     ours = patched(adapted(tiny.llama()))
     tiny.step(ours, tiny.labelled())
     for made in (how(ours), how(ours.base_model.model)):
         causal = next(m for m in made.modules() if isinstance(m, LlamaForCausalLM))
         assert (
-            next(vars(m)["_hfpatch_session"] for m in made.modules() if "_hfpatch_index" in vars(m)).owner() is causal
+            next(
+                vars(m)["_hfpatch_session"] for m in made.modules() if "_hfpatch_index" in vars(m)
+            ).owner()
+            is causal
         )
         names = set(vars(causal)["_ddp_params_and_buffers_to_ignore"])
-        assert {n for n, p in causal.named_parameters() if ".layers." in n and not p.requires_grad} <= names
+        assert {
+            n for n, p in causal.named_parameters() if ".layers." in n and not p.requires_grad
+        } <= names
 
 
 def saved_in(model) -> io.BytesIO:
@@ -387,7 +459,9 @@ def test_deepspeed_does_not_send_them(monkeypatch):
     """NCCL has no way for tensors in host memory: rank 0's are every rank's already."""
     engine = pytest.importorskip("deepspeed.runtime.engine")
     sent = []
-    monkeypatch.setattr(engine.dist, "broadcast", lambda tensor, *a, **k: sent.append(tensor.device.type))
+    monkeypatch.setattr(
+        engine.dist, "broadcast", lambda tensor, *a, **k: sent.append(tensor.device.type)
+    )
     monkeypatch.setattr(engine.groups, "_get_broadcast_src_rank", lambda: 0)
     waits = type("Engine", (), {"dist_backend": "nccl", "seq_data_parallel_group": None})()
     for step in (False, True):
@@ -417,12 +491,18 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, resident = patched(adapted(tiny.llama())), patched(adapted(tiny.llama()), frozen_weights="gpu")
+        model, resident = (
+            patched(adapted(tiny.llama())),
+            patched(adapted(tiny.llama()), frozen_weights="gpu"),
+        )
         found = [nn.parallel.DistributedDataParallel(m) for m in (model, resident)]
         left = found[0].parameters_to_ignore
-        assert {n for n, p in model.named_parameters() if ".layers." in n and not p.requires_grad} <= left
+        assert {
+            n for n, p in model.named_parameters() if ".layers." in n and not p.requires_grad
+        } <= left
         assert (
-            not any("lora_" in n or "embed" in n or "lm_head" in n for n in left) and not found[1].parameters_to_ignore
+            not any("lora_" in n or "embed" in n or "lm_head" in n for n in left)
+            and not found[1].parameters_to_ignore
         )
         steps = [tiny.step(m, tiny.labelled()) for m in found]
         assert all(torch.equal(steps[0][n], steps[1][n]) for n in steps[0])
@@ -430,7 +510,9 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
         found = None  # before the group, as in test_layer.py
         dist.destroy_process_group()
     hfpatch.undo(model)
-    assert not nn.Module.__getattribute__(model.base_model.model, "__dict__").get("_ddp_params_and_buffers_to_ignore")
+    assert not nn.Module.__getattribute__(model.base_model.model, "__dict__").get(
+        "_ddp_params_and_buffers_to_ignore"
+    )
 
 
 class Full(Gauge):
@@ -450,8 +532,12 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
     monkeypatch.setattr(session, "metered", lambda device: True)
     monkeypatch.setattr(session, "Gauge", Full)
     model = adapted(tiny.llama())
-    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model, frozen_weights="auto")
-    tiny.step(ours, tiny.labelled(tokens=8))  # of a length at which layers keep everything, weights too
+    resident, ours = (
+        patched(copy.deepcopy(model), frozen_weights="gpu"),
+        patched(model, frozen_weights="auto"),
+    )
+    # of a length at which layers keep everything, weights too
+    tiny.step(ours, tiny.labelled(tokens=8))
     assert not streams(ours).on
     monkeypatch.setattr(Full, "left", 1 << 20)
     found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
@@ -486,7 +572,8 @@ def train_all(model):
 
 
 @pytest.mark.parametrize("change, says", [
-    (whole_layers, "expected layers that run tile by tile"), (unfreeze, "to stay frozen"), (train_all, "expected frozen weights"),
+    (whole_layers, "expected layers that run tile by tile"), (unfreeze, "to stay frozen"),
+    (train_all, "expected frozen weights"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(change, says):
     model = patched(adapted(tiny.llama()))
@@ -495,7 +582,9 @@ def test_what_cannot_be_is_said(change, says):
         tiny.step(model, tiny.labelled())
 
 
-@pytest.mark.parametrize("settings", [{"frozen_weights": "disk"}, {"frozen_weights": "host", "plain": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"frozen_weights": "disk"}, {"frozen_weights": "host", "plain": 2}]
+)
 def test_settings_out_of_range(settings):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*$"):
         hfpatch.Checkpointing(**settings)

@@ -1,5 +1,6 @@
-"""Weight gradients over several tiles that add up in float32 in their matmuls, as a device that can does it; here plain torch
-stands for its kernel."""
+"""Weight gradients over several tiles that add up in float32 in their matmuls, as a device that can
+does it; here plain torch stands for its kernel.
+"""
 
 import gc
 import weakref
@@ -26,19 +27,28 @@ def gradients(model, ids):
 
 @pytest.mark.parametrize("tile", [4, 64])
 def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
-    """Each Linear's of each tile, dead ones too, none by autograd; closer to float64 than what is rounded a tile. One tile has
-    no sums."""
+    """Each Linear's of each tile, dead ones too, none by autograd; closer to float64 than what is
+    rounded a tile. One tile has no sums.
+    """
     added = []
-    monkeypatch.setattr(weights, "into", lambda out, a, b, first: added.append(first) or in_float32(out, a, b, first))
+    monkeypatch.setattr(
+        weights,
+        "into",
+        lambda out, a, b, first: added.append(first) or in_float32(out, a, b, first),
+    )
     ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
     exact = gradients(tiny.llama().to(torch.bfloat16).double(), ids)
     errors, hooked = [], []
     for able in (False, True):
-        monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype, able=able: able and dtype == torch.bfloat16)
+        monkeypatch.setattr(
+            weights, "sums_in_matmul", lambda x, dtype, able=able: able and dtype == torch.bfloat16
+        )
         model = tiny.llama().to(torch.bfloat16)
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0))
         linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
-        linears[0].register_full_backward_hook(tiny.OfAnEngine(lambda *_, able=able: hooked.append(able)))
+        linears[0].register_full_backward_hook(
+            tiny.OfAnEngine(lambda *_, able=able: hooked.append(able))
+        )
         found = gradients(model, ids)
         errors.append(sum((found[n].double() - exact[n]).norm() for n in exact if "_proj" in n))
         assert len(added) == (able and tile < 64) * len(linears) * 64 // tile
@@ -64,12 +74,15 @@ def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(_wide_sums, "into", full)
-    with pytest.raises(torch.OutOfMemoryError):  # nothing is known of it: not for the life of the process either
+    # nothing is known of it: not for the life of the process either
+    with pytest.raises(torch.OutOfMemoryError):
         tried(device, torch.bfloat16)
 
 
 def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
-    """They are float32, and the loss that a caller still holds would keep them through the step that is tried again."""
+    """They are float32, and the loss that a caller still holds would keep them through the step
+    that is tried again.
+    """
     monkeypatch.setattr(weights, "into", in_float32)
     monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype: dtype == torch.bfloat16)
     model = tiny.llama().to(torch.bfloat16)
@@ -77,7 +90,9 @@ def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
     ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
     loss = model(input_ids=ids, labels=ids).loss
     made = []
-    monkeypatch.setattr(weights.WeightGradients, "round", lambda self: made.append(weakref.ref(self)) or 1 / 0)
+    monkeypatch.setattr(
+        weights.WeightGradients, "round", lambda self: made.append(weakref.ref(self)) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     gc.collect()

@@ -1,4 +1,6 @@
-"""hfpatch bench: its lines name what was measured, its stock formulas are transformers', its bytes the least needed."""
+"""hfpatch bench: its lines name what was measured, its stock formulas are transformers', its bytes
+the least needed.
+"""
 
 import json
 
@@ -12,7 +14,12 @@ from hfpatch.cli.main import main
 
 
 def test_every_op_both_ways_as_json(capsys):
-    assert main("bench --model llama-tiny --tokens 16 33 --seconds 0 --dtype fp32 --device cpu --json".split()) == 0
+    assert (
+        main(
+            "bench --model llama-tiny --tokens 16 33 --seconds 0 --dtype fp32 --device cpu --json".split()
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     rows = {(r["op"], r["direction"], r["tokens"]) for r in report["rows"]}
     simple = {(op, d, t) for op in bench.OPS[:-1] for d in ("fwd", "bwd") for t in (16, 33)}
@@ -25,7 +32,10 @@ def test_every_op_both_ways_as_json(capsys):
 
 
 def test_the_table_and_a_choice_of_ops(capsys):
-    assert main("bench --model llama-tiny --tokens 16 --seconds 0 --device cpu --ops rope".split()) == 0
+    assert (
+        main("bench --model llama-tiny --tokens 16 --seconds 0 --device cpu --ops rope".split())
+        == 0
+    )
     out = capsys.readouterr().out
     assert "copy" in out and out.count("rope") == 2 and "swiglu" not in out
 
@@ -35,7 +45,9 @@ def test_wrong_numbers_are_refused(capsys):
     assert "hfpatch: argument --tokens: a length is tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, make", bench.cases(preset_config("llama-tiny"), 9, torch.float32, "cpu"))
+@pytest.mark.parametrize(
+    "name, make", bench.cases(preset_config("llama-tiny"), 9, torch.float32, "cpu")
+)
 def test_both_sides_compute_the_same(name, make):
     case = make()
     assert case.op == name

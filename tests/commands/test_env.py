@@ -1,4 +1,6 @@
-"""`hfpatch env`: what it says of machines that are not here, from the facts it would have gathered there."""
+"""`hfpatch env`: what it says of machines that are not here, from the facts it would have gathered
+there.
+"""
 
 import copy
 import json
@@ -16,14 +18,16 @@ from hfpatch.cli.main import main
 from hfpatch.planner.plan import plan
 
 GOOD = {
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0",
+    "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0",
+                 "triton": "3.9.0",
                  "deepspeed": "0.19.8"},
     "drivers": [{"name": "NVIDIA H100", "driver": "580.65", "memory_mib": "81559"}],
     "torch_cuda": "13.0",
     "gpus": [{"name": "NVIDIA H100", "bytes": 80 << 30, "capability": [9, 0]}],
     "attention": {"sdpa flash": True},
     "limits": {"host_bytes": 256 << 30, "container_bytes": 256 << 30, "host_free_bytes": 200 << 30,
-               "locked_bytes": None, "shared_memory_bytes": 64 << 30, "disk_free_bytes": 1 << 40, "cpus": 16},
+               "locked_bytes": None, "shared_memory_bytes": 64 << 30, "disk_free_bytes": 1 << 40,
+               "cpus": 16},
     "configs": {},
     "builds": {"compiler": "/usr/bin/gcc", "python_headers": True},
     "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
@@ -31,20 +35,40 @@ GOOD = {
 
 # (what is different there, words of the problem, words of its fix)
 WORSE = [
-    ({"versions": {"transformers": "4.57.6"}}, "transformers 4.57.6 is not supported", "transformers>=5.0,<6"),
-    ({"versions": {"transformers": "6.0.0.dev0"}}, "transformers 6.0.0.dev0 is not supported", "<6"),
+    (
+        {"versions": {"transformers": "4.57.6"}},
+        "transformers 4.57.6 is not supported",
+        "transformers>=5.0,<6",
+    ),
+    (
+        {"versions": {"transformers": "6.0.0.dev0"}},
+        "transformers 6.0.0.dev0 is not supported",
+        "<6",
+    ),
     ({"versions": {"torch": "2.10.0"}}, "torch 2.10.0", "torch>=2.11"),
     ({"versions": {"python": "3.9.18"}}, "python 3.9.18", "Python 3.10"),
     ({"versions": {"triton": None}}, "no triton", "pip install triton"),
     ({"builds": {"compiler": None}}, "no C compiler", "apt-get install gcc"),
     ({"builds": {"python_headers": False}}, "Python.h", "python3-dev"),
-    ({"gpus": [], "torch_cuda": None}, "built for the CPU alone, beside a NVIDIA H100", "CUDA build"),
+    (
+        {"gpus": [], "torch_cuda": None},
+        "built for the CPU alone, beside a NVIDIA H100",
+        "CUDA build",
+    ),
     ({"gpus": []}, "driver 580.65 gives it no GPU", "update the driver"),
-    ({"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES is ''", "unset"),
+    (
+        {"gpus": [], "environment": {"CUDA_VISIBLE_DEVICES": ""}},
+        "CUDA_VISIBLE_DEVICES is ''",
+        "unset",
+    ),
     ({"gpus": [{"name": "T4", "bytes": 16 << 30, "capability": [7, 5]}]}, "no bfloat16", "Ampere"),
     ({"environment": {"TRITON_INTERPRET": "1"}}, "TRITON_INTERPRET", "unset"),
     ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", "unset"),
-    ({"environment": {"PYTORCH_CUDA_ALLOC_CONF": ""}}, "expandable segments", "expandable_segments:True"),
+    (
+        {"environment": {"PYTORCH_CUDA_ALLOC_CONF": ""}},
+        "expandable segments",
+        "expandable_segments:True",
+    ),
     ({"limits": {"container_bytes": 32 << 30}}, "32 of the machine's 256 GiB", "--memory"),
     ({"limits": {"locked_bytes": 64 << 10}}, "ulimit -l is 64 KiB", "memlock=-1"),
     (
@@ -52,8 +76,16 @@ WORSE = [
         "activation checkpointing",
         "false",
     ),
-    ({"configs": {"a.json": {"activation_checkpointing": "true"}}}, "activation checkpointing", "false"),
-    ({"environment": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}}, "activation checkpointing", "false"),
+    (
+        {"configs": {"a.json": {"activation_checkpointing": "true"}}},
+        "activation checkpointing",
+        "false",
+    ),
+    (
+        {"environment": {"FSDP_ACTIVATION_CHECKPOINTING": "true"}},
+        "activation checkpointing",
+        "false",
+    ),
     ({"configs": {"a.yaml": {"use_liger_kernel": True}}}, "use_liger_kernel", "false"),
     ({"configs": {"a.yaml": {"fsdp_config": {"fsdp_version": 1}}}}, "FSDP1", "2"),
 ]
@@ -79,45 +111,61 @@ def test_each_problem_is_found_with_its_fix(changes, what, fix):
 
 
 def test_false_and_absent_settings_are_fine():
-    values = {"fsdp_config": {"fsdp_activation_checkpointing": False, "fsdp_version": 2}, "use_liger_kernel": "false"}
+    values = {
+        "fsdp_config": {"fsdp_activation_checkpointing": False, "fsdp_version": 2},
+        "use_liger_kernel": "false",
+    }
     assert doctor.problems(with_changes({"configs": {"a.yaml": values}})) == []
 
 
 def test_several_gpus_need_shared_memory():
     changes = {"gpus": GOOD["gpus"] * 2, "limits": {"shared_memory_bytes": 64 << 20}}
-    assert ["/dev/shm has 64 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [True]
+    assert ["/dev/shm has 64 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [
+        True
+    ]
 
 
 def test_the_memory_node_of_a_gpu_is_named(capsys):
     facts = copy.deepcopy(GOOD)
     facts["gpus"][0]["memory_node"] = 1
     doctor.show(facts, [])
-    assert "80.0 GiB, compute capability 9.0, host memory pinned on node 1" in capsys.readouterr().out
+    assert (
+        "80.0 GiB, compute capability 9.0, host memory pinned on node 1" in capsys.readouterr().out
+    )
 
 
 def test_this_machine_and_an_accelerate_config(tmp_path, capsys):
     config = tmp_path / "fsdp.yaml"
-    config.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: true\n")
+    config.write_text(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: true\n"
+    )
     assert main(["env", str(config), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["versions"]["torch"] and values["limits"]["host_bytes"] > 0
     assert any("fsdp_activation_checkpointing" in p["what"] for p in values["problems"])
     assert main(["env", str(config)]) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out and "Fix: set fsdp_config.fsdp_activation_checkpointing to false" in out
+    assert (
+        "\x1b" not in out and "Fix: set fsdp_config.fsdp_activation_checkpointing to false" in out
+    )
 
 
 def test_the_default_accelerate_config_is_read(tmp_path, monkeypatch):
     home = tmp_path / "accelerate"
     home.mkdir()
-    (home / "default_config.yaml").write_text("fsdp_config:\n  fsdp_activation_checkpointing: true\n")
+    (home / "default_config.yaml").write_text(
+        "fsdp_config:\n  fsdp_activation_checkpointing: true\n"
+    )
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert str(home / "default_config.yaml") in doctor.gather()["configs"]
 
 
 def test_a_missing_file_is_one_sentence(capsys):
     assert main(["env", "no-such.yaml"]) == 2
-    assert capsys.readouterr().err == "hfpatch: a config file was expected, no-such.yaml is none; check the path.\n"
+    assert (
+        capsys.readouterr().err
+        == "hfpatch: a config file was expected, no-such.yaml is none; check the path.\n"
+    )
 
 
 def test_a_model_is_told_what_apply_makes_of_it(capsys, monkeypatch):
@@ -127,12 +175,19 @@ def test_a_model_is_told_what_apply_makes_of_it(capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", None)  # who asks the hub fails
     assert main(["env", "--model", "llama-tiny"]) == 0
     out = capsys.readouterr().out
-    assert "2 of 2 layers run tile by tile" in out and "norms, RoPE, MLP, loss" in out and "packed   isolated" in out
+    assert (
+        "2 of 2 layers run tile by tile" in out
+        and "norms, RoPE, MLP, loss" in out
+        and "packed   isolated" in out
+    )
     assert main(["env", "--model", "llama-tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "agrees"
     assert main(["env", "--model", "llama-tiny", "--seq-len", "4k"]) == 0
     told = plan("llama-tiny", seq_len=4096, gpu="h100")
-    line = f"planned  4,096 tokens on h100 ({told.placement}): fits, {told.step_seconds:.2f} s a step, "
+    line = (
+        f"planned  4,096 tokens on h100 ({told.placement}): fits, {told.step_seconds:.2f} s a "
+        "step, "
+    )
     assert line in capsys.readouterr().out
 
 
@@ -143,7 +198,8 @@ def readme_row(kind: str) -> str:
 
 # A dense family, and experts with sinks and windows.
 @pytest.mark.parametrize("kind", [
-    kind if kind in ("olmo2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.long) for kind in support.FAMILIES
+    kind if kind in ("olmo2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.long)
+    for kind in support.FAMILIES
 ])  # fmt: skip
 def test_readme_says_of_a_family_what_its_verdict_says(kind):
     found = support.support_of(kind, support.family_config(kind))
@@ -151,13 +207,17 @@ def test_readme_says_of_a_family_what_its_verdict_says(kind):
 
 
 def test_what_the_plan_describes_is_tiled():
-    """Every model type that has closed forms is in README's table, and all its layers run tile by tile there."""
+    """Every model type that has closed forms is in README's table, and all its layers run tile by
+    tile there.
+    """
     for kind in memory_families.FAMILIES:
         assert readme_row(kind).split("|")[2].strip() == "all"
 
 
 def test_locks_of_killed_builds_are_named(tmp_path, monkeypatch):
-    """torch's extension builds wait for such a file, whoever left it: a ZeRO run then stands still without a word."""
+    """torch's extension builds wait for such a file, whoever left it: a ZeRO run then stands still
+    without a word.
+    """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name, age in (("dead", 3600), ("busy", 5)):
         (tmp_path / "py311_cpu" / name).mkdir(parents=True)

@@ -11,7 +11,9 @@ from hfpatch.trainer import arguments
 
 
 @pytest.mark.parametrize("command", ["plan", "profile", "simulate"])
-@pytest.mark.parametrize("length", ["--seq-len", "--seq_len", "--seq_length", "--max-length", "--max_length"])
+@pytest.mark.parametrize(
+    "length", ["--seq-len", "--seq_len", "--seq_length", "--max-length", "--max_length"]
+)
 def test_spellings(command, length):
     parser = Parser()
     importlib.import_module(f"hfpatch.cli.{command}").add_arguments(parser)
@@ -40,12 +42,16 @@ def asked(*argv) -> Checkpointing | str:
 
 
 def test_training_takes_the_same_words(tmp_path):
-    assert asked("--checkpointing", "least", "--checkpointing", "tile=8") == Checkpointing(aim="least", tile=8)
+    assert asked("--checkpointing", "least", "--checkpointing", "tile=8") == Checkpointing(
+        aim="least", tile=8
+    )
     assert asked("--every", "2", "--max-length", "4k") == Checkpointing(every=2)
     config = tmp_path / "run.yaml"
     config.write_text("checkpointing: off\n")  # YAML reads false
     assert asked(str(config)) == "off"
-    assert asked(str(config), "--checkpointing", "gpu") == Checkpointing(offload="gpu"), "a flag wins over the file"
+    assert asked(str(config), "--checkpointing", "gpu") == Checkpointing(offload="gpu"), (
+        "a flag wins over the file"
+    )
 
 
 @pytest.mark.parametrize("word", ["true", "false"])

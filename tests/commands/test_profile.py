@@ -1,4 +1,6 @@
-"""The command as people and machines call it: processes, notes, exit codes, no colours in a pipe."""
+"""The command as people and machines call it: processes, notes, exit codes, no colours in a
+pipe.
+"""
 
 import json
 import stat
@@ -22,9 +24,12 @@ def call(capfd, *arguments):
 
 
 def test_stock_runs_where_liger_cannot(capfd, tmp_path):
-    """One real run through its own process; Liger has no CPU path, says so in one line, and the rest goes on."""
+    """One real run through its own process; Liger has no CPU path, says so in one line, and the
+    rest goes on.
+    """
     code, out, _ = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 64, "--impl", "hf,liger", "--steps", 1, "--warmup", 0,
+        capfd, "--model", "llama-tiny", "--seq-len", 64, "--impl", "hf,liger", "--steps", 1,
+        "--warmup", 0,
         "--device", "cpu", "--no-stacks", "--out", tmp_path,
     )  # fmt: skip
     assert code == 0 and "\x1b" not in out
@@ -58,7 +63,9 @@ def test_json_of_a_simulated_run(capfd, tmp_path):
     assert values["runs"][0]["peak_bytes"] == sum(values["runs"][0]["peak_split"].values())
     assert "curve" not in values["runs"][0]
     planned = values["runs"][0]["planned"]["gpu_peak_bytes"]
-    assert planned == pytest.approx(values["runs"][0]["peak_bytes"], rel=0.03), "closed form and simulator agree"
+    assert planned == pytest.approx(values["runs"][0]["peak_bytes"], rel=0.03), (
+        "closed form and simulator agree"
+    )
     assert "(simulated)" in (tmp_path / "report.md").read_text()
 
 
@@ -81,17 +88,23 @@ def test_nothing_to_run_is_an_error(capfd, tmp_path):
 
 
 def test_what_checkpointing_says_travels_as_words():
-    assert words_of("auto") == [] and words_of("off") == ["off"] and words_of("least") == ["aim=least"]
+    assert (
+        words_of("auto") == [] and words_of("off") == ["off"] and words_of("least") == ["aim=least"]
+    )
     settings = hfpatch.Checkpointing(keep=["qkv"], plain=2, offload="/tmp")
     assert parse_checkpointing(words_of(settings)) == settings
 
 
 @pytest.mark.parametrize("wrong, word", [
-    ({"seq_len": 1}, "seq_len"), ({"seq_len": "8k"}, "seq_len"), ({"seq_len": []}, "seq_len"), ({"impl": []}, "impl"),
-    ({"seq_len": None}, "seq_len"), ({"impl": "foo"}, "impl"), ({"batch": "x"}, "batch"), ({"batch": True}, "batch"),
-    ({"steps": 0}, "steps"), ({"warmup": -1}, "warmup"), ({"dtype": "int8"}, "dtype"), ({"device": "tpu"}, "device"),
+    ({"seq_len": 1}, "seq_len"), ({"seq_len": "8k"}, "seq_len"), ({"seq_len": []}, "seq_len"),
+    ({"impl": []}, "impl"),
+    ({"seq_len": None}, "seq_len"), ({"impl": "foo"}, "impl"), ({"batch": "x"}, "batch"),
+    ({"batch": True}, "batch"),
+    ({"steps": 0}, "steps"), ({"warmup": -1}, "warmup"), ({"dtype": "int8"}, "dtype"),
+    ({"device": "tpu"}, "device"),
     ({"optimizer": "lion"}, "optimizer"), ({"checkpointing": "hots"}, "checkpointing"),
-    ({"checkpointing": {"tile": 4}}, "checkpointing"), ({"checkpointing": "tile=0"}, "tile"), ({"model": 3}, "int came"),
+    ({"checkpointing": {"tile": 4}}, "checkpointing"), ({"checkpointing": "tile=0"}, "tile"),
+    ({"model": 3}, "int came"),
     ({"impl": "hf", "checkpointing": "tile=4"}, "checkpointing is for hfpatch"),
 ])  # fmt: skip
 def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, monkeypatch):
@@ -103,7 +116,9 @@ def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, mo
 
 def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="^hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu"
+    ):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
 
 
@@ -117,18 +132,24 @@ def test_lengths():
 def test_a_clocked_step_says_what_its_copies_expose(capfd, tmp_path):
     trace = tmp_path / "trace.json"
     code, out, _ = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--checkpointing", "offload=host,plain=0",
+        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--checkpointing",
+        "offload=host,plain=0",
         "--gpu", "a100", "--json", "--out", tmp_path, "--trace", trace,
     )  # fmt: skip
     (row,) = json.loads(out)
     assert code == 0 and set(row["seconds"]) == {"forward", "backward", "optimizer", "step"}
     assert row["exposed_seconds"] == pytest.approx(sum(value for *_, value in row["exposed"]))
-    assert row["page"] == str(tmp_path / "clock-llama-tiny-a100-512.html") and (tmp_path / row["page"]).exists()
+    assert (
+        row["page"] == str(tmp_path / "clock-llama-tiny-a100-512.html")
+        and (tmp_path / row["page"]).exists()
+    )
     assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_what_goes_with_the_clock_is_refused_without_it(capfd):
     code, _, err = call(capfd, "--model", "llama-tiny", "--trace", "t.json")
     assert code != 0 and "--trace goes with --clock" in err
-    code, _, err = call(capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128")
+    code, _, err = call(
+        capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128"
+    )
     assert code != 0 and "--trace takes one length" in err

@@ -1,4 +1,6 @@
-"""What each engine's worker shares: one tiny model, one set of rows, one way to train, and the way out."""
+"""What each engine's worker shares: one tiny model, one set of rows, one way to train, and the way
+out.
+"""
 
 import json
 import os
@@ -29,18 +31,22 @@ import hfpatch
 from hfpatch.compat import run_experts_plainly
 
 ROWS, TOKENS, VOCAB = 32, 24, 96
-# Adam divides by the root of a running mean square: a large epsilon keeps a gradient element near zero, whose sign is a
-# matter of rounding, from moving its weight by a whole learning rate, so that weights can be compared.
+# Adam divides by the root of a running mean square: a large epsilon keeps a gradient element near
+# zero, whose sign is a matter of rounding, from moving its weight by a whole learning rate, so that
+# weights can be compared.
 SETTINGS = dict(
     adam_epsilon=1e-2,
-    max_steps=4, save_steps=2, logging_steps=1, gradient_accumulation_steps=2, learning_rate=1e-2, weight_decay=0.1,
+    max_steps=4, save_steps=2, logging_steps=1, gradient_accumulation_steps=2, learning_rate=1e-2,
+    weight_decay=0.1,
     warmup_steps=1, max_grad_norm=1.0, report_to="none", disable_tqdm=True, use_cpu=True, seed=5,
 )  # fmt: skip
 
 
 def make_config(tied: bool = False, **overrides) -> LlamaConfig:
     # pad_token_id: zero.Init empties the embedding before its padding row would be set.
-    return tiny.config(**{"vocab_size": VOCAB, "tie_word_embeddings": tied, "pad_token_id": None, **overrides})
+    return tiny.config(
+        **{"vocab_size": VOCAB, "tie_word_embeddings": tied, "pad_token_id": None, **overrides}
+    )
 
 
 def make_model(tied: bool = False, dtype=torch.float32, **overrides) -> LlamaForCausalLM:
@@ -52,8 +58,10 @@ def make_experts(dtype=torch.float32) -> MixtralForCausalLM:
     """Experts whose balance weighs in the loss."""
     torch.manual_seed(0)
     config = make_config().to_dict()
-    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                                    "num_key_value_heads", "initializer_range", "pad_token_id")}  # fmt: skip
+    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size",
+                                    "num_hidden_layers", "num_attention_heads",
+                                    "num_key_value_heads", "initializer_range",
+                                    "pad_token_id")}  # fmt: skip
     experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
     made = MixtralConfig(**given, **experts, attn_implementation="sdpa")
     run_experts_plainly(made)
@@ -64,13 +72,16 @@ def make_neox(dtype=torch.float32) -> GPTNeoXForCausalLM:
     """A family whose config names neither a head's width nor KV heads."""
     torch.manual_seed(0)
     config = make_config().to_dict()
-    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size",
+                                    "num_hidden_layers", "num_attention_heads",
                                     "initializer_range")}  # fmt: skip
     return GPTNeoXForCausalLM(GPTNeoXConfig(**given, attn_implementation="sdpa")).to(dtype)
 
 
 def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]:
-    """Rows with a different number of ignored labels each, so that a mean of means would differ from the mean."""
+    """Rows with a different number of ignored labels each, so that a mean of means would differ
+    from the mean.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = []
     for i in range(ROWS):
@@ -85,7 +96,14 @@ def make_rows(positions: bool = False, ignored: int | None = None) -> list[dict]
 
 
 def train(
-    model, folder, *, batch: int, resume=None, rows=None, kinds=(TrainingArguments, Trainer), **overrides
+    model,
+    folder,
+    *,
+    batch: int,
+    resume=None,
+    rows=None,
+    kinds=(TrainingArguments, Trainer),
+    **overrides,
 ) -> Trainer:
     """Four optimizer steps of two micro-batches of `batch` rows each; a checkpoint after two."""
     args = kinds[0](str(folder), per_device_train_batch_size=batch, **{**SETTINGS, **overrides})
@@ -95,7 +113,8 @@ def train(
 
 
 def as_if_on_gpus() -> dict:
-    """Accelerate falls back to DDP where it sees no GPU; this lets FSDP and tensor parallelism really run on gloo.
+    """Accelerate falls back to DDP where it sees no GPU; this lets FSDP and tensor parallelism
+    really run on gloo.
 
     Returns the TrainingArguments that go with it.
     """
@@ -123,7 +142,9 @@ def refused(run) -> str:
 
 
 def report(folder, **found) -> None:
-    """Writes what this rank found, then leaves without gloo's teardown, which aborts about one run in ten."""
+    """Writes what this rank found, then leaves without gloo's teardown, which aborts about one run
+    in ten.
+    """
     rank = int(os.environ.get("RANK", 0))
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
@@ -137,21 +158,29 @@ KINDS = ("plain", "tied", "lora", "lora-first")
 
 
 def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Module:
-    """plain, tied, lora (apply, then adapters on every projection), lora-host (its base waiting on the host) or lora-first
-    (adapters, then apply)."""
+    """plain, tied, lora (apply, then adapters on every projection), lora-host (its base waiting on
+    the host) or lora-first (adapters, then apply).
+    """
     model = make_model(tied=kind == "tied")
 
     def patch():
         if patched:
-            # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer that keeps everything.
-            more = {"frozen_weights": "host"} if kind == "lora-host" else {"keep": ("qkv",), "plain": 1}
+            # Tiles that do not divide the tokens, what every kind of layer can keep, and a layer
+            # that keeps everything.
+            more = (
+                {"frozen_weights": "host"}
+                if kind == "lora-host"
+                else {"keep": ("qkv",), "plain": 1}
+            )
             hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, **more))
 
     if kind != "lora-first":
         patch()
     if kind.startswith("lora"):
         torch.manual_seed(7)
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0))
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0)
+        )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zero at first, which gives A no gradient
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -161,7 +190,9 @@ def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Mo
 
 
 def micro_batches() -> list[dict]:
-    """Four micro-batches of two rows: a rank takes every other one, so two ranks accumulate two each."""
+    """Four micro-batches of two rows: a rank takes every other one, so two ranks accumulate two
+    each.
+    """
     rows = make_rows()[8:16]
     pairs = [rows[i : i + 2] for i in range(0, 8, 2)]
     return [{key: torch.stack([row[key] for row in pair]) for key in pair[0]} for pair in pairs]
@@ -180,11 +211,15 @@ def reference_gradients(kind: str, dtype) -> dict[str, torch.Tensor]:
 
 
 def worst(kind: str, got: dict[str, torch.Tensor], plain=None, dtype=None) -> dict[str, float]:
-    """Each gradient's error over its budget (tests/numerics.py); above one, and infinite where missing, is a failure.
+    """Each gradient's error over its budget (tests/numerics.py); above one, and infinite where
+    missing, is a failure.
 
     plain: what stock gives, where that is not the float32 gradient; dtype: what it was computed in.
     """
-    plain, exact = plain or reference_gradients(kind, torch.float32), reference_gradients(kind, torch.float64)
+    plain, exact = (
+        plain or reference_gradients(kind, torch.float32),
+        reference_gradients(kind, torch.float64),
+    )
     found = {}
     for name in exact:
         if got.get(name) is None or got[name].dtype != plain[name].dtype:

@@ -1,4 +1,6 @@
-"""Ranks that share each sequence, of which the last goes wrong in the middle of a step, or all run until they are told to stop."""
+"""Ranks that share each sequence, of which the last goes wrong in the middle of a step, or all run
+until they are told to stop.
+"""
 
 import os
 import sys
@@ -13,7 +15,10 @@ from hfpatch.context.ranks import sequence_of, sharded
 from hfpatch.parallel import exchange
 
 T = 24
-ERRORS = {"error": RuntimeError("a kernel failed"), "memory": torch.OutOfMemoryError("no memory on this rank")}
+ERRORS = {
+    "error": RuntimeError("a kernel failed"),
+    "memory": torch.OutOfMemoryError("no memory on this rank"),
+}
 
 
 def main(kind: str, folder: str) -> None:
@@ -35,7 +40,8 @@ def main(kind: str, folder: str) -> None:
 
         def failing(*args, **known):
             calls.append(1)
-            if len(calls) == 2:  # in the middle of a backward, whose next exchange the others wait for
+            # in the middle of a backward, whose next exchange the others wait for
+            if len(calls) == 2:
                 raise ERRORS[kind]
             return backward(*args, **known)
 

@@ -27,14 +27,18 @@ def fsdp2(model, **settings):
 
 
 def gradients(kind: str, version: int, patched: bool = True, **settings) -> dict[str, torch.Tensor]:
-    """Two accumulated backward passes a rank, as a hand-written loop does them; whole gradients, on every rank."""
+    """Two accumulated backward passes a rank, as a hand-written loop does them; whole gradients, on
+    every rank.
+    """
     model = common.variant(kind, patched=patched)
     if version == 2:
         model = fsdp2(model, **settings)
     else:
         layers = {type(m) for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"}
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
-        model = FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        model = FSDP(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
     world, rank = dist.get_world_size(), dist.get_rank()
     items = torch.tensor(common.label_count() / world)  # the engine averages over ranks
     for batch in common.micro_batches()[rank::world]:
@@ -55,8 +59,8 @@ def main(name: str, folder: str) -> None:
     config = configs.load(name)
     engine = configs.training_arguments(config)
     if config.values["version"] == 1:
-        # Whole state dicts of FSDP1 crash on a CPU. From sharded ones accelerate restores only the optimizer states
-        # that exist, and a fresh Adam has none: make them before they are loaded.
+        # Whole state dicts of FSDP1 crash on a CPU. From sharded ones accelerate restores only the
+        # optimizer states that exist, and a fresh Adam has none: make them before they are loaded.
         engine["fsdp_config"]["state_dict_type"] = "SHARDED_STATE_DICT"
         load = Trainer._load_optimizer_and_scheduler
         Trainer._load_optimizer_and_scheduler = lambda self, path: (
@@ -68,7 +72,9 @@ def main(name: str, folder: str) -> None:
     def run(where, **extra):
         again = json.loads(json.dumps(engine))  # Trainer fills it in place
         model = common.make_model()
-        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv", "mid", "gate_up")))
+        report = hfpatch.apply(
+            model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv", "mid", "gate_up"))
+        )
         assert report.count("checkpointing") == 2 and report.count("loss") == 1
         trainer = common.train(model, out / where, batch=1, **shim, **again, **extra)
         assert trainer.accelerator.distributed_type == DistributedType.FSDP
@@ -82,12 +88,19 @@ def main(name: str, folder: str) -> None:
     version = config.values["version"]
     found = {kind: common.worst(kind, gradients(kind, version)) for kind in common.KINDS}
     if version == 2:
-        mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        mixed = {
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        }
         stock = gradients("plain", 2, patched=False, **mixed)
-        found["bfloat16"] = common.worst("plain", gradients("plain", 2, **mixed), stock, torch.bfloat16)
+        found["bfloat16"] = common.worst(
+            "plain", gradients("plain", 2, **mixed), stock, torch.bfloat16
+        )
     refused = common.refused(lambda: gradients("lora-host", version))
     common.report(
-        folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed), local=local, classes=classes,
+        folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed),
+        local=local, classes=classes,
         dtensors=all(isinstance(p, DTensor) for p in parameters), worst=found,
     )  # fmt: skip
 

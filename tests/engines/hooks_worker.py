@@ -1,4 +1,6 @@
-"""Two gloo processes: forwards that are stopped at their attention leave an engine's hooks as they were, step after step."""
+"""Two gloo processes: forwards that are stopped at their attention leave an engine's hooks as they
+were, step after step.
+"""
 
 import os
 import sys
@@ -22,7 +24,8 @@ def make_model():
     """A mixer and an attention layer, each asked by its own forward."""
     torch.manual_seed(0)
     config = Lfm2Config(
-        vocab_size=common.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=common.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=None,
     )  # fmt: skip
     model = Lfm2ForCausalLM(config).train()
@@ -57,10 +60,13 @@ def fsdp2():
 def zero3():
     model = make_model()
     config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 3},
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config
+    )
     losses = []
 
     def step(batch):
@@ -79,14 +85,21 @@ def zero3():
 
 def main(engine: str, steps: str, folder: str) -> None:
     common.quiet()
-    deepspeed.init_distributed("gloo", verbose=False) if engine == "zero3" else dist.init_process_group("gloo")
+    deepspeed.init_distributed(
+        "gloo", verbose=False
+    ) if engine == "zero3" else dist.init_process_group("gloo")
     step, state = {"fsdp2": fsdp2, "zero3": zero3}[engine]()
     ids = common.make_rows()[dist.get_rank()]["input_ids"][None]
     states = []
     for _ in range(int(steps)):
         step({"input_ids": ids, "labels": ids, "use_cache": False})
         states.append(state())
-    common.report(folder, steps=len(states), same=all(s == states[1] for s in states[2:]), last=str(states[-1][1:]))
+    common.report(
+        folder,
+        steps=len(states),
+        same=all(s == states[1] for s in states[2:]),
+        last=str(states[-1][1:]),
+    )
 
 
 if __name__ == "__main__":

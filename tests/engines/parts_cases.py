@@ -1,5 +1,6 @@
-"""Ways in which a forward over rows that ranks share comes back to transformers' own attention, or to a layer nobody knows: whole
-rows in the end, or a sentence. A part of a row is never taken for the whole.
+"""Ways in which a forward over rows that ranks share comes back to transformers' own attention, or
+to a layer nobody knows: whole rows in the end, or a sentence. A part of a row is never taken for
+the whole.
 """
 
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ def _mixing(model):
 
 
 def _more_than_hidden_states(model):
-    """Layers that return a tensor behind them, as those that hand on what routers said do, and mix tokens."""
+    """Layers that return a tensor behind them, as those that hand on what routers said do, and mix
+    tokens.
+    """
     _mixing(model)
     kind = type(model.model.layers[0])
 
@@ -101,7 +104,9 @@ def whole(kind: str) -> dict:
         given["attention_mask"] = torch.ones(1, T, dtype=torch.long)
         given["attention_mask"][0, slice(5, 7) if kind == "hole" else slice(19, T)] = 0
         given["labels"][given["attention_mask"] == 0] = -100
-    given["shift_labels"] = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    given["shift_labels"] = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[
+        :, 1:
+    ].contiguous()
     return given
 
 
@@ -111,7 +116,9 @@ def _ring(group):
     def sdpa(module, q, k, v, attention_mask, scaling=None, **kwargs):
         assert attention_mask is None, "a mask of a part of each row"
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        return _Exchanged.apply(*heads, None, Call(scaling, CAUSAL, None), sequence_of(group, True)), None
+        return _Exchanged.apply(
+            *heads, None, Call(scaling, CAUSAL, None), sequence_of(group, True)
+        ), None
 
     sdpa.__module__ = STOCK_SDPA.__module__
     return sdpa
@@ -120,9 +127,14 @@ def _ring(group):
 @contextmanager
 def _zigzag(ranks, given):
     """torch's context_parallel, where no Ulysses was before it."""
-    ulysses, ALL_ATTENTION_FUNCTIONS["sdpa"] = ALL_ATTENTION_FUNCTIONS["sdpa"], _ring(ranks.mesh.get_group())
+    ulysses, ALL_ATTENTION_FUNCTIONS["sdpa"] = (
+        ALL_ATTENTION_FUNCTIONS["sdpa"],
+        _ring(ranks.mesh.get_group()),
+    )
     try:
-        with context_parallel(ranks.mesh, buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
+        with context_parallel(
+            ranks.mesh, buffers=list(given.values()), buffer_seq_dims=[1] * len(given)
+        ):
             yield
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = ulysses
@@ -138,7 +150,8 @@ def _parts(ranks, kind: str, contract: str):
     return given, sharded(sequence_of(ranks.group) if contract == "sharded" else None)
 
 
-def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=None, checkpointing="off", config=None,
+def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=None,
+        checkpointing="off", config=None,
         by_hand=False, theirs=False, compiled=False) -> str | list:  # fmt: skip
     """The sentence that it ends with, or the loss of both ranks and a gradient."""
     model = tiny.with_exact_norms(llama(**config or {})).train()
@@ -156,7 +169,9 @@ def run(ranks, before=None, after=None, kind="plain", contract="ulysses", more=N
             if by_hand:
                 x = model.model.embed_tokens(given["input_ids"])
                 angles = model.model.rotary_emb(x, given["position_ids"])
-                model.model.layers[0](x, position_embeddings=angles, position_ids=given["position_ids"])
+                model.model.layers[0](
+                    x, position_embeddings=angles, position_ids=given["position_ids"]
+                )
                 return ""
             items = (whole(kind)["shift_labels"] != -100).sum()
             forward = torch.compile(model, backend="eager") if compiled else model
@@ -185,7 +200,8 @@ REFUSED = {
     "a family whose attention cannot be ours": {"after": _not_ours},
     "a cache": {"more": cache},
     "attention weights": {"more": lambda: {"output_attentions": True}},
-    "checkpointed by transformers, eager, zigzag": {"theirs": True, "after": named("eager"), "contract": "zigzag"},
+    "checkpointed by transformers, eager, zigzag": {"theirs": True, "after": named("eager"),
+                                                    "contract": "zigzag"},
     "a module of the user's": {"before": _mixing},
     "a module of the user's, put in later": {"after": _mixing},
     "a module of the user's, dropout": {"before": _mixing, "config": DROPOUT, **ON},
@@ -194,7 +210,8 @@ REFUSED = {
     "a module of the user's in a compiled layer": {"after": _compiled, **ON},
     "a layer's forward of the user's": {"after": _replaced, **ON},
     "more than hidden states": {"before": _more_than_hidden_states, **ON},
-    "a layer by hand, eager, zigzag": {"after": named("eager"), "contract": "zigzag", "by_hand": True, **ON},
+    "a layer by hand, eager, zigzag": {"after": named("eager"), "contract": "zigzag",
+                                       "by_hand": True, **ON},
 }  # fmt: skip
 EXACT = {
     "few tokens": {"kind": "short", **ON},
@@ -204,15 +221,21 @@ EXACT = {
     "dropout, padded behind": {"config": DROPOUT, "kind": "padded"},
     "checkpointed by transformers": {"theirs": True},
     "checkpointed by transformers, zigzag": {"theirs": True, "contract": "zigzag"},
-    "checkpointed by transformers, padded behind, zigzag": {"theirs": True, "kind": "padded", "contract": "zigzag"},
+    "checkpointed by transformers, padded behind, zigzag": {"theirs": True, "kind": "padded",
+                                                            "contract": "zigzag"},
 }  # fmt: skip
 
 
 def found(ranks, one_process) -> tuple[dict, dict]:
-    """(what each of REFUSED says, each of EXACT's errors, of loss and a gradient). one_process: the same of whole rows."""
+    """(what each of REFUSED says, each of EXACT's errors, of loss and a gradient). one_process: the
+    same of whole rows.
+    """
     said, errors = {name: run(ranks, **case) for name, case in REFUSED.items()}, {}
     for name, case in EXACT.items():
         got, wanted = run(ranks, **case), one_process(whole(case.get("kind", "plain")))
-        wanted = wanted["loss"].item(), wanted["model.layers.0.self_attn.k_proj.weight"].norm().item()
+        wanted = (
+            wanted["loss"].item(),
+            wanted["model.layers.0.self_attn.k_proj.weight"].norm().item(),
+        )
         errors[name] = [abs(a / b - 1) for a, b in zip(got, wanted)]
     return said, errors

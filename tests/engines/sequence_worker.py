@@ -1,8 +1,10 @@
-"""Ranks that share each sequence, without an engine: gradients summed over the ranks against those of one process, in float64.
+"""Ranks that share each sequence, without an engine: gradients summed over the ranks against those
+of one process, in float64.
 
-Two contracts: DeepSpeed's Ulysses (chunk p of a row) and torch's context_parallel (chunks p and 2P-1-p). Each case is a tiny model
-and a batch; it reports the worst error of the gradients relative to the largest value. Rounds are of one head
-unless a case says otherwise: so few tokens would all fit in one.
+Two contracts: DeepSpeed's Ulysses (chunk p of a row) and torch's context_parallel (chunks p and
+2P-1-p). Each case is a tiny model and a batch; it reports the worst error of the gradients relative
+to the largest value. Rounds are of one head unless a case says otherwise: so few tokens would all
+fit in one.
 """
 
 import dataclasses
@@ -47,7 +49,9 @@ SHORT_FAMILIES = ("qwen3", "gemma2", *PACKED)
 
 
 def batch(kind: str, B: int) -> dict:
-    """Whole rows. plain, packed, padded (left and right, a hole), or without a label in the second half."""
+    """Whole rows. plain, packed, padded (left and right, a hole), or without a label in the second
+    half.
+    """
     ids = tiny.ids(B, T)
     positions, labels, given = torch.arange(T).expand(B, -1).clone(), ids.clone(), {}
     labels[0, :7] = -100
@@ -67,7 +71,13 @@ def batch(kind: str, B: int) -> dict:
         starts = torch.nn.functional.pad((positions == 0)[:, 1:], (0, 1))
         shifted[starts] = -100
     labels = torch.nn.functional.pad(shifted, (1, 0), value=-100)[:, :-1]
-    return {"input_ids": ids, "position_ids": positions, "labels": labels, "shift_labels": shifted, **given}
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": labels,
+        "shift_labels": shifted,
+        **given,
+    }
 
 
 def lora(model):
@@ -91,18 +101,25 @@ class Ranks:
         self.rounds = []
 
     def run(self, model, given: dict, contract: str, passes: int = 1) -> dict:
-        """Loss and gradients of whole rows, summed over the ranks, after `passes` accumulated backward passes."""
+        """Loss and gradients of whole rows, summed over the ranks, after `passes` accumulated
+        backward passes.
+        """
         items = (given["shift_labels"] != -100).sum() * passes
         for _ in range(passes):
             total = torch.zeros((), dtype=torch.float64)
             if contract == "zigzag":
                 mine = {n: x.clone() for n, x in given.items()}
-                with context_parallel(self.mesh, buffers=list(mine.values()), buffer_seq_dims=[1] * len(mine)):
+                with context_parallel(
+                    self.mesh, buffers=list(mine.values()), buffer_seq_dims=[1] * len(mine)
+                ):
                     loss = model(**mine, num_items_in_batch=items, use_cache=False).loss
                     loss.backward()
             else:
                 t = T // self.size
-                mine = {n: x[:, self.rank * t : (self.rank + 1) * t].contiguous() for n, x in given.items()}
+                mine = {
+                    n: x[:, self.rank * t : (self.rank + 1) * t].contiguous()
+                    for n, x in given.items()
+                }
                 with sharded(sequence_of(self.group) if contract == "sharded" else None):
                     loss = model(**mine, num_items_in_batch=items, use_cache=False).loss
                     loss.backward()
@@ -131,9 +148,14 @@ def with_own_attention(model):
 
 
 def worst(found: dict, wanted: dict) -> float:
-    """The worst error of any gradient, relative to its largest value; infinite where the loss, a float32, differs too."""
+    """The worst error of any gradient, relative to its largest value; infinite where the loss, a
+    float32, differs too.
+    """
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    errors = {n: ((found[n] - x).abs().max() / x.abs().max().clamp_min(1e-12)).item() for n, x in wanted.items()}
+    errors = {
+        n: ((found[n] - x).abs().max() / x.abs().max().clamp_min(1e-12)).item()
+        for n, x in wanted.items()
+    }
     return float("inf") if errors.pop("loss") > 2e-7 else max(errors.values())
 
 
@@ -141,7 +163,9 @@ def reference(stock, given: dict) -> dict:
     """Of the whole rows in this process."""
     stock.zero_grad(set_to_none=True)
     plain = {n: x for n, x in given.items() if n != "shift_labels"}
-    loss = stock(**plain, num_items_in_batch=(given["shift_labels"] != -100).sum(), use_cache=False).loss
+    loss = stock(
+        **plain, num_items_in_batch=(given["shift_labels"] != -100).sum(), use_cache=False
+    ).loss
     loss.backward()
     return {"loss": loss.detach().double(), **gradients(stock)}
 
@@ -159,21 +183,32 @@ def case(
         head_dim=8,
     )
     ours = wrap(tiny.with_exact_norms(base))
-    checkpointing = hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
+    checkpointing = (
+        hfpatch.Checkpointing(**{"tile": 5 * B, "offload": "host", **settings}) if tiled else "off"
+    )
     hfpatch.apply(ours, checkpointing=checkpointing)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
     resolve = LayerRuntime._resolve
-    chosen = lambda *args: dataclasses.replace(resolve(*args), stream_attention=streamed, again=again)  # noqa: E731
-    with mock.patch.object(LayerRuntime, "_resolve", chosen), mock.patch.object(sequence, "BLOCKS", blocks):
+    chosen = lambda *args: dataclasses.replace(  # noqa: E731
+        resolve(*args), stream_attention=streamed, again=again
+    )
+    with (
+        mock.patch.object(LayerRuntime, "_resolve", chosen),
+        mock.patch.object(sequence, "BLOCKS", blocks),
+    ):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
 def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plain") -> float:
-    """Against the same patched model over whole rows: what a float64 model still rounds to float32 is the same. Experts are
-    balanced, where there are any."""
+    """Against the same patched model over whole rows: what a float64 model still rounds to float32
+    is the same. Experts are balanced, where there are any.
+    """
     given = batch(kind, 2)
-    given = {n: x % 60 + (n == "input_ids") if n in ("input_ids",) else x.clamp(max=60) for n, x in given.items()}
+    given = {
+        n: x % 60 + (n == "input_ids") if n in ("input_ids",) else x.clamp(max=60)
+        for n, x in given.items()
+    }
     model = families.small_model(name)
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = True
@@ -187,10 +222,15 @@ def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plai
 
 
 def evaluation(ranks: Ranks) -> list[float]:
-    """A row of its own each, of a length of its own that does not go evenly over the ranks, the last without a label: whole on
-    each rank where its logits are wanted, shared by all where the loss alone is (over what is to be counted, too)."""
+    """A row of its own each, of a length of its own that does not go evenly over the ranks, the
+    last without a label: whole on each rank where its logits are wanted, shared by all where the
+    loss alone is (over what is to be counted, too).
+    """
     base = tiny.llama(dtype=torch.float64)
-    ours, stock = tiny.patched(tiny.with_exact_norms(base)).eval(), with_own_attention(tiny.exact(base).eval())
+    ours, stock = (
+        tiny.patched(tiny.with_exact_norms(base)).eval(),
+        with_own_attention(tiny.exact(base).eval()),
+    )
     if ranks.rank == 0:  # no engine gathers its weights from the others, who need not come
         ours(input_ids=tiny.ids(1, T), labels=tiny.ids(1, T), skip_logits=True)
     fully_shard(ours, mesh=ranks.mesh)
@@ -199,16 +239,24 @@ def evaluation(ranks: Ranks) -> list[float]:
     unlabelled = {"input_ids": ids, "labels": torch.full_like(ids, -100) if last else ids}
     with torch.no_grad():
         wanted, found = stock(**given), ours(**given)
-        errors, n = [found.loss - wanted.loss, (found.logits - wanted.logits).abs().max()], ids.shape[1] - 1
+        errors, n = (
+            [found.loss - wanted.loss, (found.logits - wanted.logits).abs().max()],
+            ids.shape[1] - 1,
+        )
         errors.append(ours(**given, skip_logits=True).loss - wanted.loss)
-        errors.append(ours(**given, skip_logits=True, num_items_in_batch=torch.tensor(5)).loss - wanted.loss * n / 5)
+        errors.append(
+            ours(**given, skip_logits=True, num_items_in_batch=torch.tensor(5)).loss
+            - wanted.loss * n / 5
+        )
         one = ours(**unlabelled, skip_logits=True).loss
         errors.append(one - wanted.loss if not last else 1 - one.isnan().double())
     return [error.abs().item() for error in errors]
 
 
 def scores(ranks: Ranks) -> float:
-    """TRL's fused head in evaluation: every field of this rank's tokens, which the ranks computed between them."""
+    """TRL's fused head in evaluation: every field of this rank's tokens, which the ranks computed
+    between them.
+    """
     from trl.trainer.utils import add_fused_lm_head
 
     stock = tiny.llama(num_hidden_layers=1)
@@ -220,7 +268,9 @@ def scores(ranks: Ranks) -> float:
     labels = torch.where(ids % 3 == 0, -100, ids)
     with torch.no_grad():
         found, wanted = (m(input_ids=ids, labels=labels, fused_lm_head=True) for m in (ours, stock))
-    assert found.keys() == wanted.keys() and all(found[n].shape == x.shape for n, x in wanted.items())
+    assert found.keys() == wanted.keys() and all(
+        found[n].shape == x.shape for n, x in wanted.items()
+    )
     return max((found[n].double() - x.double()).abs().max().item() for n, x in wanted.items())
 
 
@@ -239,13 +289,21 @@ def refusals(ranks: Ranks) -> list[str]:
 
 
 def uneven(ranks: Ranks) -> list[str]:
-    """What each rank is told where the last one has fewer labels, none, fewer tokens, or a hook inside a layer;
-    then a step that all can take."""
+    """What each rank is told where the last one has fewer labels, none, fewer tokens, or a hook
+    inside a layer; then a step that all can take.
+    """
     ours, said = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8)), []
     mine = {
-        n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items() if n in ("input_ids", "position_ids", "labels")
+        n: x[:, : T // ranks.size]
+        for n, x in batch("plain", 1).items()
+        if n in ("input_ids", "position_ids", "labels")
     }
-    wrong = {"labels": mine["labels"][:, 2:]}, {"labels": None}, {n: x[:, 2:] for n, x in mine.items()}, {}
+    wrong = (
+        {"labels": mine["labels"][:, 2:]},
+        {"labels": None},
+        {n: x[:, 2:] for n, x in mine.items()},
+        {},
+    )
     for change in wrong if ranks.size == 2 else wrong[:1]:
         if not change and ranks.rank == ranks.size - 1:
             hook = ours.model.layers[0].mlp.register_forward_hook(lambda *_: None)
@@ -273,10 +331,12 @@ def hybrid(ranks: Ranks) -> str:
 
 
 def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
-    """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the first rank and to the others;
-    fails: the last rank cannot pin them."""
+    """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the
+    first rank and to the others; fails: the last rank cannot pin them.
+    """
     ours = tiny.patched(
-        tiny.llama(num_hidden_layers=2, head_dim=8), checkpointing=hfpatch.Checkpointing(offload="host", every=1)
+        tiny.llama(num_hidden_layers=2, head_dim=8),
+        checkpointing=hfpatch.Checkpointing(offload="host", every=1),
     )
     mine = {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
     opened = LayerRuntime._open
@@ -301,21 +361,31 @@ def main(chosen: str, folder: str) -> None:
     deepspeed.init_distributed("gloo")
     P = dist.get_world_size()
     UlyssesSPAttentionHF.register_with_transformers(
-        tiny.llama(num_hidden_layers=1), "sdpa", P, 1, seq_length_is_variable=True, disable_in_eval=True
+        tiny.llama(num_hidden_layers=1),
+        "sdpa",
+        P,
+        1,
+        seq_length_is_variable=True,
+        disable_in_eval=True,
     )
     ranks = Ranks()
 
     exchanged = []
     inner = ExchangedAttention.forward
-    ExchangedAttention.forward = lambda self, *args, **known: exchanged.append(1) or inner(self, *args, **known)
+    ExchangedAttention.forward = lambda self, *args, **known: (
+        exchanged.append(1) or inner(self, *args, **known)
+    )
 
     disk = tempfile.mkdtemp()
     cases = {
-        "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"}, "batch 2, padded": {"B": 2, "kind": "padded"},
-        "one KV head": {"heads": (8, 1), "offload": "gpu"}, "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
+        "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"},
+        "batch 2, padded": {"B": 2, "kind": "padded"},
+        "one KV head": {"heads": (8, 1), "offload": "gpu"},
+        "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
-        "lora, accumulated": {"wrap": lora, "passes": 2}, "no label on the last rank": {"kind": "half", "save_attention": False},
+        "lora, accumulated": {"wrap": lora, "passes": 2},
+        "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
         "layers run whole": {"tiled": False, "kind": "packed"},
         "streamed, a round at a time": {"streamed": True, "heads": (8, 4), "again": 1},
@@ -329,7 +399,13 @@ def main(chosen: str, folder: str) -> None:
                     for i, settings in enumerate(
                         ({}, {"save_attention": False}, {"every": 2}, {"every": 3, "tile": 99})
                     ):
-                        more = {"contract": contract, "heads": heads, "kind": kind, "B": 1 + i % 2, **settings}
+                        more = {
+                            "contract": contract,
+                            "heads": heads,
+                            "kind": kind,
+                            "B": 1 + i % 2,
+                            **settings,
+                        }
                         cases[repr(more)] = more
     found = {name: case(ranks, **settings) for name, settings in cases.items()}
     calls, evaluated = len(exchanged), evaluation(ranks)
@@ -345,9 +421,12 @@ def main(chosen: str, folder: str) -> None:
     )
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
-    least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu"))
+    least = both.least(
+        [10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu")
+    )
     common.report(
-        folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared, scores=scores(ranks), backend=backend,
+        folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared,
+        scores=scores(ranks), backend=backend,
         least=least, lengths=lengths, parts=parts,
         hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),

@@ -1,4 +1,6 @@
-"""Two gloo processes that share each sequence, through Trainer: DeepSpeed's Ulysses, or FSDP2's context parallelism."""
+"""Two gloo processes that share each sequence, through Trainer: DeepSpeed's Ulysses, or FSDP2's
+context parallelism.
+"""
 
 import os
 import sys
@@ -31,11 +33,15 @@ def ulysses(stage: int = 3, **more) -> dict:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = STOCK_SDPA  # as a new process finds it
     parallel_state_sp._release_sequence_parallel_groups()
     config = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **more},
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True,
+                              **more},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    sp = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    sp = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
     return {
         "deepspeed": config,
         "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=sp),
@@ -46,9 +52,14 @@ def context(**_) -> dict:
     before = AcceleratorState._shared_state.get("fsdp_plugin")
     if before is not None:  # of the run before, whose model may be another
         before.transformer_cls_names_to_wrap = None
-    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
             "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
-    return {"fsdp": True, "fsdp_config": fsdp, "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=1)}
+    return {
+        "fsdp": True,
+        "fsdp_config": fsdp,
+        "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=1),
+    }
 
 
 def main(engine: str, folder: str) -> None:
@@ -59,9 +70,17 @@ def main(engine: str, folder: str) -> None:
     out, rows = Path(folder), common.make_rows(positions=True, ignored=13)
     seen, exchanged = set(), []
     inner = ExchangedAttention.forward
-    ExchangedAttention.forward = lambda self, *args, **known: exchanged.append(1) or inner(self, *args, **known)
+    ExchangedAttention.forward = lambda self, *args, **known: (
+        exchanged.append(1) or inner(self, *args, **known)
+    )
 
-    def run(where, kinds=(TrainingArguments, Trainer), engine_settings=None, make=common.make_model, **extra):
+    def run(
+        where,
+        kinds=(TrainingArguments, Trainer),
+        engine_settings=None,
+        make=common.make_model,
+        **extra,
+    ):
         model = make()
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10), logits=False)
         if engine != "neox":
@@ -78,18 +97,26 @@ def main(engine: str, folder: str) -> None:
             "save_strategy": "no",
         }
         trainer = run("neox", (TrainingArguments, called), **given)
-        return common.report(folder, losses=common.losses(trainer), norms=common.norms(trainer), calls=len(exchanged))
+        return common.report(
+            folder, losses=common.losses(trainer), norms=common.norms(trainer), calls=len(exchanged)
+        )
 
     whole = run("whole")
     train_calls, tokens = len(exchanged), sorted(seen)
     evaluation, eval_calls = [whole.evaluate(rows[:4])["eval_loss"]], [len(exchanged) - train_calls]
     whole.save_model(str(out / "final"))
 
-    # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's Trainer, and transformers' own with
-    # our callback.
+    # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's
+    # Trainer, and transformers' own with our callback.
     more = {"resume": str(out / "whole" / "checkpoint-2"), "save_strategy": "no"}
     resumed = [
-        run("resumed", (TrainArguments, ours.Trainer), eval_positions=0, lr_scheduler_type="linear", **more),
+        run(
+            "resumed",
+            (TrainArguments, ours.Trainer),
+            eval_positions=0,
+            lr_scheduler_type="linear",
+            **more,
+        ),
         run("called", (TrainingArguments, called), **more),
     ]
     for trainer in resumed:
@@ -97,12 +124,21 @@ def main(engine: str, folder: str) -> None:
         evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])
         eval_calls.append(len(exchanged) - before)
 
-    # With another number of labels in each row, which weigh by token, and experts, which are balanced over whole rows: in
-    # transformers' Trainer and in that of hfpatch train. Their config does not say how wide a head is.
+    # With another number of labels in each row, which weigh by token, and experts, which are
+    # balanced over whole rows: in transformers' Trainer and in that of hfpatch train. Their config
+    # does not say how wide a head is.
     rows = common.make_rows(positions=True)
     both = [(TrainingArguments, called, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
     uneven = [
-        run("uneven", (kind, trainer), make=common.make_experts, rows=rows, max_steps=2, save_strategy="no", **more)
+        run(
+            "uneven",
+            (kind, trainer),
+            make=common.make_experts,
+            rows=rows,
+            max_steps=2,
+            save_strategy="no",
+            **more,
+        )
         for kind, trainer, more in both
     ]
 
@@ -114,7 +150,8 @@ def main(engine: str, folder: str) -> None:
             except ValueError as error:
                 refused.append(str(error))
     common.report(
-        folder, losses=common.losses(whole), resumed=[common.losses(t) for t in resumed], tokens=tokens, refused=refused,
+        folder, losses=common.losses(whole), resumed=[common.losses(t) for t in resumed],
+        tokens=tokens, refused=refused,
         norms=common.norms(whole), calls=train_calls, evaluation=evaluation, eval_calls=eval_calls,
         uneven=[(common.losses(t), common.norms(t)) for t in uneven],
     )  # fmt: skip

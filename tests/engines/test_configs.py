@@ -16,7 +16,9 @@ YAML = sorted((ROOT / "fsdp_configs").glob("*.yaml"))
 
 
 class Recorder(dict):
-    """A config that notes which keys an engine asks for: the engine's own schema where it has no model of one."""
+    """A config that notes which keys an engine asks for: the engine's own schema where it has no
+    model of one.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -55,7 +57,9 @@ def deepspeed_config():
 
 @pytest.fixture(scope="module")
 def deepspeed_asks(deepspeed_config):
-    config = Recorder({"train_micro_batch_size_per_gpu": 1, "aio": Recorder(), "data_types": Recorder()})
+    config = Recorder(
+        {"train_micro_batch_size_per_gpu": 1, "aio": Recorder(), "data_types": Recorder()}
+    )
     deepspeed_config(config)
     return {
         "": config.asked,
@@ -65,7 +69,13 @@ def deepspeed_asks(deepspeed_config):
 
 
 def test_all_strategies_are_there():
-    assert {p.stem for p in DS} == {"zero1", "zero2", "zero3", "zero3_cpu_offload", "zero3_nvme_offload"}
+    assert {p.stem for p in DS} == {
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_cpu_offload",
+        "zero3_nvme_offload",
+    }
     assert {p.stem for p in FSDP} == {"fsdp2", "fsdp2_cpu_offload", "fsdp1_full_shard"}
     # Ranks that share rows: Trainer's arguments do not say so, accelerate's launch file does.
     assert {p.stem for p in YAML} == {p.stem for p in FSDP} | {"fsdp2_sequence"}
@@ -96,8 +106,17 @@ def test_values_are_read_as_deepspeed_reads_them(tmp_path):
 def test_deepspeed_takes_each_file_as_written(path, deepspeed_config):
     loaded = configs.load(str(path))
     assert loaded.engine == "deepspeed"
-    numbers = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    fills = {**numbers, "gradient_clipping": 1.0, "bf16.enabled": True, "zero_optimization.reduce_bucket_size": 4096}
+    numbers = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    fills = {
+        **numbers,
+        "gradient_clipping": 1.0,
+        "bf16.enabled": True,
+        "zero_optimization.reduce_bucket_size": 4096,
+    }
     fills |= {
         "zero_optimization.stage3_prefetch_bucket_size": 512,
         "zero_optimization.stage3_param_persistence_threshold": 640,
@@ -130,7 +149,9 @@ def test_deepspeed_takes_each_file_as_written(path, deepspeed_config):
 def _fsdp_keys_trainer_reads(version, wrap):
     from transformers import TrainingArguments
 
-    config = Recorder({"version": version, "auto_wrap_policy": wrap, "activation_checkpointing": False})
+    config = Recorder(
+        {"version": version, "auto_wrap_policy": wrap, "activation_checkpointing": False}
+    )
     if version == 1:
         config["limit_all_gathers"] = True
     args = object.__new__(TrainingArguments)
@@ -185,7 +206,10 @@ def test_the_yaml_of_shared_sequences_is_fsdp2_and_their_sizes(monkeypatch):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    shared, plain = (load_config_from_file(str(ROOT / "fsdp_configs" / f"fsdp2{n}.yaml")) for n in ("_sequence", ""))
+    shared, plain = (
+        load_config_from_file(str(ROOT / "fsdp_configs" / f"fsdp2{n}.yaml"))
+        for n in ("_sequence", "")
+    )
     assert shared.fsdp_config == plain.fsdp_config and not plain.parallelism_config
     known = {action.dest for action in launch_command_parser()._actions}
     assert set(shared.parallelism_config) <= known
@@ -214,18 +238,25 @@ def _edited(tmp_path, stem, edit):
 
 # Each row: what someone once wrote, and the sentence that stops it.
 MISTAKES = [
-    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True), 'belongs in "zero_optimization"'),
+    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True),
+     'belongs in "zero_optimization"'),
     ("a word as a boolean", "zero2",
-     lambda c: c["zero_optimization"].update(overlap_comm="often"), '"zero_optimization.overlap_comm": .*boolean'),
-    ("half a byte", "zero2", lambda c: c["zero_optimization"].update(reduce_bucket_size=0.5), "integer, .*came 0.5"),
-    ("a stage nobody knows", "zero2", lambda c: c["zero_optimization"].update(stage=5), "should be 0, 1, 2"),
-    ("a typing slip", "zero3", lambda c: c["zero_optimization"].update(stage3_max_live_parameter=1), "did you mean"),
+     lambda c: c["zero_optimization"].update(overlap_comm="often"),
+     '"zero_optimization.overlap_comm": .*boolean'),
+    ("half a byte", "zero2", lambda c: c["zero_optimization"].update(reduce_bucket_size=0.5),
+     "integer, .*came 0.5"),
+    ("a stage nobody knows", "zero2", lambda c: c["zero_optimization"].update(stage=5),
+     "should be 0, 1, 2"),
+    ("a typing slip", "zero3", lambda c: c["zero_optimization"].update(stage3_max_live_parameter=1),
+     "did you mean"),
     ("auto where nothing fills it", "zero3",
      lambda c: c["zero_optimization"].update(sub_group_size="auto"), "nothing fills in"),
     ("stage 3 keys in stage 2", "zero2",
-     lambda c: c["zero_optimization"].update(stage3_max_live_parameters=1), "does nothing in stage 2"),
+     lambda c: c["zero_optimization"].update(stage3_max_live_parameters=1),
+     "does nothing in stage 2"),
     ("parameter offload in stage 2", "zero2",
-     lambda c: c["zero_optimization"].update(offload_param={"device": "cpu"}), '"offload_param" needs "stage": 3'),
+     lambda c: c["zero_optimization"].update(offload_param={"device": "cpu"}),
+     '"offload_param" needs "stage": 3'),
     ("a device nobody knows", "zero3_cpu_offload",
      lambda c: c["zero_optimization"]["offload_param"].update(device="disk"),
      "'none', 'cpu' or 'nvme', came \"disk\""),
@@ -259,7 +290,12 @@ def test_fsdp_mistakes_get_one_sentence(tmp_path):
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
         configs.load("zero9")
-    for text, message in [("{", "not JSON"), ("[]", "one JSON object"), ("{}", "neither"), ('{"a":1,"a":2}', "twice")]:
+    for text, message in [
+        ("{", "not JSON"),
+        ("[]", "one JSON object"),
+        ("{}", "neither"),
+        ('{"a":1,"a":2}', "twice"),
+    ]:
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -269,7 +305,9 @@ def test_files_that_are_no_config(tmp_path):
 def test_a_config_that_contradicts_the_flags(tmp_path):
     plain = configs.load("zero3")
     assert configs.training_arguments(plain, flags={"bf16": True})["deepspeed"] == plain.values
-    fixed = configs.load(_edited(tmp_path, "zero2", lambda c: c.update(gradient_accumulation_steps=8)))
+    fixed = configs.load(
+        _edited(tmp_path, "zero2", lambda c: c.update(gradient_accumulation_steps=8))
+    )
     assert configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 8})
     with pytest.raises(ValueError, match="gradient_accumulation_steps is 2"):
         configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 2})

@@ -10,8 +10,23 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,15 +34,22 @@ _spec = importlib.util.spec_from_file_location("export_gguf", ROOT / "scripts" /
 export_gguf = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(export_gguf)
 
-TEXT = ["the tiled layer runs tile by tile", "the héllo wörld of 12345 tiles\n\n  and  spaces", "don't stop"]
+TEXT = [
+    "the tiled layer runs tile by tile",
+    "the héllo wörld of 12345 tiles\n\n  and  spaces",
+    "don't stop",
+]
 SCALED = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
 
 def make_tokenizer(split=True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 320 tokens trained on the text above, with Llama-3's split, a BOS and a plain added token."""
+    """A byte-level BPE of 320 tokens trained on the text above, with Llama-3's split, a BOS and a
+    plain added token.
+    """
     raw = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
     steps = [pre_tokenizers.Split(Regex(export_gguf.LLAMA3_SPLIT), behavior="isolated"), byte_level]
@@ -37,23 +59,37 @@ def make_tokenizer(split=True) -> PreTrainedTokenizerFast:
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     raw.train_from_iterator(
         TEXT * 4,
-        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+        ),
     )
     raw.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     bos = raw.token_to_id(special[0])
-    raw.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], bos)])
+    raw.post_processor = processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[(special[0], bos)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token=special[0], eos_token=special[1], chat_template="{{ messages[0]['content'] }}"
+        tokenizer_object=raw,
+        bos_token=special[0],
+        eos_token=special[1],
+        chat_template="{{ messages[0]['content'] }}",
     )
 
 
 def make_folder(folder: Path, *, split=True, **overrides) -> LlamaForCausalLM:
     # Rows of multiples of 32, as GGUF's 8-bit blocks want them.
-    settings = {"vocab_size": 320, "intermediate_size": 96, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+    settings = {
+        "vocab_size": 320,
+        "intermediate_size": 96,
+        "pad_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     config = tiny.config(**{**settings, "rms_norm_eps": 1e-5, "dtype": "float32", **overrides})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).float().eval()
-    for name, parameter in model.named_parameters():  # norms of exactly one would hide a swapped pair
+    # norms of exactly one would hide a swapped pair
+    for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float("bias" not in name), std=0.2)
     model.save_pretrained(folder)
@@ -62,7 +98,9 @@ def make_folder(folder: Path, *, split=True, **overrides) -> LlamaForCausalLM:
 
 
 def read_back(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
 
 
 def logits(model) -> torch.Tensor:
@@ -71,7 +109,9 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-READS = tiny.not_with_transformers_5_0("takes the version of gguf, N/A to it, for one that is too old")
+READS = tiny.not_with_transformers_5_0(
+    "takes the version of gguf, N/A to it, for one that is too old"
+)
 
 
 @READS
@@ -90,7 +130,9 @@ def test_f32_comes_back_exactly(tmp_path, tied):
 @READS
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_smaller_types_are_one_rounding_away(tmp_path, kind):
-    """Each weight is the nearest value of its type, and the logits are those of a model with just those weights."""
+    """Each weight is the nearest value of its type, and the logits are those of a model with just
+    those weights.
+    """
     model = make_folder(tmp_path / "hf")
     back = read_back(export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind=kind))
     for (name, got), (_, exact) in zip(back.named_parameters(), model.named_parameters()):
@@ -100,7 +142,8 @@ def test_smaller_types_are_one_rounding_away(tmp_path, kind):
         if kind == "q8_0":
             blocks = exact.detach().reshape(-1, 32)
             step = blocks.abs().amax(1, keepdim=True) / 127
-            # half a step for the integer, and the step itself is rounded to float16 (relative 2^-11, 127 steps high)
+            # half a step for the integer, and the step itself is rounded to float16 (relative
+            # 2^-11, 127 steps high)
             allowed = step * (0.5 + 127 * 2**-11)
             assert ((got.detach().reshape(-1, 32) - blocks).abs() <= allowed).all(), name
         else:
@@ -111,9 +154,13 @@ def test_smaller_types_are_one_rounding_away(tmp_path, kind):
 
 
 def test_llama3_rope_scaling_is_hfs(tmp_path):
-    model = make_folder(tmp_path / "hf", rope_parameters=SCALED, head_dim=64, max_position_embeddings=131072)
+    model = make_folder(
+        tmp_path / "hf", rope_parameters=SCALED, head_dim=64, max_position_embeddings=131072
+    )
     export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
-    written = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}["rope_freqs.weight"]
+    written = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}[
+        "rope_freqs.weight"
+    ]
     scaled = LlamaRotaryEmbedding(model.config).inv_freq
     plain_config = LlamaConfig(
         **{**model.config.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
@@ -139,10 +186,15 @@ def test_biases_are_written_with_their_rows_in_the_same_order(tmp_path):
     written = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     attention = model.model.layers[1].self_attn
     weight, bias = written["blk.1.attn_k.weight"], written["blk.1.attn_k.bias"]
-    order = [int((attention.k_proj.weight == torch.from_numpy(row.copy())).all(1).nonzero()) for row in weight]
+    order = [
+        int((attention.k_proj.weight == torch.from_numpy(row.copy())).all(1).nonzero())
+        for row in weight
+    ]
     assert sorted(order) == list(range(32)) and order != sorted(order)
     np.testing.assert_array_equal(bias, attention.k_proj.bias.detach().numpy()[order])
-    np.testing.assert_array_equal(written["blk.1.ffn_down.bias"], model.model.layers[1].mlp.down_proj.bias.detach())
+    np.testing.assert_array_equal(
+        written["blk.1.ffn_down.bias"], model.model.layers[1].mlp.down_proj.bias.detach()
+    )
 
 
 @tiny.not_before_transformers((5, 18), "reads no merges of a GGUF file that are written as pairs")
@@ -158,10 +210,17 @@ def test_tokenizer_round_trips(tmp_path, split):
         assert back.decode(ids) == ours.decode(ids) == text
     merged = ours(TEXT[0], add_special_tokens=False).input_ids
     assert len(merged) < len(TEXT[0].encode())  # merges really apply
-    assert (back.bos_token, back.eos_token, back.chat_template) == (ours.bos_token, ours.eos_token, ours.chat_template)
+    assert (back.bos_token, back.eos_token, back.chat_template) == (
+        ours.bos_token,
+        ours.eos_token,
+        ours.chat_template,
+    )
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == ("llama-bpe" if split else "gpt-2")
-    assert fields["tokenizer.ggml.add_bos_token"].contents() and not fields["tokenizer.ggml.add_eos_token"].contents()
+    assert (
+        fields["tokenizer.ggml.add_bos_token"].contents()
+        and not fields["tokenizer.ggml.add_eos_token"].contents()
+    )
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 320
     assert fields["tokenizer.ggml.token_type"].contents()[301:] == [export_gguf.UNUSED] * 19
 
@@ -170,7 +229,9 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
     make_folder(tmp_path / "hf")
     (tmp_path / "taken.gguf").write_text("mine")
     (tmp_path / "empty").mkdir()
-    make_folder(tmp_path / "yarn", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+    make_folder(
+        tmp_path / "yarn", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    )
     make_folder(tmp_path / "gelu", hidden_act="gelu")
     make_folder(tmp_path / "small", vocab_size=290)
     capsys.readouterr()  # progress bars of save_pretrained
@@ -188,7 +249,9 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
     assert not list(tmp_path.glob("new*"))
 
 
-@pytest.mark.parametrize("value, kind, words", [(1e6, "f16", "beyond float16"), (float("nan"), "f32", "nan or inf")])
+@pytest.mark.parametrize(
+    "value, kind, words", [(1e6, "f16", "beyond float16"), (float("nan"), "f32", "nan or inf")]
+)
 def test_a_value_that_cannot_be_stored_is_refused(tmp_path, value, kind, words):
     model = make_folder(tmp_path / "hf")
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = value
@@ -210,6 +273,10 @@ def test_a_part_of_somebody_else_stays(tmp_path):
 def test_runs_as_a_script(script):
     """From its own folder, whose profile.py would hide the standard library's."""
     found = subprocess.run(
-        [sys.executable, f"{script}.py", "--help"], cwd=ROOT / "scripts", capture_output=True, text=True, timeout=120
+        [sys.executable, f"{script}.py", "--help"],
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0 and found.stdout.startswith(f"usage: {script}.py"), found.stderr

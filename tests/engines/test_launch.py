@@ -1,7 +1,9 @@
-"""Two gloo processes under each engine: it is really on, training and resuming give the single process's losses, one
-file comes out, and hfpatch's gradients are those of the stock model in one process.
+"""Two gloo processes under each engine: it is really on, training and resuming give the single
+process's losses, one file comes out, and hfpatch's gradients are those of the stock model in one
+process.
 
-One launch an engine, since a launch takes most of the time; the workers check as much as they can in it.
+One launch an engine, since a launch takes most of the time; the workers check as much as they can
+in it.
 """
 
 import importlib.util
@@ -29,14 +31,17 @@ _spec.loader.exec_module(consolidate)
 def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
     """Runs a worker in its own process group and returns what each rank reported."""
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
-           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+           "TOKENIZERS_PARALLELISM": "false",
+           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH",
+                                                                    "")])}  # fmt: skip
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     log = folder / "log.txt"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=HERE, env=env, stdout=out, stderr=subprocess.STDOUT,
+            [sys.executable, *map(str, command)], cwd=HERE, env=env, stdout=out,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -51,7 +56,16 @@ def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
 
 
 def torchrun(worker: str, *args, folder: Path, ranks: int = 2, seconds: int = 300) -> list[dict]:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, worker, *args, folder]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        ranks,
+        worker,
+        *args,
+        folder,
+    ]
     reports = launch(*words, folder=folder, seconds=seconds)
     assert len(reports) == ranks
     return reports
@@ -63,7 +77,9 @@ def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     (losses,) = launch("single_worker.py", folder, folder=folder)
     trained = {path.name.removesuffix("-final") for path in folder.glob("*-final")}
-    return losses, {name: load_file(folder / f"{name}-final" / "model.safetensors") for name in trained}
+    return losses, {
+        name: load_file(folder / f"{name}-final" / "model.safetensors") for name in trained
+    }
 
 
 def assert_losses(got: list[float], single, run: str = "") -> None:
@@ -100,7 +116,9 @@ def half_of(single) -> int:
 
 
 @tiny.FSDP_FILES
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("fsdp1_full_shard", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["fsdp2", pytest.param("fsdp1_full_shard", marks=pytest.mark.long)]
+)
 def test_fsdp(name, single, tmp_path):
     reports = torchrun("fsdp_worker.py", name, folder=tmp_path)
     wrapper = "FSDPLlamaDecoderLayer" if name == "fsdp2" else "FullyShardedDataParallel"
@@ -121,13 +139,17 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
     config["zero_force_ds_cpu_optimizer"] = False
     (tmp_path / "zero.json").write_text(json.dumps(config))
     reports = launch(
-        "-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, "--use_deepspeed",
-        "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1,
+        "--use_deepspeed",
+        "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no",
+        "--dynamo_backend", "no",
         "--zero3_init_flag", "false", "zero_worker.py", tmp_path, folder=tmp_path,
     )  # fmt: skip
     assert len(reports) == 2
     for report in reports:
-        assert report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"] and SHARDED in report["refused"]
+        assert (
+            report["zero"] == [3, "DeepSpeedZeroOptimizer_Stage3"] and SHARDED in report["refused"]
+        )
         assert report["offloaded"] == ["cpu", "cpu"]
         assert report["local"] == half_of(single)
         assert_losses(report["losses"], single)
@@ -151,19 +173,28 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_trls_trainers(engine, lora, tmp_path):
-    """Policy and reference sharded: each number logged and every weight's step as of TRL without hfpatch on the same engine."""
+    """Policy and reference sharded: each number logged and every weight's step as of TRL without
+    hfpatch on the same engine.
+    """
     for report in torchrun("trl_worker.py", engine, int(lora), folder=tmp_path):
-        assert report["ran"] == ["DPO", "KTO", "GRPO", "RLOO"] and report["references"] == (0 if lora else 4)
+        assert report["ran"] == ["DPO", "KTO", "GRPO", "RLOO"] and report["references"] == (
+            0 if lora else 4
+        )
 
 
-@tiny.not_with_transformers_5_0("has a Trainer that asks accelerate for a mesh of Ulysses', and experts that run whole")
+@tiny.not_with_transformers_5_0(
+    "has a Trainer that asks accelerate for a mesh of Ulysses', and experts that run whole"
+)
 @pytest.mark.parametrize("engine", ["ulysses", "context"])
 def test_sequence_parallel(engine, single, tmp_path):
-    """Through Trainer: losses, norms and weights of one process; resumed in the middle of an epoch; evaluated over all ranks."""
+    """Through Trainer: losses, norms and weights of one process; resumed in the middle of an epoch;
+    evaluated over all ranks.
+    """
     reports = torchrun("sp_worker.py", engine, folder=tmp_path)
     for report in reports:
         assert report["tokens"] == [12]  # each process has half of every row
-        assert report["calls"] == 2 * 8 and all(report["eval_calls"])  # two layers, eight micro-batches
+        # two layers, eight micro-batches
+        assert report["calls"] == 2 * 8 and all(report["eval_calls"])
         assert_losses(report["losses"], single, "-rows")
         assert_losses(report["norms"], single, "-norms")
         for found in report["resumed"]:
@@ -175,14 +206,18 @@ def test_sequence_parallel(engine, single, tmp_path):
             assert_losses([found], single, "-evaluation")
     if engine == "ulysses":
         stage, scatter = reports[0]["refused"]
-        assert stage.startswith("hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, stage 2 came")
+        assert stage.startswith(
+            "hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, stage 2 came"
+        )
         assert "reduce_scatter: false came, where gradients are 2 times too large" in scatter
         assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 
 @pytest.mark.long
 def test_gpt_neox_under_ulysses(tmp_path):
-    """Its config says neither how wide a head is nor how many KV heads there are, which DeepSpeed asks."""
+    """Its config says neither how wide a head is nor how many KV heads there are, which DeepSpeed
+    asks.
+    """
     single = (launch("single_worker.py", tmp_path, "neox", folder=tmp_path)[0],)
     for report in torchrun("sp_worker.py", "neox", folder=tmp_path):
         assert_losses(report["losses"], single, "-neox")
@@ -190,17 +225,21 @@ def test_gpt_neox_under_ulysses(tmp_path):
         assert report["calls"] >= 2 * 4  # two layers, four micro-batches
 
 
-@tiny.not_before_transformers((5, 18), "gathers on the first rank alone what it saves, which waits for the others")
+@tiny.not_before_transformers(
+    (5, 18), "gathers on the first rank alone what it saves, which waits for the others"
+)
 def test_tensor_parallel(single, tmp_path):
     reports = torchrun("tp_worker.py", folder=tmp_path)
     for report in reports:
         assert report["split"] > 0 and report["local"] * 2 == report["split"]
         assert "whole logits" not in report["said"]
-        # The loss of every micro-batch of three runs and of four steps of two, from half of the logits.
+        # The loss of every micro-batch of three runs and of four steps of two, from half of the
+        # logits.
         assert report["words"] == [96 // 2] * (3 * 4 + 4 * 2)
         assert not {name: error for name, error in report["vocab"].items() if not error <= EXACT}
         assert_losses(report["losses"], single)
-        # Both layers' inputs, float32 [2, 24, 64], kept in halves; gathered again into one tile of [2, 6, 64].
+        # Both layers' inputs, float32 [2, 24, 64], kept in halves; gathered again into one tile of
+        # [2, 6, 64].
         inputs, tile = 2 * 2 * 24 * 64 * 4, 2 * 6 * 64 * 4
         assert report["whole_bytes"] - report["shared_bytes"] == inputs // 2
         assert report["gathered"] == tile
@@ -210,7 +249,9 @@ def test_tensor_parallel(single, tmp_path):
 
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
-    """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a stock step, and after undo()."""
+    """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
+    stock step, and after undo().
+    """
     for report in torchrun("tp_families_worker.py", folder=tmp_path):
         assert len(report["found"]) == 7
         for case, found in report["found"].items():
@@ -226,13 +267,16 @@ def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
     reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)
     assert_gradients(reports, {"tp", "tp and fsdp2"})
     for report in reports:
-        assert report["words"] == [96 // 4] * 4 + [96 // 2] * 2  # a loss a micro-batch, from this rank's words
+        # a loss a micro-batch, from this rank's words
+        assert report["words"] == [96 // 4] * 4 + [96 // 2] * 2
 
 
 @pytest.mark.long
 def test_a_vocabulary_of_four_ranks(tmp_path):
     for report in torchrun("vocab_cases.py", folder=tmp_path, ranks=4):
-        assert report["worst"] and not {n: error for n, error in report["worst"].items() if not error <= EXACT}
+        assert report["worst"] and not {
+            n: error for n, error in report["worst"].items() if not error <= EXACT
+        }
 
 
 def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):

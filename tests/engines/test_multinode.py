@@ -1,4 +1,6 @@
-"""scripts/launch_multinode.sh: two "machines" on this one really meet, and a wrong environment is one sentence."""
+"""scripts/launch_multinode.sh: two "machines" on this one really meet, and a wrong environment is
+one sentence.
+"""
 
 import os
 import shutil
@@ -36,12 +38,21 @@ def environment(**settings) -> dict:
     )
     kept = {key: value for key, value in os.environ.items() if key not in gone}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in settings.items()}}
+    return {
+        **kept,
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        **{key: str(value) for key, value in settings.items()},
+    }
 
 
 def run(*arguments, **settings) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env=environment(**settings), capture_output=True, text=True, timeout=60
+        ["bash", str(SCRIPT), *arguments],
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -53,8 +64,10 @@ def test_two_machines_meet(launcher, tmp_path):
         port = free.getsockname()[1]
     machines = [
         subprocess.Popen(
-            ["bash", str(SCRIPT), "--launcher", launcher, str(tmp_path / "worker.py"), "--flag", "a b"],
-            env=environment(WORLD_SIZE=2, MACHINE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GPUS=1),
+            ["bash", str(SCRIPT), "--launcher", launcher, str(tmp_path / "worker.py"), "--flag",
+             "a b"],
+            env=environment(WORLD_SIZE=2, MACHINE_RANK=rank, MASTER_ADDR="127.0.0.1",
+                            MASTER_PORT=port, GPUS=1),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -67,9 +80,19 @@ def test_two_machines_meet(launcher, tmp_path):
 
 
 def test_the_command_says_what_the_environment_said():
-    found = run("t.py", "x", WORLD_SIZE=3, MACHINE_RANK=2, MASTER_ADDR="m0", MASTER_PORT=1234, GPUS=8, DRY_RUN=1)
+    found = run(
+        "t.py",
+        "x",
+        WORLD_SIZE=3,
+        MACHINE_RANK=2,
+        MASTER_ADDR="m0",
+        MASTER_PORT=1234,
+        GPUS=8,
+        DRY_RUN=1,
+    )
     assert found.returncode == 0
-    for part in ("--num_machines 3", "--machine_rank 2", "--num_processes 24", "--main_process_ip m0",
+    for part in ("--num_machines 3", "--machine_rank 2", "--num_processes 24",
+                 "--main_process_ip m0",
                  "--main_process_port 1234", "t.py x"):  # fmt: skip
         assert part in found.stdout
     config = ROOT / "fsdp_configs" / "fsdp2.yaml"
@@ -81,7 +104,10 @@ def test_the_command_says_what_the_environment_said():
     "settings,message",
     [
         (dict(WORLD_SIZE=2), "MASTER_ADDR: expected the address of machine 0"),
-        (dict(WORLD_SIZE=2, MACHINE_RANK=2, MASTER_ADDR="a"), "MACHINE_RANK: expected 0 to 1, came 2"),
+        (
+            dict(WORLD_SIZE=2, MACHINE_RANK=2, MASTER_ADDR="a"),
+            "MACHINE_RANK: expected 0 to 1, came 2",
+        ),
         (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a whole number, came 'two'"),
         (dict(LAUNCHER="mpirun"), "expected accelerate or torchrun, came 'mpirun'"),
         (dict(CONFIG_FILE="none.yaml"), "CONFIG_FILE: no file none.yaml"),
@@ -96,18 +122,26 @@ def test_the_command_says_what_the_environment_said():
 def test_a_wrong_environment_is_one_sentence(settings, message):
     found = run("t.py", **{"GPUS": 1, "DRY_RUN": 1, **settings})
     assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.startswith("hfpatch: ") and message in found.stderr and found.stderr.count("\n") == 1
+    assert (
+        found.stderr.startswith("hfpatch: ")
+        and message in found.stderr
+        and found.stderr.count("\n") == 1
+    )
 
 
 def test_leading_zeros_are_no_octal():
     found = run("t.py", WORLD_SIZE="08", MACHINE_RANK="07", MASTER_ADDR="m0", GPUS="09", DRY_RUN=1)
-    assert found.returncode == 0 and "--num_machines 8 --machine_rank 7 --num_processes 72" in found.stdout
+    assert (
+        found.returncode == 0
+        and "--num_machines 8 --machine_rank 7 --num_processes 72" in found.stdout
+    )
 
 
 def test_no_command_is_a_failure(tmp_path):
     there = str(SCRIPT)
     for found in (run(GPUS=1), run("--launcher", GPUS=1), run("none.py", GPUS=1),
-                  run(there, GPUS=1, WORLD_SIZE=2, MASTER_ADDR="no.host.invalid", MASTER_WAIT=0)):  # fmt: skip
+                  run(there, GPUS=1, WORLD_SIZE=2, MASTER_ADDR="no.host.invalid",
+                      MASTER_WAIT=0)):  # fmt: skip
         assert found.returncode == 2 and found.stderr.startswith("hfpatch: ") and found.stdout == ""
     # No torch to count GPUs with; and no launcher.
     for name in ("bash", "env", "accelerate"):
@@ -122,6 +156,8 @@ def test_no_command_is_a_failure(tmp_path):
 
 @pytest.mark.parametrize("name", ["launch_multinode", "quickstart", "test"])
 def test_help_is_the_scripts_own(name):
-    found = subprocess.run(["bash", str(SCRIPT.with_name(f"{name}.sh")), "--help"], capture_output=True, text=True)
+    found = subprocess.run(
+        ["bash", str(SCRIPT.with_name(f"{name}.sh")), "--help"], capture_output=True, text=True
+    )
     assert found.returncode == 0 and f"{name}.sh" in found.stdout and not found.stderr
     assert "set -" not in found.stdout and "#!" not in found.stdout and "case " not in found.stdout

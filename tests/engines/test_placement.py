@@ -1,4 +1,6 @@
-"""Full fine-tuning with the optimizer on the GPU: resume, equality of the fused form, and what is refused."""
+"""Full fine-tuning with the optimizer on the GPU: resume, equality of the fused form, and what is
+refused.
+"""
 
 from types import SimpleNamespace
 
@@ -11,12 +13,16 @@ import hfpatch
 from hfpatch.trainer import placement
 
 # torchao's extension libraries and pytree registration complain at import on a CPU machine
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::UserWarning:torch.utils._pytree")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:torchao", "ignore::UserWarning:torch.utils._pytree"
+)
 
 
 @pytest.fixture(autouse=True)
 def eager_optimizer():
-    """torchao compiles its update, a C++ build of seconds per weight shape here; eagerly it is the same function."""
+    """torchao compiles its update, a C++ build of seconds per weight shape here; eagerly it is the
+    same function.
+    """
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -25,7 +31,9 @@ def eager_optimizer():
 def make_model(tied=False, dtype=torch.bfloat16, patched=False):
     torch.manual_seed(0)
     # Sizes that blocks of 256 divide: the optimizer's states are counted.
-    config = tiny.config(vocab_size=128, intermediate_size=128, tie_word_embeddings=tied, pad_token_id=None)
+    config = tiny.config(
+        vocab_size=128, intermediate_size=128, tie_word_embeddings=tied, pad_token_id=None
+    )
     model = LlamaForCausalLM(config).to(dtype)
     if patched:
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10))
@@ -43,11 +51,15 @@ def train(folder, name, *, steps=4, resume=None, tied=False, patched=False, save
     model = make_model(tied, patched=patched)
     flags = placement.training_arguments(name) | overrides
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=2, max_steps=steps, save_steps=save_at, logging_steps=1, use_cpu=True,
-        learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True, seed=3,
+        str(folder), per_device_train_batch_size=2, max_steps=steps, save_steps=save_at,
+        logging_steps=1, use_cpu=True,
+        learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True,
+        seed=3,
         **{"max_grad_norm": 0.0, **flags},
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=make_data(), **placement.trainer_arguments(model, args, name))
+    trainer = Trainer(
+        model, args, train_dataset=make_data(), **placement.trainer_arguments(model, args, name)
+    )
     trainer.train(resume_from_checkpoint=resume)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return {n: p.detach().clone() for n, p in model.named_parameters()}, losses, trainer
@@ -64,19 +76,24 @@ def test_resume_is_bit_equal_with_stochastic_rounding(tmp_path, name):
     whole, losses, trainer = train(tmp_path / "a", name)
     optimizer = trainer.optimizer.optimizer
     assert optimizer.bf16_stochastic_round
-    assert "OptimState8bit" in {type(v).__name__ for state in optimizer.state.values() for v in state.values()}
+    assert "OptimState8bit" in {
+        type(v).__name__ for state in optimizer.state.values() for v in state.values()
+    }
     checkpoint = tmp_path / "a" / "checkpoint-2"
     resumed, later, _ = train(tmp_path / "b", name, resume=str(checkpoint))
     assert_same(resumed, whole)
     assert later == losses
-    # The random state is what carries it: without it the rounding draws, and so the weights, differ.
+    # The random state is what carries it: without it the rounding draws, and so the weights,
+    #     differ.
     (checkpoint / "rng_state.pth").unlink()
     other, _, _ = train(tmp_path / "c", name, resume=str(checkpoint))
     assert any(not torch.equal(other[n], whole[n]) for n in whole)
 
 
 def test_stochastic_rounding_keeps_updates_too_small_for_bf16():
-    """A thousand updates of a hundredth of a bf16 step: lost when rounded to nearest, kept on average at random."""
+    """A thousand updates of a hundredth of a bf16 step: lost when rounded to nearest, kept on
+    average at random.
+    """
     from torchao.optim import AdamW8bit
 
     moved = {}
@@ -84,25 +101,34 @@ def test_stochastic_rounding_keeps_updates_too_small_for_bf16():
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         step = 2.0**-8  # the spacing of bf16 just below one
-        optimizer = AdamW8bit([weight], lr=step / 100, weight_decay=0.0, bf16_stochastic_round=random)
+        optimizer = AdamW8bit(
+            [weight], lr=step / 100, weight_decay=0.0, bf16_stochastic_round=random
+        )
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
         moved[random] = (1 - weight.detach().float()).mean().item() / step
     assert moved[False] == 0
-    # 100 draws of probability 1/100 to move one step: mean 1, deviation of the mean over 4096 weights 1/64
+    # 100 draws of probability 1/100 to move one step: mean 1, deviation of the mean over 4096
+    # weights 1/64
     assert abs(moved[True] - 1) < 5 / 64
 
 
-@pytest.mark.parametrize("tied,patched", [(False, False), (True, True)], ids=["untied", "tied, patched"])
+@pytest.mark.parametrize(
+    "tied,patched", [(False, False), (True, True)], ids=["untied", "tied, patched"]
+)
 def test_fused_is_the_same_optimizer(tmp_path, tied, patched):
     """Without the random rounding, whose draws come in another order, both give the same bits."""
     plain = {"optim_args": "bf16_stochastic_round=False"}
-    wanted, losses, _ = train(tmp_path / "a", "gpu8bit", tied=tied, patched=patched, save_at=100, **plain)
+    wanted, losses, _ = train(
+        tmp_path / "a", "gpu8bit", tied=tied, patched=patched, save_at=100, **plain
+    )
     model = make_model(tied, patched=patched)
     args = TrainingArguments(
-        str(tmp_path / "b"), per_device_train_batch_size=2, max_steps=4, save_strategy="no", logging_steps=1,
-        use_cpu=True, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none", disable_tqdm=True,
+        str(tmp_path / "b"), per_device_train_batch_size=2, max_steps=4, save_strategy="no",
+        logging_steps=1,
+        use_cpu=True, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, report_to="none",
+        disable_tqdm=True,
         seed=3, **placement.training_arguments("gpu8bit-fused"),
     )  # fmt: skip
     found = placement.trainer_arguments(model, args, "gpu8bit-fused")
@@ -162,7 +188,8 @@ def test_contradictions_are_one_sentence(name, flags, message):
 
 def test_what_only_the_built_arguments_show_is_refused():
     args = SimpleNamespace(
-        max_grad_norm=0.0, gradient_accumulation_steps=1, world_size=2, learning_rate=1e-3, adam_beta1=0.9,
+        max_grad_norm=0.0, gradient_accumulation_steps=1, world_size=2, learning_rate=1e-3,
+        adam_beta1=0.9,
         adam_beta2=0.99, adam_epsilon=1e-8,
     )  # fmt: skip
     with pytest.raises(ValueError, match="runs in one process"):
@@ -192,6 +219,8 @@ def test_auto_takes_the_most_faithful_plan_that_fits():
     assert placement.fitting(config, host_free=100 * gib, **sizes) == "gpu8bit"
     small = {**sizes, "gpu_free": 40 * gib}
     assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
-    with pytest.raises(ValueError, match=r"no placement fits 40.0 GiB .*gpu8bit needs 4\d.\d GiB on the GPU") as caught:
+    with pytest.raises(
+        ValueError, match=r"no placement fits 40.0 GiB .*gpu8bit needs 4\d.\d GiB on the GPU"
+    ) as caught:
         placement.fitting(config, host_free=100 * gib, fused=False, **small)
     assert "fused" not in str(caught.value)

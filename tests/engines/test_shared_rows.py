@@ -1,4 +1,6 @@
-"""Ranks that share each sequence, under both contracts: exact gradients, whole rows' documents, one decision for all."""
+"""Ranks that share each sequence, under both contracts: exact gradients, whole rows' documents, one
+decision for all.
+"""
 
 import contextlib
 import json
@@ -13,7 +15,8 @@ import pytest
 import tiny
 from test_launch import HERE, ROOT, torchrun
 
-CLOSE = 1e-12  # float64 of one process, relative to the largest value; sums over ranks come in another order
+# float64 of one process, relative to the largest value; sums over ranks come in another order
+CLOSE = 1e-12
 # A float64 model of these families rounds norms, rotations or routers to float32: one step of that.
 CLOSE_FAMILY = 1e-5
 
@@ -23,38 +26,60 @@ def check(reports: list[dict], n_cases: int) -> None:
         exact = dict(list(report["worst"].items())[:n_cases])
         assert len(exact) == n_cases
         assert not {name: error for name, error in exact.items() if not error <= CLOSE}
-        assert not {name: error for name, error in report["worst"].items() if not error <= CLOSE_FAMILY}
+        assert not {
+            name: error for name, error in report["worst"].items() if not error <= CLOSE_FAMILY
+        }
 
 
 @tiny.not_with_transformers_5_0("runs experts' layers whole, of which packed rows are refused")
 def test_gradients_are_those_of_one_process(tmp_path):
-    """Fewer KV heads than ranks, uneven heads, batch 1 and 2, packed, padded, zigzag, LoRA, every, tiers, saved or not, no label
-    on a rank."""
+    """Fewer KV heads than ranks, uneven heads, batch 1 and 2, packed, padded, zigzag, LoRA, every,
+    tiers, saved or not, no label on a rank.
+    """
     reports = torchrun("sequence_worker.py", "short", folder=tmp_path)
     check(reports, 15)
     for report in reports:
         assert report["calls"] > 15 * 3  # every layer's attention was exchanged
         positions, packed = report["said"]
-        assert positions.startswith("hfpatch: expected position_ids where a row's tokens lie on several ranks")
-        assert packed.startswith("hfpatch: expected one document a row where sequence parallelism runs sdpa itself")
+        assert positions.startswith(
+            "hfpatch: expected position_ids where a row's tokens lie on several ranks"
+        )
+        assert packed.startswith(
+            "hfpatch: expected one document a row where sequence parallelism runs sdpa itself"
+        )
         labels, none, tokens, hooks = report["lengths"]
-        assert "hooks inside the same layers on all ranks that share rows, rank 1 has others than rank 0" in hooks
         assert (
-            "rank 1 has input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids [1, 12], labels"
-            in labels
+            "hooks inside the same layers on all ranks that share rows, rank 1 has others than "
+            "rank 0" in hooks
+        )
+        assert (
+            "rank 1 has input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids "
+            "[1, 12], labels" in labels
         )
         assert "rank 1 has input_ids [1, 12], position_ids [1, 12], rank 0" in none
-        assert "rank 1 has input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
+        assert (
+            "rank 1 has input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
+        )
         assert max(report["evaluation"]) <= 1e-6 and report["scores"] <= 1e-5
-        assert report["shared"] == 3 * 2 * 2  # three losses alone, of a row of each rank, in two layers
+        # three losses alone, of a row of each rank, in two layers
+        assert report["shared"] == 3 * 2 * 2
         assert "mixes tokens by something else than attention" in report["hybrid"]
         parts, errors = report["parts"]
-        said = ("attention that can be exchanged", "mixes tokens by something else", "may mix tokens by something else")
+        said = (
+            "attention that can be exchanged",
+            "mixes tokens by something else",
+            "may mix tokens by something else",
+        )
         assert len(parts) == 20 and not {
-            n: s for n, s in parts.items() if not isinstance(s, str) or not any(w in s for w in said)
+            n: s
+            for n, s in parts.items()
+            if not isinstance(s, str) or not any(w in s for w in said)
         }
-        assert len(errors) == 8 and all(loss <= 2e-7 and grad <= CLOSE for loss, grad in errors.values()), errors
-        assert report["short"] == "attention of 1 layers"  # on all, though one alone is short of host memory
+        assert len(errors) == 8 and all(
+            loss <= 2e-7 and grad <= CLOSE for loss, grad in errors.values()
+        ), errors
+        # on all, though one alone is short of host memory
+        assert report["short"] == "attention of 1 layers"
         assert "no memory to pin" in report["failed"]
         assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
 
@@ -62,24 +87,39 @@ def test_gradients_are_those_of_one_process(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_and_family(ranks, tmp_path):
-    check(torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500), 15 + 2 * 5 * 3 * 4)
+    check(
+        torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500),
+        15 + 2 * 5 * 3 * 4,
+    )
 
 
 class Runs:
-    """hfpatch train on paragraphs of a few words, packed; one process, or ranks of which two share each row."""
+    """hfpatch train on paragraphs of a few words, packed; one process, or ranks of which two share
+    each row.
+    """
 
     def __init__(self, folder: Path, engine: str):
         words = [f"word{i} of the sea" for i in range(400)]
-        (folder / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380)))
+        (folder / "a.txt").write_text(
+            "\n\n".join(" ".join(words[i : i + 3 + i % 9]) for i in range(0, 380))
+        )
         config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
         config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
         (folder / "zero.json").write_text(json.dumps(config))
         self.folder = folder
-        self.share = ["--engine", folder / "zero.json" if engine == "zero3" else engine, "--sp_size", 2]
+        self.share = [
+            "--engine",
+            folder / "zero.json" if engine == "zero3" else engine,
+            "--sp_size",
+            2,
+        ]
         self.common = [
-            "--data", folder / "a.txt", "--text_unit", "paragraph", "--seq-len", 63, "--packing", "--use_cpu", True, "--seed", 3,
-            "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4, "--save_steps", 3, "--logging_steps", 1,
-            "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True, "--eval_positions", 0,
+            "--data", folder / "a.txt", "--text_unit", "paragraph", "--seq-len", 63, "--packing",
+            "--use_cpu", True, "--seed", 3,
+            "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4,
+            "--save_steps", 3, "--logging_steps", 1,
+            "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True,
+            "--eval_positions", 0,
             "--lr_scheduler_type", "constant", "--cache_dir", folder / "cache",
         ]  # fmt: skip
         self("model", 1, "--model", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)
@@ -87,7 +127,18 @@ class Runs:
 
     def __call__(self, name: str, ranks: int, *more) -> list[dict]:
         """The losses in training, then those in evaluation."""
-        words = [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share * (ranks > 1)])]
+        words = [
+            *map(
+                str,
+                [
+                    *self.common,
+                    "--output_dir",
+                    self.folder / name,
+                    *more,
+                    *self.share * (ranks > 1),
+                ],
+            )
+        ]
         if ranks == 1:
             from hfpatch.cli.train import main
 
@@ -99,18 +150,35 @@ class Runs:
         return [row[kind] for kind in ("loss", "eval_loss") for row in rows if kind in row]
 
     def start(self, ranks: int, words: list[str]) -> subprocess.Popen:
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "train_worker.py"]
+        run = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            "train_worker.py",
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with (self.folder / "log.txt").open("w") as log:
             return subprocess.Popen(
-                [sys.executable, *run, *words], cwd=HERE, env=env, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, *run, *words],
+                cwd=HERE,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def killed(self, name: str, checkpoint: str, *more) -> None:
         """Two ranks, ended by SIGKILL as soon as that checkpoint is there."""
-        run = self.start(2, [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share])])
+        run = self.start(
+            2, [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share])]
+        )
         began = time.monotonic()
-        while run.poll() is None and not (self.folder / name / checkpoint).exists() and time.monotonic() - began < 200:
+        while (
+            run.poll() is None
+            and not (self.folder / name / checkpoint).exists()
+            and time.monotonic() - began < 200
+        ):
             time.sleep(0.02)
         subprocess.run(["pkill", "-KILL", "-P", str(run.pid)], check=False)
         assert run.wait(timeout=60) != 0 and (self.folder / name / checkpoint).exists()
@@ -134,13 +202,16 @@ def test_hfpatch_train_shares_rows(runs):
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
-    """The same losses, in training and evaluation, packed rows, with and without a SIGKILL in the middle of an epoch."""
+    """The same losses, in training and evaluation, packed rows, with and without a SIGKILL in the
+    middle of an epoch.
+    """
     train = runs(engine)
     one, two = train("one", 1, "--max_steps", 5), train("two", 2, "--max_steps", 5)
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 7
     train.killed("killed", "checkpoint-3", "--max_steps", 5)
     assert train("killed", 2, "--max_steps", 5, "--resume_from_checkpoint", True) == two
-    # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates them.
+    # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates
+    #     them.
     one = train("one-4", 1, "--max_steps", 2, "--gradient_accumulation_steps", 4)
     four = train("four", 4, "--max_steps", 2, "--gradient_accumulation_steps", 2)
     assert one == pytest.approx(four, rel=2e-6) and len(one) == 3
@@ -148,10 +219,13 @@ def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind, said", [
-    ("error", "a kernel failed"), ("memory", "no memory on this rank"), ("lengths", "parts of one shape"), ("interrupt", ""),
+    ("error", "a kernel failed"), ("memory", "no memory on this rank"),
+    ("lengths", "parts of one shape"), ("interrupt", ""),
 ])  # fmt: skip
 def test_what_stops_one_rank_stops_all(kind, said, tmp_path):
-    """In the middle of an exchange, by an error or Ctrl-C: no rank waits for ever, and none is left behind."""
+    """In the middle of an exchange, by an error or Ctrl-C: no rank waits for ever, and none is left
+    behind.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     words = [
         "-m",
@@ -166,11 +240,20 @@ def test_what_stops_one_rank_stops_all(kind, said, tmp_path):
     log = tmp_path / "log.txt"
     with log.open("w") as out:
         run = subprocess.Popen(
-            [sys.executable, *words], cwd=HERE, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words],
+            cwd=HERE,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             began = time.monotonic()
-            while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() - began < 120 and run.poll() is None:
+            while (
+                len(list(tmp_path.glob("*.ready"))) < 2
+                and time.monotonic() - began < 120
+                and run.poll() is None
+            ):
                 time.sleep(0.2)
             if kind == "interrupt":
                 time.sleep(1)

@@ -1,5 +1,7 @@
-"""Two gloo ranks share the weights of families whose norms stand between split projections (transformers sums their gradients by
-a hook that their forward puts on the parameter): every gradient against one rank's."""
+"""Two gloo ranks share the weights of families whose norms stand between split projections
+(transformers sums their gradients by a hook that their forward puts on the parameter): every
+gradient against one rank's.
+"""
 
 import gc
 import sys
@@ -55,7 +57,10 @@ def load(folder: Path, shared: dict):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, distributed_config=DistributedConfig(**shared), attn_implementation="sdpa"
+            folder,
+            dtype=torch.float32,
+            distributed_config=DistributedConfig(**shared),
+            attn_implementation="sdpa",
         ).train()
     run_experts_plainly(model.config)
     return model
@@ -64,7 +69,10 @@ def load(folder: Path, shared: dict):
 def worst(got: dict, plain: dict, exact: dict) -> tuple[float, str]:
     """The largest error over its budget, and whose."""
     assert got.keys() == exact.keys()
-    return max(((got[n] - exact[n]).abs().max().item() / numerics.budget(plain[n], exact[n]), n) for n in exact)
+    return max(
+        ((got[n] - exact[n]).abs().max().item() / numerics.budget(plain[n], exact[n]), n)
+        for n in exact
+    )
 
 
 def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: bool) -> dict:
@@ -72,7 +80,9 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
     if dist.get_rank() == 0 and not folder.exists():
         small_model(family, torch.float32).save_pretrained(folder)
     dist.barrier()
-    single = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    single = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
     run_experts_plainly(single.config)
     plain, exact = step(single), step(single.double())
     for way in ways:
@@ -82,11 +92,14 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         hfpatch.apply(model, **WAYS[way])
         layers = [m for m in model.modules() if hasattr(m, "_hfpatch_places")]
         # A second step has what the first left behind.
-        with mock.patch.object(LayerParts, "post", autospec=True, side_effect=LayerParts.post) as tiles:
+        with mock.patch.object(
+            LayerParts, "post", autospec=True, side_effect=LayerParts.post
+        ) as tiles:
             steps = [worst(step(model), plain, exact) for _ in range(2)]
         whole = [look(m).reason for m in layers if look(m).reason]
         hfpatch.undo(model)
-        found[way] = {"steps": steps, "undone": worst(step(model), plain, exact), "whole": whole, "layers": len(layers),
+        found[way] = {"steps": steps, "undone": worst(step(model), plain, exact), "whole": whole,
+                      "layers": len(layers),
                       "tiles": tiles.call_count}  # fmt: skip
     return found
 
@@ -97,7 +110,10 @@ def main(folder: str) -> None:
     out, found = Path(folder), {}
     for family, shared, ways, stock_first in CASES:
         name = f"{family} {'+'.join(shared)}{' after a stock step' if stock_first else ''}"
-        found |= {f"{name}, {way}": row for way, row in errors(out, family, shared, ways, stock_first).items()}
+        found |= {
+            f"{name}, {way}": row
+            for way, row in errors(out, family, shared, ways, stock_first).items()
+        }
         gc.collect()
     common.report(out, found=found)
 

@@ -28,7 +28,8 @@ def load(folder: Path, **settings) -> LlamaForCausalLM:
         common.make_model().save_pretrained(folder)
     dist.barrier()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # 5.23 renames the argument; 4.57 knows this one alone
+        # 5.23 renames the argument; 4.57 knows this one alone
+        warnings.simplefilter("ignore", FutureWarning)
         settings = settings or {"tp_plan": "auto"}
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).train()
 
@@ -38,7 +39,9 @@ def whole(tensor):
 
 
 def gradients(model, mine=slice(None), rows: int = 1) -> dict[str, torch.Tensor]:
-    """mine: of the micro-batches; rows: in how many parts they are dealt out, whose gradients are averaged."""
+    """mine: of the micro-batches; rows: in how many parts they are dealt out, whose gradients are
+    averaged.
+    """
     for batch in common.micro_batches()[mine]:
         model(**batch, num_items_in_batch=torch.tensor(common.label_count() / rows)).loss.backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -47,9 +50,14 @@ def gradients(model, mine=slice(None), rows: int = 1) -> dict[str, torch.Tensor]
 
 
 def held(model, shared: bool) -> tuple[int, int, dict]:
-    """Host bytes that one step's checkpoints take on this rank, those of the gathered tile, and the gradients."""
+    """Host bytes that one step's checkpoints take on this rank, those of the gathered tile, and the
+    gradients.
+    """
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=12))
-    find, session_module.tensor_parallel_group = session_module.tensor_parallel_group, lambda _: None
+    find, session_module.tensor_parallel_group = (
+        session_module.tensor_parallel_group,
+        lambda _: None,
+    )
     if shared:
         session_module.tensor_parallel_group = find
     found = gradients(model)
@@ -61,18 +69,27 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
 
 
 def four(out: Path) -> None:
-    """All four ranks share each weight, then two pairs whose parts FSDP2 shards again, each pair with rows of its own."""
+    """All four ranks share each weight, then two pairs whose parts FSDP2 shards again, each pair
+    with rows of its own.
+    """
     from transformers.distributed import DistributedConfig, mixin  # of 5.23
 
     common.make_config = partial(common.make_config, num_key_value_heads=4)
     dist.init_process_group("gloo")
     words, chunk = [], VocabShard.chunk_
-    VocabShard.chunk_ = lambda self, logits, *args: words.append(logits.shape[1]) or chunk(self, logits, *args)
+    VocabShard.chunk_ = lambda self, logits, *args: (
+        words.append(logits.shape[1]) or chunk(self, logits, *args)
+    )
     found = {}
     for name, rows in (("tp", 1), ("tp and fsdp2", 2)):
-        settings = {} if rows == 1 else {"distributed_config": DistributedConfig(tp_size=2, fsdp_size=2)}
-        # transformers shards as it loads, which apply() comes too late for: so we do it behind apply.
-        with mock.patch.object(mixin, "apply_fully_sharded_data_parallelism", lambda model, *_: model):
+        settings = (
+            {} if rows == 1 else {"distributed_config": DistributedConfig(tp_size=2, fsdp_size=2)}
+        )
+        # transformers shards as it loads, which apply() comes too late for: so we do it behind
+        # apply.
+        with mock.patch.object(
+            mixin, "apply_fully_sharded_data_parallelism", lambda model, *_: model
+        ):
             model = load(out / "start", **settings)
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=12, offload="host"))
         mine = slice(None)
@@ -89,7 +106,8 @@ def four(out: Path) -> None:
 
 def main(folder: str, kind: str = "") -> None:
     common.quiet()
-    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # a collective of ours by an old name
+    # a collective of ours by an old name
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)
     out = Path(folder)
     if kind:
         return four(out)
@@ -102,7 +120,9 @@ def main(folder: str, kind: str = "") -> None:
         return model, str(report)
 
     words, chunk = [], VocabShard.chunk_
-    VocabShard.chunk_ = lambda self, logits, *args: words.append(logits.shape[1]) or chunk(self, logits, *args)
+    VocabShard.chunk_ = lambda self, logits, *args: (
+        words.append(logits.shape[1]) or chunk(self, logits, *args)
+    )
     model, said = make()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     split = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
@@ -110,8 +130,12 @@ def main(folder: str, kind: str = "") -> None:
     found = {"tiles of 5": common.worst("plain", gradients(model))}
     whole_bytes, _, alone = held(make()[0], shared=False)
     shared_bytes, gathered, together = held(make()[0], shared=True)
-    found |= {"kept whole": common.worst("plain", alone), "kept in parts": common.worst("plain", together)}
-    # transformers checkpoints no optimizer of a model sharded at load time, so there is nothing to resume from.
+    found |= {
+        "kept whole": common.worst("plain", alone),
+        "kept in parts": common.worst("plain", together),
+    }
+    # transformers checkpoints no optimizer of a model sharded at load time, so there is nothing to
+    # resume from.
     trainer = common.train(model, out / "whole", batch=2, save_only_model=True, **shim)
     trainer.save_model(str(out / "final"))
     VocabShard.chunk_ = chunk

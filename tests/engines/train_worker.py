@@ -13,15 +13,20 @@ import torch.distributed as dist
 
 from hfpatch.cli.train import main
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
+# else it builds an extension, half a minute of C++
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 torch.set_num_threads(1)
 arguments = sys.argv[1:]
-# torch.distributed.nn's way around gloo's missing reduce-scatter names a group's rank as if it were a rank of all.
+# torch.distributed.nn's way around gloo's missing reduce-scatter names a group's rank as if it were
+# a rank of all.
 scatter = dist.scatter
 dist.scatter = lambda out, parts, src, group=None: scatter(out, parts, group=group, group_src=src)
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     if "fsdp2" in arguments:
-        arguments += ["--accelerator_config", json.dumps(common.as_if_on_gpus()["accelerator_config"])]
+        arguments += [
+            "--accelerator_config",
+            json.dumps(common.as_if_on_gpus()["accelerator_config"]),
+        ]
     else:
         deepspeed.init_distributed("gloo")
 sys.exit(main(arguments))

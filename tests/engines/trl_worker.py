@@ -1,4 +1,6 @@
-"""Two gloo processes under ZeRO-3 or FSDP2: TRL's DPO, KTO, GRPO and RLOO, patched and not, on the same engine."""
+"""Two gloo processes under ZeRO-3 or FSDP2: TRL's DPO, KTO, GRPO and RLOO, patched and not, on the
+same engine.
+"""
 
 import json
 import os
@@ -16,10 +18,13 @@ from accelerate.state import AcceleratorState
 from hfpatch.context.classes import is_mixed
 from hfpatch.trainer import configs
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
+# else it builds an extension, half a minute of C++
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 ZERO3 = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-    "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 3},
 }  # fmt: skip
 
 
@@ -43,7 +48,10 @@ def main(engine: str, lora: str, folder: str) -> None:
                 test_trl.base(name).save_pretrained(where / "model")
             dist.barrier()
             runs.append(test_trl.trained(name, where, order, lora=bool(int(lora)), **settings))
-            assert any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in runs[-1][0].model.parameters())
+            assert any(
+                hasattr(p, "ds_id") or hasattr(p, "full_tensor")
+                for p in runs[-1][0].model.parameters()
+            )
         test_trl.assert_same_run(*runs)
         reference = getattr(runs[0][0], "ref_model", None)
         references += reference is not None and is_mixed(getattr(reference, "module", reference))

@@ -1,4 +1,5 @@
-"""A head whose vocabulary the ranks have between them: every output and gradient against the whole head, in float64.
+"""A head whose vocabulary the ranks have between them: every output and gradient against the whole
+head, in float64.
 
 Run by tp_worker.py on two ranks, and as a worker of its own on any number.
 """
@@ -16,11 +17,15 @@ from hfpatch.ops.linear_log_prob import linear_log_prob_ref
 N, D = 300, 6
 LOSSES = {
     "plain": {}, "bias": {"with_bias": True}, "softcap": {"softcap": 2.0}, "one word": {"V": 1},
-    "a rank without words": {"V": 5, "with_bias": True}, "even": {"V": 16}, "a word is ignored": {"ignore_index": 7},
-    "smoothing": {"label_smoothing": 0.2, "with_bias": True}, "z-loss": {"z_loss": 0.1, "reduction": "sum"},
+    "a rank without words": {"V": 5, "with_bias": True}, "even": {"V": 16},
+    "a word is ignored": {"ignore_index": 7},
+    "smoothing": {"label_smoothing": 0.2, "with_bias": True},
+    "z-loss": {"z_loss": 0.1, "reduction": "sum"},
     "class weights, smoothing": {"weights": True, "label_smoothing": 0.1, "z_loss": 0.01},
-    "num_items": {"num_items": 77, "alone": True}, "by token": {"reduction": "none", "softcap": 3.0},
-    "no label": {"nothing": True, "num_items": 5}, "frozen head": {"frozen": True}, "one chunk": {"workspace_bytes": 1 << 20},
+    "num_items": {"num_items": 77, "alone": True}, "by token": {"reduction": "none",
+                                                                "softcap": 3.0},
+    "no label": {"nothing": True, "num_items": 5}, "frozen head": {"frozen": True},
+    "one chunk": {"workspace_bytes": 1 << 20},
     "words ruled out": {"V": 16, "with_bias": True, "ruled_out": 8},
 }  # fmt: skip
 
@@ -28,7 +33,11 @@ LOSSES = {
 def make(V: int = 13, ignore_index: int = -100, nothing: bool = False, ruled_out: int = 0):
     """ruled_out: so many of the last words, all that the last ranks have."""
     torch.manual_seed(V)
-    hidden, weight, bias = torch.randn(N, D).double(), torch.randn(V, D).double(), torch.randn(V).double()
+    hidden, weight, bias = (
+        torch.randn(N, D).double(),
+        torch.randn(V, D).double(),
+        torch.randn(V).double(),
+    )
     labels = torch.randint(0, V - ruled_out, (N,))
     bias[V - ruled_out :] = -torch.inf
     labels[::3] = ignore_index
@@ -44,20 +53,24 @@ def part(shard, x):
 def worst(triples) -> float:
     """The largest error of (got, wanted, whole), relative to the largest value of `whole`.
 
-    Infinite for another shape or where a nan is on one side. whole: of all ranks, since the sum of a gradient over tokens
-    may nearly vanish for the one word that a rank has.
+    Infinite for another shape or where a nan is on one side. whole: of all ranks, since the sum of
+    a gradient over tokens may nearly vanish for the one word that a rank has.
     """
     found = 0.0
     for got, wanted, whole in triples:
         if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
             return float("inf")
         error = (got - wanted).nan_to_num().abs().max().item() if got.numel() else 0.0
-        found = max(found, error / max(1e-12, whole.nan_to_num().abs().max().item() if whole.numel() else 1.0))
+        found = max(
+            found,
+            error / max(1e-12, whole.nan_to_num().abs().max().item() if whole.numel() else 1.0),
+        )
     return found
 
 
 def loss_case(
-    V=13, with_bias=False, weights=False, nothing=False, ruled_out=0, frozen=False, workspace_bytes=1 << 15, alone=False,
+    V=13, with_bias=False, weights=False, nothing=False, ruled_out=0, frozen=False,
+    workspace_bytes=1 << 15, alone=False,
     **options,
 ) -> float:  # fmt: skip
     """alone: nothing but the loss is asked for, and hidden may be overwritten."""
@@ -65,7 +78,11 @@ def loss_case(
     shard = ops.VocabShard(None, V)
     if weights:
         options["class_weight"] = torch.rand(V).double() + 0.5
-    upstream = torch.randn(N).double() if options.get("reduction") == "none" else torch.tensor(1.7).double()
+    upstream = (
+        torch.randn(N).double()
+        if options.get("reduction") == "none"
+        else torch.tensor(1.7).double()
+    )
     grads, wholes = [], []
     for mine in (False, True):
         x = hidden.clone().requires_grad_(True)
@@ -76,7 +93,9 @@ def loss_case(
             more |= {"shard": shard, "workspace_bytes": workspace_bytes, "inplace_hidden": alone}
         if mine and not alone:
             more |= {"return_accuracy": True, "return_predicted": True}
-        out = (ops.linear_cross_entropy if mine else linear_cross_entropy_ref)(x * 1, w, labels, **options, **more)
+        out = (ops.linear_cross_entropy if mine else linear_cross_entropy_ref)(
+            x * 1, w, labels, **options, **more
+        )
         loss = out if mine and alone else out.loss
         if mine and alone:
             with torch.no_grad():
@@ -99,10 +118,21 @@ def log_prob_case(V=13, ruled_out=0, softcap=4.0) -> float:
     for mine in (False, True):
         x = hidden.clone().requires_grad_(True)
         w, b = (part(shard, t) if mine else t.clone().requires_grad_(True) for t in (weight, bias))
-        options = {"bias": b, "softcap": None if ruled_out else softcap, "temperature": 0.7, "scale": 1.2}
+        options = {
+            "bias": b,
+            "softcap": None if ruled_out else softcap,
+            "temperature": 0.7,
+            "scale": 1.2,
+        }
         if mine:
             out = ops.linear_log_prob(
-                x, w, labels, outputs=names, workspace_bytes=(1 << 15) + 56 * N, shard=shard, **options
+                x,
+                w,
+                labels,
+                outputs=names,
+                workspace_bytes=(1 << 15) + 56 * N,
+                shard=shard,
+                **options,
             )
         else:
             out = linear_log_prob_ref(x, w, labels, **options)
@@ -116,7 +146,10 @@ def main() -> dict[str, float]:
     found = {name: loss_case(**settings) for name, settings in LOSSES.items()}
     return found | {
         "a cap that many logits reach": log_prob_case(softcap=0.02),
-        **{f"log-probabilities of {V}, {n} ruled out": log_prob_case(V, n) for V, n in ((13, 0), (5, 0), (16, 8))},
+        **{
+            f"log-probabilities of {V}, {n} ruled out": log_prob_case(V, n)
+            for V, n in ((13, 0), (5, 0), (16, 8))
+        },
     }
 
 

@@ -1,4 +1,6 @@
-"""Two gloo processes under DeepSpeed ZeRO-3 with parameters and optimizer on the host, started by accelerate launch."""
+"""Two gloo processes under DeepSpeed ZeRO-3 with parameters and optimizer on the host, started by
+accelerate launch.
+"""
 
 import os
 import sys
@@ -18,9 +20,12 @@ import hfpatch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gradients(kind: str, offload: dict, stage: int = 3, late: bool = False) -> dict[str, torch.Tensor]:
-    """Two accumulated backward passes a rank through deepspeed.initialize; whole gradients, on every rank. late: the model took a
-    step without it before."""
+def gradients(
+    kind: str, offload: dict, stage: int = 3, late: bool = False
+) -> dict[str, torch.Tensor]:
+    """Two accumulated backward passes a rank through deepspeed.initialize; whole gradients, on
+    every rank. late: the model took a step without it before.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     model = common.variant(kind)
@@ -29,11 +34,14 @@ def gradients(kind: str, offload: dict, stage: int = 3, late: bool = False) -> d
         torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0).step()
         model.zero_grad()
     config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage, **offload},
     }  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=0.0), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained, lr=0.0), config=config
+    )
     world, rank = dist.get_world_size(), dist.get_rank()
     # the engine averages over ranks and over micro-batches
     items = torch.tensor(common.label_count() / world / 2)
@@ -52,7 +60,9 @@ def main(folder: str) -> None:
 
     def run(where, **extra):
         model = common.make_model()
-        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv", "mid", "gate_up")))
+        report = hfpatch.apply(
+            model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv", "mid", "gate_up"))
+        )
         assert report.count("checkpointing") == 2 and report.count("loss") == 1
         return common.train(model, out / where, batch=1, **extra)
 
@@ -65,17 +75,25 @@ def main(folder: str) -> None:
     whole.save_model(str(out / "final"))
     resumed = run("resumed", resume=str(out / "whole" / "checkpoint-2"))
     host = {"device": "cpu"}
-    found = {k: common.worst(k, gradients(k, {"offload_param": host, "offload_optimizer": host})) for k in common.KINDS}
+    found = {
+        k: common.worst(k, gradients(k, {"offload_param": host, "offload_optimizer": host}))
+        for k in common.KINDS
+    }
     found["plain without offload"] = common.worst("plain", gradients("plain", {}))
     found["lora, begun late"] = common.worst("lora", gradients("lora", {}, late=True))
     found["plain, stage 2"] = common.worst("plain", gradients("plain", {}, stage=2))
     found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
-    found["lora, stage 2 with offload"] = common.worst("lora", gradients("lora", {"offload_optimizer": host}, stage=2))
+    found["lora, stage 2 with offload"] = common.worst(
+        "lora", gradients("lora", {"offload_optimizer": host}, stage=2)
+    )
     for stage in (1, 2):
-        found[f"lora-host, stage {stage}"] = common.worst("lora-host", gradients("lora-host", {}, stage=stage))
+        found[f"lora-host, stage {stage}"] = common.worst(
+            "lora-host", gradients("lora-host", {}, stage=stage)
+        )
     refused = common.refused(lambda: gradients("lora-host", {}))
     common.report(
-        folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed), local=local, zero=zero,
+        folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed),
+        local=local, zero=zero,
         offloaded=[str(getattr(d, "value", d)) for d in offloaded], worst=found,
     )  # fmt: skip
 

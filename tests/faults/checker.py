@@ -1,16 +1,19 @@
 """A happens-before checker for copies, on a CPU: a device that only pretends to have streams.
 
-`CheckedDevice` stands in for the CPU (store/device.py) and is a dispatch mode. Everything runs at once and in order, so
-results are right whatever is missing; but each stream, thread and event carries a vector clock, and each operation notes the
-addresses that it reads and writes, whichever of several storages over the same memory it names. Reported are
+`CheckedDevice` stands in for the CPU (store/device.py) and is a dispatch mode. Everything runs at
+once and in order, so results are right whatever is missing; but each stream, thread and event
+carries a vector clock, and each operation notes the addresses that it reads and writes, whichever
+of several storages over the same memory it names. Reported are
 
 - two uses of the same bytes, one of them a write, of which neither is ordered before the other;
-- memory given back to its stream's allocator before that stream waited for the others' uses of it (the caching allocator's
-  rule where nobody calls `record_stream`), and new memory used elsewhere before what its stream did to it earlier;
-- pinned memory unregistered under a copy, and read or written by a thread that has not waited for the copy.
+- memory given back to its stream's allocator before that stream waited for the others' uses of it
+  (the caching allocator's rule where nobody calls `record_stream`), and new memory used elsewhere
+  before what its stream did to it earlier;
+- pinned memory unregistered under a copy, and read or written by a thread that has not waited for
+  the copy.
 
-Threads run as late as their results allow, and files are short until then. `without` names synchronisations to leave out:
-"function: source line" of the caller.
+Threads run as late as their results allow, and files are short until then. `without` names
+synchronisations to leave out: "function: source line" of the caller.
 """
 
 import functools
@@ -53,8 +56,12 @@ def join(a: dict, b: dict) -> None:
 
 @functools.cache
 def qualname(code) -> str:
-    """Of the function that runs it; Python 3.10's code does not know, nor does what runs a generator's hold its function there."""
-    return next((f.__qualname__ for f in gc.get_referrers(code) if inspect.isfunction(f)), code.co_name)
+    """Of the function that runs it; Python 3.10's code does not know, nor does what runs a
+    generator's hold its function there.
+    """
+    return next(
+        (f.__qualname__ for f in gc.get_referrers(code) if inspect.isfunction(f)), code.co_name
+    )
 
 
 def pieces(x: torch.Tensor) -> tuple:
@@ -89,9 +96,11 @@ def overlap(a: tuple, b: tuple) -> bool:
 
 
 class Region:
-    """The uses of the memory from `start` to `stop`, addresses: {(ranges, written): {actor: (time, what)}}.
+    """The uses of the memory from `start` to `stop`, addresses: {(ranges, written): {actor: (time,
+    what)}}.
 
-    owner: the stream whose allocator it is from; None for what is no device memory. storages: how many live ones lie in it.
+    owner: the stream whose allocator it is from; None for what is no device memory. storages: how
+        many live ones lie in it.
     """
 
     def __init__(self, start: int, stop: int, owner: str | None):
@@ -105,7 +114,12 @@ class LateFuture:
 
     def __init__(self, device, function, args):
         self.device, self.work = device, (function, args)
-        self.clock, self.value, self.error, self.dropped = dict(device.clocks[device.host]), None, None, False
+        self.clock, self.value, self.error, self.dropped = (
+            dict(device.clocks[device.host]),
+            None,
+            None,
+            False,
+        )
 
     def _run(self):
         if self.work is not None:
@@ -150,7 +164,7 @@ class CheckedDevice(TorchDispatchMode, Device):
         self.regions: dict[int, tuple] = {}  # id(storage) -> (weak reference, Region)
         self.memory: list[Region] = []  # those regions: no two of them overlap
 
-    # -- the device interface ------------------------------------------------------------------------------------------
+    # -- the device interface ----------------------------------------------------------------------
     def stream(self):
         self.streams_made += 1
         name = f"stream {self.streams_made}"
@@ -191,7 +205,9 @@ class CheckedDevice(TorchDispatchMode, Device):
     def synchronize(self, event=None) -> None:
         if self._left_out():
             return
-        for clock in [event] if event is not None else [c for a, c in self.clocks.items() if a != self.host]:
+        for clock in (
+            [event] if event is not None else [c for a, c in self.clocks.items() if a != self.host]
+        ):
             join(self.clocks[self.host], clock)
 
     def used_here(self, x):
@@ -224,7 +240,7 @@ class CheckedDevice(TorchDispatchMode, Device):
 
         return Threads()
 
-    # -- uses of memory ------------------------------------------------------------------------------------------------
+    # -- uses of memory ----------------------------------------------------------------------------
     def _tick(self, actor) -> dict:
         clock = self.clocks[actor] if actor == self.host else self._issue(actor)
         clock[actor] = clock.get(actor, 0) + 1
@@ -249,16 +265,24 @@ class CheckedDevice(TorchDispatchMode, Device):
         return self.regions[key][1]
 
     def _covering(self, start: int, stop: int) -> Region | None:
-        """The region that this memory is part of, where another storage lies there too: grown to it, and one of several."""
+        """The region that this memory is part of, where another storage lies there too: grown to
+        it, and one of several.
+        """
         found = [r for r in self.memory if r.start < stop and start < r.stop]
         if not found:
             return None
         first, *others = found
-        first.start, first.stop = min(start, *(r.start for r in found)), max(stop, *(r.stop for r in found))
+        first.start, first.stop = (
+            min(start, *(r.start for r in found)),
+            max(stop, *(r.stop for r in found)),
+        )
         for other in others:
             self.memory.remove(other)
             first.storages += other.storages
-            first.pinned, first.recorded = first.pinned or other.pinned, first.recorded or other.recorded
+            first.pinned, first.recorded = (
+                first.pinned or other.pinned,
+                first.recorded or other.recorded,
+            )
             for use, actors in other.uses.items():
                 first.uses.setdefault(use, {}).update(actors)
             for key, (reference, region) in self.regions.items():
@@ -307,7 +331,9 @@ class CheckedDevice(TorchDispatchMode, Device):
                 *zip(func._schema.arguments, args),
                 *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
             ]
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(value, torch.Tensor)
         }
         if outputs and not fresh and not written:
             return out  # a view

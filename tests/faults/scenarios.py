@@ -1,4 +1,6 @@
-"""Training steps of a tiny Llama in every way that copies go: what the checker watches, one row each."""
+"""Training steps of a tiny Llama in every way that copies go: what the checker watches, one row
+each.
+"""
 
 import contextlib
 import dataclasses
@@ -102,7 +104,9 @@ def cut_short(model, device):
 
 
 def handed_over(model, device):
-    """A fetch that another stream than its own waits for, values for the host that nobody asks for, others made beside."""
+    """A fetch that another stream than its own waits for, values for the host that nobody asks for,
+    others made beside.
+    """
     loss(model).backward()
     transfers, x = model.model._hfpatch_session.transfers, torch.randn(2, 8, 64)
     saved = transfers.save(x)
@@ -121,7 +125,8 @@ def handed_over(model, device):
 
 
 def written_at_rest(model, device):
-    """Frozen weights are written to right behind a backward, whole or ended early: merged, loaded, decayed.
+    """Frozen weights are written to right behind a backward, whole or ended early: merged, loaded,
+    decayed.
 
     Of one ended early those of the layers that ran: a copy ahead of that is thrown away.
     """
@@ -135,7 +140,9 @@ def written_at_rest(model, device):
 
 
 def raising(place: str, turn: str):
-    """A step cut short in one module's forward, where it runs for the nth time, or in its backward; then a whole one."""
+    """A step cut short in one module's forward, where it runs for the nth time, or in its backward;
+    then a whole one.
+    """
 
     def run(model, device):
         module = model.model.layers[1].get_submodule(place)
@@ -147,7 +154,9 @@ def raising(place: str, turn: str):
                 if count[0] == nth:
                     raise Stop
 
-            register = module.register_forward_hook if turn == "forward" else module.weight.register_hook
+            register = (
+                module.register_forward_hook if turn == "forward" else module.weight.register_hook
+            )
             handle = register(tiny.OfAnEngine(hook))
             with contextlib.suppress(Stop):
                 loss(model).backward()
@@ -172,7 +181,8 @@ def whole(action):
 
 
 ACTIONS = {
-    "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards, "other order": other_order,
+    "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards,
+    "other order": other_order,
     "side stream": side_stream, "lengths": lengths, "partial": partial,
     "handed over": handed_over, "cut short": cut_short,
     "raise in mlp": raising("mlp", "forward"), "raise in q": raising("self_attn.q_proj", "forward"),
@@ -181,14 +191,19 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream), "written at rest": written_at_rest,
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again[, weights]]]])
+# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again[,
+# weights]]]])
 WAYS = {
-    "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()), "one": (4096, True, False, 1, ()),
-    "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()), "every 2": (16, False, False, 2, ()),
-    "every 3": (4096, False, False, 3, ()), "keep": (16, True, False, 1, KEEPABLE), "keep one": (4096, True, False, 1, KEEPABLE),
+    "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()),
+    "one": (4096, True, False, 1, ()),
+    "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()),
+    "every 2": (16, False, False, 2, ()),
+    "every 3": (4096, False, False, 3, ()), "keep": (16, True, False, 1, KEEPABLE),
+    "keep one": (4096, True, False, 1, KEEPABLE),
     "keep streamed": (16, True, True, 1, ("gate_up", "mid")), "plain": (16, True, False, 1, ()),
     "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
-    "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (), False, True),
+    "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (),
+                                                                         False, True),
     "one again alone": (16, True, True, 1, (), False, False, 1),
     "weights": (16, True, False, 1, (), False, False, 0, "host"),
     "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
@@ -202,7 +217,10 @@ REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers t
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     row = WAYS[way]
-    tile, save, stream, every, keep, park, by_group, again, weights = (*row, *(False, False, 0, "gpu")[len(row) - 5 :])
+    tile, save, stream, every, keep, park, by_group, again, weights = (
+        *row,
+        *(False, False, 0, "gpu")[len(row) - 5 :],
+    )
     by_group, park = by_group and tier != "gpu", park and tier != "gpu"  # as the policy has it
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
@@ -226,7 +244,11 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
             LayerRuntime,
             "_resolve",
             lambda *a: dataclasses.replace(
-                resolve(*a), stream_attention=stream and not a[4], park=park, by_group=by_group, again=again
+                resolve(*a),
+                stream_attention=stream and not a[4],
+                park=park,
+                by_group=by_group,
+                again=again,
             ),
         )
     )

@@ -1,4 +1,6 @@
-"""Trainer's auto_find_batch_size: batches too large for a layer end in out of memory, smaller ones train as without hfpatch."""
+"""Trainer's auto_find_batch_size: batches too large for a layer end in out of memory, smaller ones
+train as without hfpatch.
+"""
 
 import gc
 import signal
@@ -25,7 +27,9 @@ def planted(module, args, out):
 
 
 def trained(model, folder, pass_of):
-    """Weights after a run that begins with 8 rows; layer 1 runs out of memory in forward, or in the recompute of backward."""
+    """Weights after a run that begins with 8 rows; layer 1 runs out of memory in forward, or in the
+    recompute of backward.
+    """
     mlp, passes, hooks = model.model.layers[1].mlp, [], []
 
     def hook(module, args, out):
@@ -35,12 +39,19 @@ def trained(model, folder, pass_of):
 
     handle = mlp.register_forward_hook(tiny.OfAnEngine(hook))
     arguments = TrainingArguments(
-        output_dir=str(folder), auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=STEPS, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no", optim="sgd", learning_rate=0.05, seed=3, logging_steps=1,
+        output_dir=str(folder), auto_find_batch_size=True, per_device_train_batch_size=8,
+        max_steps=STEPS, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", optim="sgd", learning_rate=0.05,
+        seed=3, logging_steps=1,
     )  # fmt: skip
     ids = tiny.ids(40)
-    rows, before = [{"input_ids": row, "labels": row} for row in ids], signal.getsignal(signal.SIGTERM)
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[hfpatch.Callback(), StopCleanly()])
+    rows, before = (
+        [{"input_ids": row, "labels": row} for row in ids],
+        signal.getsignal(signal.SIGTERM),
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=rows, callbacks=[hfpatch.Callback(), StopCleanly()]
+    )
     model.register_forward_pre_hook(lambda *_: hooks.append(len(model._forward_pre_hooks)))
     try:
         trainer.train()
@@ -59,7 +70,10 @@ def test_auto_find_batch_size(where, tier, tmp_path):
     stock = tiny.exact(ours)
     start = {name: p.detach().clone() for name, p in stock.named_parameters()}
     hfpatch.apply(
-        ours, checkpointing=hfpatch.Checkpointing(offload=str(tmp_path / "d") if tier == "disk" else tier, tile=8)
+        ours,
+        checkpointing=hfpatch.Checkpointing(
+            offload=str(tmp_path / "d") if tier == "disk" else tier, tile=8
+        ),
     )
     threads, files = threading.active_count(), open_files()
     got, wanted = trained(ours, tmp_path, where), trained(stock, tmp_path, "forward")
@@ -71,4 +85,6 @@ def test_auto_find_batch_size(where, tier, tmp_path):
     pool = ours.model._hfpatch_session.transfers.pool
     largest = LIMIT * tiny.TOKENS * 64 * 8
     assert pool.bytes_held <= 4 * 2 * largest + 2 * disk.BUFFERS * disk.PIECE * (tier == "disk")
-    assert threading.active_count() <= threads + 8 * (tier == "disk") and open_files() <= files + 4 * (tier == "disk")
+    assert threading.active_count() <= threads + 8 * (
+        tier == "disk"
+    ) and open_files() <= files + 4 * (tier == "disk")

@@ -1,4 +1,6 @@
-"""A known failure of any command or script: one sentence, a non-zero exit; `--debug` shows the traceback; a bug keeps its own."""
+"""A known failure of any command or script: one sentence, a non-zero exit; `--debug` shows the
+traceback; a bug keeps its own.
+"""
 
 import argparse
 import errno
@@ -34,7 +36,12 @@ def said(capsys):
     def check(code, wanted=(1, 2)):
         out, err = capsys.readouterr()
         lines = [line for line in err.splitlines() if not line.startswith("[transformers]")]
-        assert code in wanted and len(lines) == 1 and lines[0].startswith("hfpatch: ") and lines[0][-1] in ".)?", err
+        assert (
+            code in wanted
+            and len(lines) == 1
+            and lines[0].startswith("hfpatch: ")
+            and lines[0][-1] in ".)?"
+        ), err
         assert "Traceback" not in err
         return lines[0]
 
@@ -47,16 +54,23 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "cut.json").write_text('{"model_type": ')
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    for name, change in {"heads": {"num_attention_heads": 0}, "dropout": {"attention_dropout": -0.1},
+    for name, change in {"heads": {"num_attention_heads": 0},
+                         "dropout": {"attention_dropout": -0.1},
                          "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
-                         "shared": {"num_attention_heads": 4, "num_key_value_heads": 3}, "word": {"num_hidden_layers": "2"},
-                         "window": {"model_type": "mistral", "sliding_window": "x"}, "other": {"model_type": "theirs"},
+                         "shared": {"num_attention_heads": 4, "num_key_value_heads": 3},
+                         "word": {"num_hidden_layers": "2"},
+                         "window": {"model_type": "mistral", "sliding_window": "x"},
+                         "other": {"model_type": "theirs"},
                          "experts": {"model_type": "mixtral", "num_local_experts": "a"},
-                         "rope": {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}}.items():  # fmt: skip
+                         "rope": {"rope_scaling": {"rope_type": "nope",
+                                                   "factor": 2.0}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
     simulate = "simulate --model llama-tiny --seq-len 64"
-    plan, profile = "plan --model llama-tiny", f"profile --model llama-tiny --out {tmp_path}/profile"
+    plan, profile = (
+        "plan --model llama-tiny",
+        f"profile --model llama-tiny --out {tmp_path}/profile",
+    )
     for line, words in {
         "": "required: command",
         "plan": "required: --model",
@@ -68,10 +82,16 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "the known models are",
         "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
-        "plan --model none.json": "expected a model's folder or config.json, there is none at none.json",
+        "plan --model none.json": (
+            "expected a model's folder or config.json, there is none at none.json"
+        ),
         "plan --model none/config.json": "there is none at none/config.json",
-        "plan --model @/t5.json": "expected a model that writes text one token after another, 't5' came",
-        "env --model @/t5.json": "expected a model that writes text one token after another, 't5' came",
+        "plan --model @/t5.json": (
+            "expected a model that writes text one token after another, 't5' came"
+        ),
+        "env --model @/t5.json": (
+            "expected a model that writes text one token after another, 't5' came"
+        ),
         f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
         "plan --model @": "a model's folder holds a config.json",
         "env --model llama-tiny @/file": "--model is told of alone, ",
@@ -100,14 +120,22 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan --model @/cut.json": "is no JSON",
         "plan --model @/bytes.json": "is no JSON",
         "plan --model @/list.json": "a list came",
-        "plan --model @/heads.json": "num_attention_heads must be a whole number of at least 1, 0 came",
-        "plan --model @/dropout.json": "attention_dropout must be a number of 0 or more and less than 1, -0.1 came",
+        "plan --model @/heads.json": (
+            "num_attention_heads must be a whole number of at least 1, 0 came"
+        ),
+        "plan --model @/dropout.json": (
+            "attention_dropout must be a number of 0 or more and less than 1, -0.1 came"
+        ),
         "plan --model @/theta.json": "rope_theta must be a number of more than 0, 'x' came",
         "plan --model @/shared.json": "a multiple of num_key_value_heads, 4 and 3 came",
-        "plan --model @/word.json": "num_hidden_layers must be a whole number of at least 1, '2' came",
+        "plan --model @/word.json": (
+            "num_hidden_layers must be a whole number of at least 1, '2' came"
+        ),
         "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
-        "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": "a llama config.json (KeyError: 'nope')",
+        "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": (
+            "a llama config.json (KeyError: 'nope')"
+        ),
         f"{plan} --sweep 8k --png @": "expected a file, a folder came at",
         "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
         "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
@@ -140,7 +168,10 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
     model.mkdir()
     (model / "config.json").write_text("{")
     for flags, words in (
-        ({"per_device_train_batch_size": 0}, "1 or more and 1048576 or less for --per_device_train_batch_size, 0"),
+        (
+            {"per_device_train_batch_size": 0},
+            "1 or more and 1048576 or less for --per_device_train_batch_size, 0",
+        ),
         (
             {"gradient_accumulation_steps": 9_999_999_999},
             "1048576 or less for --gradient_accumulation_steps, 9999999999",
@@ -156,13 +187,23 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"output_dir": tmp_path / "file" / "run"}, "expected a folder, a file stands in the way"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
         ({"cache_dir": tmp_path / "file"}, "expected a folder, a file stands in the way"),
-        ({"checkpointing": tmp_path / "file"}, "name a directory, which is made where there is none"),
+        (
+            {"checkpointing": tmp_path / "file"},
+            "name a directory, which is made where there is none",
+        ),
         ({"checkpointing": tmp_path / "file" / "below"}, "file came, which is no folder"),
         ({"checkpointing": "somewhere"}, "checkpointing must be"),
         ({"zzz": 1}, "unknown flag '--zzz'; see hfpatch train --help"),
-        ({"accelerator_config": '{"a": 1}'}, "transformers does not take these flags, TypeError: AcceleratorConfig"),
-        ({"config_overrides": "num_attention_heads=3"}, "multiple of"),  # says transformers, hfpatch of an older one's
-        ({"config_overrides": "hidden_act=swoosh"}, "hidden_act of transformers was expected, 'swoosh' came"),
+        (
+            {"accelerator_config": '{"a": 1}'},
+            "transformers does not take these flags, TypeError: AcceleratorConfig",
+        ),
+        # says transformers, hfpatch of an older one's
+        ({"config_overrides": "num_attention_heads=3"}, "multiple of"),
+        (
+            {"config_overrides": "hidden_act=swoosh"},
+            "hidden_act of transformers was expected, 'swoosh' came",
+        ),
         ({"config_overrides": None, "model": model}, "no model loads from"),
     ):
         code, _, err, _ = run_train("refused", **flags)
@@ -176,8 +217,10 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
     ({"report_to": "nonsense"}, "nonsense is not supported"),
     ({"optim": "galore_adamw"}, "ImportError: You need to install `galore_torch`"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
-    ({"metric_for_best_model": "nope", "load_best_model_at_end": True, "validation_split": 0.3, "eval_strategy": "steps",
-      "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}, "which is not found in the evaluation metrics"),
+    ({"metric_for_best_model": "nope", "load_best_model_at_end": True, "validation_split": 0.3,
+      "eval_strategy": "steps",
+      "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+      "which is not found in the evaluation metrics"),
 ])  # fmt: skip
 def test_what_trainer_refuses_is_a_sentence(flags, words, run_train):  # noqa: F811
     code, _, err, _ = run_train(max_steps=1, **flags)
@@ -198,9 +241,11 @@ def test_a_bug_while_the_model_is_patched_is_no_flags_fault(run_train, monkeypat
     ({"WORLD_SIZE": "x"}, "1 or more in the environment's WORLD_SIZE, 'x' came"),
     ({"WORLD_SIZE": "0"}, "1 or more in the environment's WORLD_SIZE, '0' came"),
     ({"RANK": "-1"}, "0 or more in the environment's RANK"),
-    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"}, "0 or more and 1 or less in the environment's RANK, '2' came"),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"},
+     "0 or more and 1 or less in the environment's RANK, '2' came"),
     ({"LOCAL_WORLD_SIZE": ""}, "the environment's LOCAL_WORLD_SIZE, '' came"),
-    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "1", "MASTER_ADDR": "no.host.invalid"}, "'no.host.invalid' is not known"),
+    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "1", "MASTER_ADDR": "no.host.invalid"},
+     "'no.host.invalid' is not known"),
     ({"MASTER_PORT": "70000"}, "65535 or less in the environment's MASTER_PORT"),
     ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY to be a number of bytes, '²' came"),
 ])  # fmt: skip
@@ -224,19 +269,28 @@ def test_who_waits_for_rank_0_says_so(monkeypatch, capsys):
             "MASTER_PORT": port,
         }.items():
             monkeypatch.setenv(name, str(value))
-        for said in (f"hfpatch: rank 2 waits for rank 0 at 127.0.0.1:{port}, which does not answer yet (", ""):
+        for said in (
+            f"hfpatch: rank 2 waits for rank 0 at 127.0.0.1:{port}, which does not answer yet (",
+            "",
+        ):
             checks.environment()
             assert capsys.readouterr().err.startswith(said) if said else not capsys.readouterr().err
             server.listen()
 
 
 def test_a_process_without_a_rank_waits_for_nobody(monkeypatch):
-    """Schedulers set WORLD_SIZE for machines; an engine in a process that no launcher started is a group of one."""
+    """Schedulers set WORLD_SIZE for machines; an engine in a process that no launcher started is a
+    group of one.
+    """
     monkeypatch.delenv("RANK", raising=False)
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "7")
     placement.single_process_environment()
-    assert [os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    assert [os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [
+        "0",
+        "1",
+        "0",
+    ]
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["MASTER_PORT"] != "7"
 
 
@@ -249,9 +303,9 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     assert guarded(command, [], piped=piped) == code
-    assert sys.stdout is None and capsys.readouterr().err.startswith("hfpatch: what read the output is gone;") == bool(
-        code
-    )
+    assert sys.stdout is None and capsys.readouterr().err.startswith(
+        "hfpatch: what read the output is gone;"
+    ) == bool(code)
 
 
 @pytest.mark.parametrize("file, values, words", [
@@ -260,16 +314,24 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
     ("config.json", {"dtype": "x"}, "no model loads from .*: AttributeError .*'x'"),
     ("config.json", {"dtype": 0}, "a dtype such as bfloat16 was expected, 0 came"),
     ("config.json", {"num_attention_heads": 0}, "no model loads from"),
-    ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings of 1 or more was expected, 0 came"),
-    ("config.json", {"hidden_act": "x"}, "no model loads from .*: hidden_act of transformers was expected, 'x' came"),
+    ("config.json", {"max_position_embeddings": 0},
+     "max_position_embeddings of 1 or more was expected, 0 came"),
+    ("config.json", {"hidden_act": "x"},
+     "no model loads from .*: hidden_act of transformers was expected, 'x' came"),
     ("tokenizer_config.json", [], "no tokenizer loads from"),
 ])  # fmt: skip
 def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenizer, tmp_path):  # noqa: F811
     shutil.copytree(saved_tokenizer, tmp_path, dirs_exist_ok=True)
     config = preset_config("llama-tiny") | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / file).write_text(json.dumps(config | values if isinstance(values, dict) else values))
-    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / file).write_text(
+        json.dumps(config | values if isinstance(values, dict) else values)
+    )
+    save_file(
+        {"lm_head.weight": torch.zeros(2, 2)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     model = arguments.ModelArguments(model=str(tmp_path))
 
     def load():
@@ -277,7 +339,9 @@ def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenize
         prepare.load_tokenizer(model, arguments.DataArguments(), None)
         loading.load_model(model, loaded, 0)
 
-    with pytest.raises(ValueError, match=f"^hfpatch: {words}" if words.startswith("no") else f"^hfpatch: .*{words}"):
+    with pytest.raises(
+        ValueError, match=f"^hfpatch: {words}" if words.startswith("no") else f"^hfpatch: .*{words}"
+    ):
         load()
 
 
@@ -307,7 +371,8 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-300])
     cases = {
         "the disk is full": [
-            OSError(errno.ENOSPC, "No space left on device", "/x"), OSError(errno.EDQUOT, "Disk quota exceeded"),
+            OSError(errno.ENOSPC, "No space left on device", "/x"),
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
             SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
             SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
             RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
@@ -315,9 +380,11 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
         ],
         "no permission": [PermissionError(errno.EACCES, "Permission denied", "/x")],
         "the disk is read-only": [
-            OSError(errno.EROFS, "ro", "/x"), SafetensorError("Error while serializing: Read-only file system (os error 30)"),
+            OSError(errno.EROFS, "ro", "/x"),
+            SafetensorError("Error while serializing: Read-only file system (os error 30)"),
         ],
-        "a file stands in the way": [caught(lambda: (whole / "x").mkdir()), caught(lambda: whole.mkdir())],
+        "a file stands in the way": [caught(lambda: (whole / "x").mkdir()),
+                                     caught(lambda: whole.mkdir())],
         "there is no such file": [caught(lambda: open(tmp_path / "none"))],
         "in /proc/none, No such file or directory came; give another": [caught(lambda: File("/proc/none"))],
         "a folder came": [caught(lambda: open(tmp_path, "rb"))],
@@ -332,7 +399,8 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
             RuntimeError("The server socket has failed to listen: EADDRINUSE"),
         ],
         "a file is broken or cut": [
-            caught(lambda: load_file(tmp_path / "cut.safetensors")), caught(lambda: torch.load(tmp_path / "cut.pt")),
+            caught(lambda: load_file(tmp_path / "cut.safetensors")),
+            caught(lambda: torch.load(tmp_path / "cut.pt")),
             pickle.UnpicklingError("invalid load key"), EOFError("Ran out of input"),
         ],
         "expected JSON": [caught(lambda: json.loads("{"))],
@@ -342,7 +410,10 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
     for words, errors in cases.items():
         for error in errors:
             found = explain(error)
-            assert found and words in found[0] and found[1] in (1, 2) and "\n" not in found[0], (error, found)
+            assert found and words in found[0] and found[1] in (1, 2) and "\n" not in found[0], (
+                error,
+                found,
+            )
 
 
 def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
@@ -354,7 +425,11 @@ def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
     assert "Traceback" in capsys.readouterr().err
     assert main(["plan", "--model", "llama-tiny", "--host-ram", "256", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-    for bug in (KeyError("x"), ValueError("no sentence of ours"), RuntimeError("expected a Tensor")):
+    for bug in (
+        KeyError("x"),
+        ValueError("no sentence of ours"),
+        RuntimeError("expected a Tensor"),
+    ):
 
         def broken(argv, bug=bug):
             raise bug
@@ -392,17 +467,22 @@ def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
     assert "hf_secret" not in out and '"seed": 3' in out
 
 
-@pytest.mark.parametrize("name", ["profile", "convergence", "placement_curves", "consolidate", "export_gguf"])
+@pytest.mark.parametrize(
+    "name", ["profile", "convergence", "placement_curves", "consolidate", "export_gguf"]
+)
 def test_scripts_share_the_handler(name, said, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     monkeypatch.setattr(sys, "path", list(sys.path))
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     flags = {
-        "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0", "placement_curves": "--learning_rate nan",
+        "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0",
+        "placement_curves": "--learning_rate nan",
         "consolidate": "/nowhere/a /nowhere/b", "export_gguf": "/nowhere/a /nowhere/b",
     }  # fmt: skip
     said(script.main(flags[name].split()))
     if name == "profile":
-        assert "expected one --impl" in said(script.main("--model llama-tiny --seq-len 8k,16k --impl hf".split()))
+        assert "expected one --impl" in said(
+            script.main("--model llama-tiny --seq-len 8k,16k --impl hf".split())
+        )
         assert Path(script.__file__).name == "profile.py"

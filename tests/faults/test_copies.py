@@ -1,6 +1,8 @@
-"""No copy races with anything, in any way of training; and each synchronisation is there for a reason that is shown.
+"""No copy races with anything, in any way of training; and each synchronisation is there for a
+reason that is shown.
 
-The rows of REMOVALS were found by leaving each out of every scenario: one that catches it stands beside it.
+The rows of REMOVALS were found by leaving each out of every scenario: one that catches it stands
+    beside it.
 """
 
 import itertools
@@ -16,19 +18,29 @@ from tests.faults.checker import CheckedDevice
 
 # Every action, tier and way once; the long run has their product.
 SHORT = [
-    ("host", "tiles", "step"), ("disk", "streamed", "step"), ("gpu", "tiles", "packed"), ("host", "one", "retain"),
-    ("disk", "tiles", "two forwards"), ("host", "streamed", "other order"), ("host", "tiles", "side stream"),
+    ("host", "tiles", "step"), ("disk", "streamed", "step"), ("gpu", "tiles", "packed"),
+    ("host", "one", "retain"),
+    ("disk", "tiles", "two forwards"), ("host", "streamed", "other order"),
+    ("host", "tiles", "side stream"),
     ("disk", "one again", "lengths"), ("host", "streamed", "partial"), ("disk", "tiles", "partial"),
-    ("host", "tiles", "raise in mlp"), ("host", "streamed", "raise in q"), ("disk", "every 2", "raise in mlp"),
-    ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"), ("host", "tiles again", "raise in q"),
-    ("host", "one", "whole step"), ("disk", "one", "whole partial"), ("host", "one", "whole retain"),
-    ("host", "one", "whole other order"), ("host", "one", "whole raise"), ("host", "one", "whole side stream"),
-    ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"), ("host", "keep one", "lengths"),
+    ("host", "tiles", "raise in mlp"), ("host", "streamed", "raise in q"),
+    ("disk", "every 2", "raise in mlp"),
+    ("host", "every 3", "raise in gradient"), ("gpu", "every 2", "raise in q"),
+    ("host", "tiles again", "raise in q"),
+    ("host", "one", "whole step"), ("disk", "one", "whole partial"),
+    ("host", "one", "whole retain"),
+    ("host", "one", "whole other order"), ("host", "one", "whole raise"),
+    ("host", "one", "whole side stream"),
+    ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"),
+    ("host", "keep one", "lengths"),
     ("host", "keep streamed", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"),
-    ("host", "keep", "raise in gradient"), ("host", "parked", "step"), ("disk", "parked again", "raise in q"),
-    ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"), ("host", "by group again", "other order"),
+    ("host", "keep", "raise in gradient"), ("host", "parked", "step"),
+    ("disk", "parked again", "raise in q"),
+    ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"),
+    ("host", "by group again", "other order"),
     ("host", "one again alone", "step"), ("gpu", "weights", "written at rest"),
-    ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"), ("gpu", "weights one", "side stream"),
+    ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"),
+    ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
     ("host", "keep", "cut short"), ("disk", "one", "cut short"),
 ]  # fmt: skip
@@ -39,7 +51,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("tier, way, action", [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL)])
+@pytest.mark.parametrize(
+    "tier, way, action", [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL)]
+)
 def test_no_copy_races(tier, way, action, tmp_path):
     device = CheckedDevice()
     assert scenarios.run(device, tier, way, action, tmp_path) == []
@@ -51,11 +65,16 @@ def test_the_short_rows_name_everything():
 
 
 STEP, DISK, PACKED = ("host", "tiles", "step"), ("disk", "tiles", "step"), ("gpu", "one", "packed")
-PARTIAL, LENGTHS, HANDED = ("host", "tiles", "partial"), ("host", "one", "lengths"), ("host", "tiles", "handed over")
+PARTIAL, LENGTHS, HANDED = (
+    ("host", "tiles", "partial"),
+    ("host", "one", "lengths"),
+    ("host", "tiles", "handed over"),
+)
 KEEP, WEIGHTS = ("host", "keep", "step"), ("gpu", "weights", "step")
-# The synchronisation -> a scenario that races without it. Found to be redundant, and dropped, as ordered through the compute
-# stream: the wait of a fetch for the copy to the host (settle is before it), that of a save for the last fetch from its block
-# (a ticket's end is before it), and the host's waits before blocks are let go (each waits as it is unpinned).
+# The synchronisation -> a scenario that races without it. Found to be redundant, and dropped, as
+# ordered through the compute stream: the wait of a fetch for the copy to the host (settle is before
+# it), that of a save for the last fetch from its block (a ticket's end is before it), and the
+# host's waits before blocks are let go (each waits as it is unpinned).
 REMOVALS = {
     "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
@@ -71,7 +90,11 @@ REMOVALS = {
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
     "_Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
-    "StreamedWeights._on_device: device.synchronize(ticket.ready)": ("gpu", "weights", "written at rest"),
+    "StreamedWeights._on_device: device.synchronize(ticket.ready)": (
+        "gpu",
+        "weights",
+        "written at rest",
+    ),
     "DiskDirectory._write: self.device.synchronize(event)": DISK,
     "DiskDirectory._read: self.device.synchronize(copied)": DISK,
     "_side_stream: device.wait(event, device.side)": PACKED,
@@ -87,7 +110,9 @@ FOR_WEIGHTS = [site for site in REMOVALS if site.startswith(("Transfers.fetch", 
 
 
 @pytest.mark.parametrize(
-    "site, row", [*REMOVALS.items(), *((site, WEIGHTS) for site in FOR_WEIGHTS)], ids=lambda x: str(x).split("(")[0]
+    "site, row",
+    [*REMOVALS.items(), *((site, WEIGHTS) for site in FOR_WEIGHTS)],
+    ids=lambda x: str(x).split("(")[0],
 )
 def test_each_synchronisation_is_needed(site, row, tmp_path):
     device = CheckedDevice(without={site})
@@ -97,7 +122,11 @@ def test_each_synchronisation_is_needed(site, row, tmp_path):
 
 def test_the_table_has_every_synchronisation(tmp_path):
     met = set()
-    for row in {*REMOVALS.values(), ("disk", "streamed", "raise in q"), ("host", "one", "whole partial")}:
+    for row in {
+        *REMOVALS.values(),
+        ("disk", "streamed", "raise in q"),
+        ("host", "one", "whole partial"),
+    }:
         device = CheckedDevice()
         assert scenarios.run(device, *row, tmp_path) == []
         met |= set(device.sites)
@@ -105,7 +134,8 @@ def test_the_table_has_every_synchronisation(tmp_path):
     assert ours == set(REMOVALS)
 
 
-# What is no call on the device but keeps copies right as well: (a patch that takes it away, a scenario).
+# What is no call on the device but keeps copies right as well: (a patch that takes it away, a
+#     scenario).
 def forget_sources(patch):
     save = Transfers.save
 
@@ -140,7 +170,9 @@ def leave_sources_as_a_pass_begins(patch):
         beginning.pop()
 
     patch.setattr(FetchQueue, "begin", without)
-    patch.setattr(Transfers, "settle", lambda self, *a, **k: None if beginning else settle(self, *a, **k))
+    patch.setattr(
+        Transfers, "settle", lambda self, *a, **k: None if beginning else settle(self, *a, **k)
+    )
 
 
 def forget_the_end_of_tickets(patch):
@@ -175,7 +207,8 @@ def forget_who_uses_what_was_made_beside(patch):
 @pytest.mark.parametrize("removal, row", [
     (forget_the_last_use_of_slots, WEIGHTS), (forget_who_uses_what_was_made_beside, HANDED),
     (leave_sources_as_a_pass_begins, ("host", "keep", "cut short")),
-    (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP), (forget_the_end_of_tickets, PARTIAL),
+    (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP),
+    (forget_the_end_of_tickets, PARTIAL),
     (forget_the_last_use_of_slots, STEP),
     (read_before_it_is_written, DISK), (reuse_bounces_at_once, DISK),
 ])  # fmt: skip
@@ -190,7 +223,9 @@ def test_each_owner_is_needed(removal, row, tmp_path, monkeypatch):
 
 
 def test_memory_is_one_whatever_storage_names_it():
-    """A weight at rest is a storage of its own over pinned memory, which a copy may read under way."""
+    """A weight at rest is a storage of its own over pinned memory, which a copy may read under
+    way.
+    """
     device = CheckedDevice()
     block = torch.zeros(64, dtype=torch.uint8)
     device.pin(block)

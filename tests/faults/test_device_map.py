@@ -1,4 +1,6 @@
-"""accelerate's offloading and device maps: evaluation is as without, training is refused with a sentence."""
+"""accelerate's offloading and device maps: evaluation is as without, training is refused with a
+sentence.
+"""
 
 import copy
 
@@ -9,7 +11,12 @@ import torch
 import hfpatch
 from tests.checkpoint.deep import tiny_llama, tokens
 
-PARTS = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+PARTS = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.norm": "cpu",
+    "lm_head": "cpu",
+}
 LAYERS = {"model.layers.0": "cpu", "model.layers.1": "cpu", "model.layers.2": "disk"}
 
 
@@ -18,7 +25,9 @@ def lay_out(model, how, directory):
         return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     if how == "disk_offload":
         return accelerate.disk_offload(model, directory, execution_device=torch.device("cpu"))
-    return accelerate.dispatch_model(model, {**PARTS, **LAYERS}, offload_dir=directory, main_device="cpu")
+    return accelerate.dispatch_model(
+        model, {**PARTS, **LAYERS}, offload_dir=directory, main_device="cpu"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -39,7 +48,9 @@ def test_evaluation_works_and_training_is_refused(how, first, tmp_path):
         with context:
             assert (model(ids).logits - expected.logits).abs().max() < 1e-4
             assert abs(model(ids, labels=ids).loss - expected.loss) < 1e-5
-    with pytest.raises(ValueError, match="hfpatch: expected a model on one device.*without device_map"):
+    with pytest.raises(
+        ValueError, match="hfpatch: expected a model on one device.*without device_map"
+    ):
         model.train()(ids, labels=ids)
 
 

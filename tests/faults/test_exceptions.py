@@ -1,4 +1,6 @@
-"""After a step that was cut short the next one is exact, bit for bit, and nothing that the dead one held is lost."""
+"""After a step that was cut short the next one is exact, bit for bit, and nothing that the dead one
+held is lost.
+"""
 
 import contextlib
 import gc
@@ -18,7 +20,12 @@ from tests.faults.checker import qualname
 
 CODE = tuple(str(Path(hfpatch.__file__).parent / name) for name in ("layer", "store"))
 # tile, save_attention, every: several tiles or one, attention saved or run again, segments
-WAYS = {"tiles": (8, True, 1), "one": (4096, True, 1), "every 2": (8, False, 2), "every 3": (4096, False, 3)}
+WAYS = {
+    "tiles": (8, True, 1),
+    "one": (4096, True, 1),
+    "every 2": (8, False, 2),
+    "every 3": (4096, False, 3),
+}
 
 
 def patched(tier, way, directory, **changes):
@@ -26,7 +33,10 @@ def patched(tier, way, directory, **changes):
     model = tiny_llama(**changes)
     where = str(directory) if tier == "disk" else tier
     hfpatch.apply(
-        model, checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, save_attention=save, every=every)
+        model,
+        checkpointing=hfpatch.Checkpointing(
+            offload=where, tile=tile, save_attention=save, every=every
+        ),
     )
     return model
 
@@ -65,7 +75,9 @@ def test_code_without_a_function_has_a_name():
 
 
 class Interrupt:
-    """Ctrl-C at the nth line that runs in hfpatch/layer/ or store/ (counts them where nth is None)."""
+    """Ctrl-C at the nth line that runs in hfpatch/layer/ or store/ (counts them where nth is
+    None).
+    """
 
     def __init__(self, nth=None):
         self.nth, self.count, self.where = nth, 0, None
@@ -127,7 +139,9 @@ def interrupt_everywhere(tier, way, directory, every_nth, first=1):
 
 
 # Lines are drawn evenly; more of them are the long test below.
-@pytest.mark.parametrize("tier, way", [("gpu", "every 2"), ("host", "tiles"), ("disk", "tiles"), ("host", "every 2")])
+@pytest.mark.parametrize(
+    "tier, way", [("gpu", "every 2"), ("host", "tiles"), ("disk", "tiles"), ("host", "every 2")]
+)
 def test_ctrl_c_at_any_line(tier, way, tmp_path):
     interrupt_everywhere(tier, way, tmp_path, every_nth=509, first=37)
 
@@ -154,7 +168,8 @@ def raise_in(module, nth):
     return module.register_forward_hook(OfAnEngine(hook))
 
 
-# Out of memory in forward and in backward, in post and in pre, a hundred times; and no step between that clears up.
+# Out of memory in forward and in backward, in post and in pre, a hundred times; and no step between
+# that clears up.
 @pytest.mark.parametrize("tier, way", [
     ("host", "tiles"), ("disk", "tiles"), ("gpu", "every 3"),
     *(pytest.param(t, w, marks=pytest.mark.long) for t in ("gpu", "host", "disk") for w in WAYS),
@@ -190,7 +205,10 @@ def test_partial_backward_then_a_whole_one(tier, way, tmp_path):
         del hidden
     assert_same(step(model), expected)
     assert_nothing_held(model)
-    assert model.model._hfpatch_session.transfers.pool.bytes_held <= held + 2 * disk.BUFFERS * disk.PIECE
+    assert (
+        model.model._hfpatch_session.transfers.pool.bytes_held
+        <= held + 2 * disk.BUFFERS * disk.PIECE
+    )
 
 
 def test_a_retained_graph_survives_a_failed_backward():
@@ -217,7 +235,9 @@ def test_a_retained_graph_survives_a_failed_backward():
 
 
 def test_a_dead_step_that_a_debugger_holds_is_in_nobodys_way(tmp_path):
-    """sys.last_exc keeps every frame of a dead step, its tickets and slots: the next steps have their own."""
+    """sys.last_exc keeps every frame of a dead step, its tickets and slots: the next steps have
+    their own.
+    """
     model = patched("disk", "tiles", tmp_path)
     expected = {n: g.clone() for n, g in step(model).items()}
     kept = []
@@ -235,7 +255,9 @@ def test_a_dead_step_that_a_debugger_holds_is_in_nobodys_way(tmp_path):
 
 
 def test_a_smaller_batch_after_out_of_memory_has_the_dead_ones_blocks():
-    """What accelerate's find_executable_batch_size does: the same model, fewer tokens, in the larger step's host memory."""
+    """What accelerate's find_executable_batch_size does: the same model, fewer tokens, in the
+    larger step's host memory.
+    """
     fresh, model = patched("host", "tiles", None), patched("host", "tiles", None)
     handle = raise_in(model.model.layers[0].mlp, 14)  # in backward, the tiles of a layer under way
     with contextlib.suppress(torch.OutOfMemoryError):

@@ -1,4 +1,6 @@
-"""Pinned memory that cannot be had, that a fork must not inherit, and that is let go in order; several devices; the way out."""
+"""Pinned memory that cannot be had, that a fork must not inherit, and that is let go in order;
+several devices; the way out.
+"""
 
 import contextlib
 import os
@@ -132,14 +134,17 @@ def test_several_devices_keep_their_own_transfers():
     assert transfers["cpu"] is not transfers["meta"] and len(session.queues) == 2
     expected = {n: g.clone() for n, g in step(model).items()}
     loss = model(tokens(2, 11), labels=tokens(2, 11)).loss
-    session.policy(layer, torch.empty(2, 13, 64, device="meta", dtype=torch.float64))  # the other's, in the middle
+    # the other's, in the middle
+    session.policy(layer, torch.empty(2, 13, 64, device="meta", dtype=torch.float64))
     model.zero_grad()
     loss.backward()
     assert_same(gradients(model), expected)
 
 
 def test_documents_wait_for_the_inputs_alone():
-    """Not for what the stream was given since they came: with accumulation that is the whole step before."""
+    """Not for what the stream was given since they came: with accumulation that is the whole step
+    before.
+    """
     with CheckedDevice() as device, standing_in(CPU, device):
         mask = torch.ones(2, 11)
         mark_batch_ready({"attention_mask": mask})
@@ -175,7 +180,8 @@ def test_chunks_alone_ask_no_device():
     "positions, mask, bounds",
     [
         ([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], None, (0, 4, 6, 10, 12)),
-        ([5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5], None, (0, 3, 6, 10, 12)),  # as transformers counts, by position
+        # as transformers counts, by position
+        ([5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5], None, (0, 3, 6, 10, 12)),
         ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], None, (0, 4, 8, 12)),
         ([5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5], [1] * 12, (0, 4, 6, 10, 12)),
         ([0, 0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 0] + [1] * 10, (0, 2, 6, 8, 12)),
@@ -183,11 +189,15 @@ def test_chunks_alone_ask_no_device():
 )
 def test_chunks_are_counted_inside_documents(positions, mask, bounds):
     given = None if mask is None else torch.tensor([mask])
-    assert find_rows(1, 12, CPU, given, torch.tensor([positions]), chunk=4).documents.bounds == bounds
+    assert (
+        find_rows(1, 12, CPU, given, torch.tensor([positions]), chunk=4).documents.bounds == bounds
+    )
 
 
 def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
-    """Pinning, and a thread that waits for an event, would make a context on the current GPU: half a GiB of another rank's."""
+    """Pinning, and a thread that waits for an event, would make a context on the current GPU: half
+    a GiB of another rank's.
+    """
     current, entered, second = [], [], torch.device("cuda", 1)
 
     @contextlib.contextmanager
@@ -196,10 +206,16 @@ def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
         yield
 
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime if len(entered) > len(current) else None)
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: runtime if len(entered) > len(current) else None
+    )
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="without an address"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(name="without an address"),
+    )
     device = CudaDevice(second)
     block = torch.zeros(8, dtype=torch.uint8)
     assert device.pin(block) == 0
@@ -212,7 +228,9 @@ def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
 def test_memory_is_pinned_by_a_thread_on_the_gpus_node(monkeypatch):
     before, ran_on = os.sched_getaffinity(0), []
     one = {max(before)}
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: ran_on.append(os.sched_getaffinity(0)) or 0)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: ran_on.append(os.sched_getaffinity(0)) or 0
+    )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
@@ -222,7 +240,9 @@ def test_memory_is_pinned_by_a_thread_on_the_gpus_node(monkeypatch):
 
 
 def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
-    """The pieces of several tiles are under way before the first is asked for, and never more than the buffers hold."""
+    """The pieces of several tiles are under way before the first is asked for, and never more than
+    the buffers hold.
+    """
     monkeypatch.setattr(disk, "PIECE", 1024)
     transfers = Transfers(CPU, "disk", str(tmp_path))
     x = torch.randn(1, 64, 16)
@@ -231,7 +251,9 @@ def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
     assert [len(t.reads[0][1].started) for t in tickets] == [2, 2]
     more = [transfers.fetch([(saved, 0, 64, None)]) for _ in range(3)]
     assert sum(len(t.reads[0][1].started) for t in tickets + more) == disk.BUFFERS - disk.RESERVE
-    for ticket, rows in zip(reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]):
+    for ticket, rows in zip(
+        reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]
+    ):
         assert torch.equal(ticket.wait()[0], x[:, rows])  # in the order that was not foreseen
 
 
@@ -248,7 +270,8 @@ def test_disk_errors_are_one_sentence_and_the_next_step_is_exact(error, tmp_path
             patch.setattr(os, "pwrite", full)
             for _ in range(2):
                 with pytest.raises(
-                    OSError, match="hfpatch: expected to write .* No space left on device came; free space"
+                    OSError,
+                    match="hfpatch: expected to write .* No space left on device came; free space",
                 ):
                     step(model)
         else:
@@ -257,7 +280,9 @@ def test_disk_errors_are_one_sentence_and_the_next_step_is_exact(error, tmp_path
 
 
 def test_leaving_makes_no_noise(tmp_path):
-    """A graph, a step that was cut short with its frames, threads and pinned blocks are alive when Python ends."""
+    """A graph, a step that was cut short with its frames, threads and pinned blocks are alive when
+    Python ends.
+    """
     program = f"""
 import sys, os, shutil, torch
 sys.path.insert(0, "tests")
@@ -278,14 +303,20 @@ for tier in ("host", "disk"):
         globals()["error" + tier] = error
 shutil.rmtree({str(tmp_path / "tier")!r})
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
-    noise = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
+    )
+    noise = [
+        line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line
+    ]
     assert done.returncode == 0 and not noise
     assert not os.listdir(tmp_path)
 
 
 def test_a_thread_trains_on_when_the_main_one_has_ended(tmp_path):
-    """Python waits for it, as with a stock model, and a pool's threads take no more jobs by then."""
+    """Python waits for it, as with a stock model, and a pool's threads take no more jobs by
+    then.
+    """
     program = f"""
 import sys, threading
 sys.path.insert(0, "tests")
@@ -298,6 +329,10 @@ def train():
     print("exact")
 threading.Thread(target=train).start()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
-    noise = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
+    )
+    noise = [
+        line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line
+    ]
     assert (done.returncode, done.stdout, noise) == (0, "exact\n", [])

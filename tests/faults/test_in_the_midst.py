@@ -1,4 +1,6 @@
-"""What comes in the midst of a forward or a backward: Ctrl-C, a signal's handler or a hook that runs a model, a fork."""
+"""What comes in the midst of a forward or a backward: Ctrl-C, a signal's handler or a hook that
+runs a model, a fork.
+"""
 
 import contextlib
 import os
@@ -32,7 +34,7 @@ def assert_same(got: dict, wanted: dict) -> None:
         assert torch.equal(got[name], gradient), name
 
 
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 class At:
@@ -62,15 +64,29 @@ class At:
 def test_ctrl_c_while_a_thread_is_told_of_its_labels():
     kind = asking.having.__wrapped__
     for nth in range(1, 8):
-        with contextlib.suppress(KeyboardInterrupt), At(nth, kind), asking.having(labels=1, target=2, idle_BT=3):
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            At(nth, kind),
+            asking.having(labels=1, target=2, idle_BT=3),
+        ):
             pass
-        assert (asking.current.labels, asking.current.target, asking.current.idle_BT) == (None, None, None), nth
+        assert (asking.current.labels, asking.current.target, asking.current.idle_BT) == (
+            None,
+            None,
+            None,
+        ), nth
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_while_configs_are_named(way, monkeypatch):
-    """At any of the moments at which a step gives a config our attention's name, or its own back."""
-    ours, count, name = tiny.patched(tiny.llama(), checkpointing=WAYS[way]), [0, 0], asking.name_attention
+    """At any of the moments at which a step gives a config our attention's name, or its own
+    back.
+    """
+    ours, count, name = (
+        tiny.patched(tiny.llama(), checkpointing=WAYS[way]),
+        [0, 0],
+        asking.name_attention,
+    )
     wanted = gradients_of(ours)
 
     def counting(*args):
@@ -85,12 +101,16 @@ def test_ctrl_c_while_configs_are_named(way, monkeypatch):
         count[:] = [0, nth]
         with contextlib.suppress(KeyboardInterrupt):
             gradients_of(ours)
-        assert asking.current.batch is None and not asking._entered and ours.config._attn_implementation == "sdpa", nth
+        assert (
+            asking.current.batch is None
+            and not asking._entered
+            and ours.config._attn_implementation == "sdpa"
+        ), nth
     count[:] = [0, 0]
     assert_same(gradients_of(ours), wanted)
 
 
-# --- models that run in the midst of it -----------------------------------------------------------------------------------
+# --- models that run in the midst of it -----------------------------------------------------------
 
 
 def evaluated(model) -> list:
@@ -98,9 +118,14 @@ def evaluated(model) -> list:
     ids, was = tiny.ids(seed=5), model.training
     model.eval()
     with torch.no_grad():
-        found = [model(input_ids=ids, use_cache=False).logits + 0, model(input_ids=ids, labels=ids).loss]
+        found = [
+            model(input_ids=ids, use_cache=False).logits + 0,
+            model(input_ids=ids, labels=ids).loss,
+        ]
         mask = torch.ones(2, 6, dtype=torch.long)
-        found.append(model.generate(ids[:, :6], attention_mask=mask, max_new_tokens=4, do_sample=False))
+        found.append(
+            model.generate(ids[:, :6], attention_mask=mask, max_new_tokens=4, do_sample=False)
+        )
     model.train(was)
     return found
 
@@ -109,7 +134,12 @@ def evaluated(model) -> list:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hook_evaluates_its_own_model(way, place):
     stock = tiny.llama()
-    ours, wanted, busy, found = tiny.patched(stock, checkpointing=WAYS[way]), evaluated(stock), [], []
+    ours, wanted, busy, found = (
+        tiny.patched(stock, checkpointing=WAYS[way]),
+        evaluated(stock),
+        [],
+        [],
+    )
 
     def hook(*_):
         if not busy and not found:
@@ -134,20 +164,22 @@ def test_a_model_in_the_midst_of_a_tile_is_refused():
     assert asking.current.role is None
 
 
-# --- forks ----------------------------------------------------------------------------------------------------------------
+# --- forks ----------------------------------------------------------------------------------------
 
 
 def in_a_child(run) -> int:
     """Status of a forked process that runs this and has half a minute."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there are other threads
+        # of Python 3.12, where there are other threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(30)
         status = 1
         try:
-            torch.set_num_threads(1)  # OpenMP's others are the parent's: a stock model would wait for them too
+            # OpenMP's others are the parent's: a stock model would wait for them too
+            torch.set_num_threads(1)
             run()
             status = 0
         finally:
@@ -158,9 +190,13 @@ def in_a_child(run) -> int:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_forked_process_waits_for_no_thread_of_its_parent(tier, tmp_path):
-    """Neither for one in the midst of a layer, or of naming our attention, nor for those that write a disk's files."""
+    """Neither for one in the midst of a layer, or of naming our attention, nor for those that write
+    a disk's files.
+    """
     where = str(tmp_path) if tier == "disk" else tier
-    ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(offload=where, tile=8, plain=0))
+    ours = tiny.patched(
+        tiny.llama(), checkpointing=hfpatch.Checkpointing(offload=where, tile=8, plain=0)
+    )
     wanted = gradients_of(ours)
     held, done = threading.Event(), threading.Event()
 

@@ -1,4 +1,6 @@
-"""Whatever kills a run or damages its folder, it goes on from a whole checkpoint, and says from which."""
+"""Whatever kills a run or damages its folder, it goes on from a whole checkpoint, and says from
+which.
+"""
 
 import errno
 import json
@@ -14,7 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from hfpatch.trainer import folders, resume
-from tests.faults.runs import ROOT, end_group, flags, run_train, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
+from tests.faults.runs import (
+    ROOT,
+    end_group,
+    flags,
+    spawn,
+    until,
+)
 
 STEPS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 RESUME = ("--resume_from_checkpoint", "True")
@@ -27,7 +35,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(finished, run_train, tmp_path):  # noqa: F811
+def folder(finished, run_train, tmp_path):
     """A copy of a run's folder with checkpoints 2, 4 and 6 and the final model."""
     if not (finished / "run").exists():
         code, _, err, made = run_train("made", **STEPS)
@@ -41,14 +49,23 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size * 2 // 3)
 
 
-SAVED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json")
+SAVED = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "config.json",
+)
 
 
 def test_what_is_not_whole_is_never_chosen(folder, monkeypatch):
     begin = lambda: resume.begin(str(folder), "True")  # noqa: E731
     newest, before = folder / "checkpoint-6", folder / "checkpoint-4"
     assert begin() == (str(newest), [])
-    assert {p.name for p in folder.iterdir() if p.name.startswith("_")} == set(), "no lock, no half a checkpoint"
+    assert {p.name for p in folder.iterdir() if p.name.startswith("_")} == set(), (
+        "no lock, no half a checkpoint"
+    )
     kept = shutil.copytree(newest, folder / "kept")
 
     def damaged(damage):
@@ -64,7 +81,12 @@ def test_what_is_not_whole_is_never_chosen(folder, monkeypatch):
     for name in ("model.safetensors", "optimizer.pt"):
         damaged(lambda name=name: shutil.copyfile(before / name, newest / name))
     damaged(lambda: (newest / "trainer_state.json").write_text("{}"))
-    for text in ("[]", '{"files": []}', '{"files": {"config.json": 5}}', '{"files": {"config.json": [5]}}'):
+    for text in (
+        "[]",
+        '{"files": []}',
+        '{"files": {"config.json": 5}}',
+        '{"files": {"config.json": [5]}}',
+    ):
         damaged(lambda text=text: (newest / folders.RUN_FILE).write_text(text))
 
     # --save_only_model: nothing was cut, and there is no optimizer to go on with.
@@ -91,34 +113,46 @@ def test_what_is_not_whole_is_never_chosen(folder, monkeypatch):
         begin()
 
 
-def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):  # noqa: F811
+def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):
     wanted = load_file(folder / "model.safetensors")
     cut(folder / "checkpoint-6" / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"optimizer.pt is cut \(\d+ of \d+ bytes\); .*checkpoint-4 is whole"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.pt is cut \(\d+ of \d+ bytes\); .*checkpoint-4 is whole"
+    ):
         resume.begin(str(folder), str(folder / "checkpoint-6"))
     code, out, err, _ = run_train("run", *RESUME, **STEPS)
     assert code == 0, err
     assert f"resuming from {folder}/checkpoint-4" in out and "checkpoint-6 set aside" in out
-    assert (folder / "_set_aside" / "checkpoint-6").is_dir() and not folders.flaw(folder / "checkpoint-6")
+    assert (folder / "_set_aside" / "checkpoint-6").is_dir() and not folders.flaw(
+        folder / "checkpoint-6"
+    )
     got = load_file(folder / "model.safetensors")
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("steps", [6, 4])
-def test_never_a_step_past_max_steps(folder, run_train, steps):  # noqa: F811
+def test_never_a_step_past_max_steps(folder, run_train, steps):
     (folder / "model.safetensors").unlink()  # killed before the final save
     code, out, err, _ = run_train("run", *RESUME, **STEPS | {"max_steps": steps})
     assert code == 0, err
-    assert "6 steps, total" in out and json.loads((folder / "trainer_state.json").read_text())["global_step"] == 6
-    got, saved = load_file(folder / "model.safetensors"), load_file(folder / "checkpoint-6" / "model.safetensors")
+    assert (
+        "6 steps, total" in out
+        and json.loads((folder / "trainer_state.json").read_text())["global_step"] == 6
+    )
+    got, saved = (
+        load_file(folder / "model.safetensors"),
+        load_file(folder / "checkpoint-6" / "model.safetensors"),
+    )
     assert all(torch.equal(got[name], saved[name]) for name in saved)
     if steps == 4:
         assert "max_steps 6 there, 4 here" in out
 
 
-def test_an_older_one_sets_the_later_ones_aside(folder, run_train):  # noqa: F811
+def test_an_older_one_sets_the_later_ones_aside(folder, run_train):
     older = str(folder / "checkpoint-2")
-    code, out, err, _ = run_train("run", "--resume_from_checkpoint", older, **STEPS | {"max_steps": 3})
+    code, out, err, _ = run_train(
+        "run", "--resume_from_checkpoint", older, **STEPS | {"max_steps": 3}
+    )
     assert code == 0, err
     assert "checkpoint-6, checkpoint-4 set aside" in out
     assert [p.name for p in folders.checkpoints(folder)] == ["checkpoint-3", "checkpoint-2"]
@@ -129,15 +163,19 @@ def test_an_older_one_sets_the_later_ones_aside(folder, run_train):  # noqa: F81
     assert code == 2 and "holds another run (checkpoint-3)" in err
 
 
-def test_what_differs_is_listed_in_one_sentence(folder, run_train):  # noqa: F811
-    code, _, err, _ = run_train("run", *RESUME, **STEPS | {"learning_rate": 0.02, "seed": 7, "data_glob": "decoder.py"})
+def test_what_differs_is_listed_in_one_sentence(folder, run_train):
+    code, _, err, _ = run_train(
+        "run", *RESUME, **STEPS | {"learning_rate": 0.02, "seed": 7, "data_glob": "decoder.py"}
+    )
     (line,) = [line for line in err.splitlines() if line.startswith("hfpatch:")]
     assert code == 2 and "learning_rate 0.01 there, 0.02 here" in line
     assert "seed 42 there, 7 here" in line and "data " in line
 
 
-def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):  # noqa: F811
-    """What a kill leaves is a folder that the same command starts in anew, with and without the flag to resume."""
+def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):
+    """What a kill leaves is a folder that the same command starts in anew, with and without the
+    flag to resume.
+    """
 
     class Killed(BaseException):
         pass
@@ -147,11 +185,14 @@ def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):  # no
 
     with monkeypatch.context() as patch:
         patch.setattr(folders, "finish", killed)
-        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process tidies nothing
+        # a killed process tidies nothing
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         with pytest.raises(Killed):
             run_train(**STEPS)
     run = tmp_path / "run"
-    assert (run / "_saving" / "checkpoint-2" / "optimizer.pt").is_file() and not folders.checkpoints(run)
+    assert (
+        run / "_saving" / "checkpoint-2" / "optimizer.pt"
+    ).is_file() and not folders.checkpoints(run)
     again = shutil.copytree(run, tmp_path / "again")
     code, out, err, _ = run_train("run", *RESUME, **STEPS)
     assert code == 0 and "starting from the first step" in out and "6 steps, total" in out, err
@@ -162,7 +203,7 @@ def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):  # no
     assert code == 0 and "checkpoint-2 set aside" in out, err
 
 
-def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):  # noqa: F811
+def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):
     save, count = torch.save, []
 
     def full(*args, **kwargs):
@@ -175,7 +216,9 @@ def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):  # 
     code, _, err, folder = run_train(**STEPS)
     (line,) = [line for line in err.splitlines() if line.startswith("hfpatch:")]
     assert code == 1 and line.startswith("hfpatch: the disk is full at optimizer.pt; ")
-    assert [p.name for p in folder.iterdir()] == ["checkpoint-2"] and not folders.flaw(folder / "checkpoint-2")
+    assert [p.name for p in folder.iterdir()] == ["checkpoint-2"] and not folders.flaw(
+        folder / "checkpoint-2"
+    )
 
 
 def test_the_final_model_is_all_old_or_all_new(tmp_path, monkeypatch):
@@ -208,10 +251,14 @@ def test_the_final_model_is_all_old_or_all_new(tmp_path, monkeypatch):
         assert parts[1] not in there or set(there.values()) == {"new"}, there
 
 
-def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
+def test_one_run_a_folder(run_train, tmp_path):
     lock = folders.Lock(tmp_path / "run")
     code, _, err, folder = run_train(max_steps=1)
-    assert code == 2 and f"another run writes to {folder} (process {os.getpid()} on {os.uname().nodename})" in err
+    assert (
+        code == 2
+        and f"another run writes to {folder} (process {os.getpid()} on {os.uname().nodename})"
+        in err
+    )
     lock.close()
     assert not folder.exists(), "a lock leaves nothing behind"
     # A dead owner's file is no lock.
@@ -221,10 +268,16 @@ def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
 
 
 def test_a_lock_on_a_disk_that_turned_read_only(tmp_path, monkeypatch):
-    """Its file stays; what ended the run is not hidden by that, and the same process may go on there."""
+    """Its file stays; what ended the run is not hidden by that, and the same process may go on
+    there.
+    """
     lock = folders.Lock(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        patch.setattr(
+            Path,
+            "unlink",
+            lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")),
+        )
         lock.close()
     assert lock.path.exists()
     folders.Lock(tmp_path / "run").close()
@@ -243,17 +296,23 @@ def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     assert [p.name for p in folders.checkpoints(tmp_path)] == ["checkpoint-10"]
 
 
-def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
+def test_the_hub_token_is_not_saved(run_train, monkeypatch):
     from transformers import Trainer
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: None)
     pushed = []
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, path: pushed.append(folders.flaw(Path(path))))
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, path: pushed.append(folders.flaw(Path(path)))
+    )
     token = "hf_" + "s" * 30
-    code, out, err, folder = run_train(push_to_hub=True, hub_model_id="a/b", hub_token=token, **STEPS)
+    code, out, err, folder = run_train(
+        push_to_hub=True, hub_model_id="a/b", hub_token=token, **STEPS
+    )
     assert code == 0, err
-    assert pushed == [None] * 3, "what is pushed is a checkpoint that is finished, under its own name"
+    assert pushed == [None] * 3, (
+        "what is pushed is a checkpoint that is finished, under its own name"
+    )
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert len(files) > 20 and not [p for p in files if token.encode() in p.read_bytes()]
     code, out, err, _ = run_train("wrong", f"--hub_tokn={token}")
@@ -262,8 +321,10 @@ def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_at_random(seed, saved_tokenizer, tmp_path, run_train):  # noqa: F811
-    """kill -9 at any moment, again and again: it goes on each time, and ends at the weights of a run never killed."""
+def test_killed_at_random(seed, saved_tokenizer, tmp_path, run_train):
+    """kill -9 at any moment, again and again: it goes on each time, and ends at the weights of a
+    run never killed.
+    """
     draw = random.Random(seed)
     steps = {"max_steps": 40, "save_steps": 2, "save_strategy": "steps", "save_total_limit": 2}
     script = [ROOT / "scripts" / "train.py", *flags(tmp_path, saved_tokenizer, **steps)]

@@ -1,4 +1,6 @@
-"""SIGTERM, Ctrl-C and a launcher that is gone: a checkpoint, one sentence, the exit code; no traceback, no orphan."""
+"""SIGTERM, Ctrl-C and a launcher that is gone: a checkpoint, one sentence, the exit code; no
+traceback, no orphan.
+"""
 
 import os
 import re
@@ -10,10 +12,17 @@ import pytest
 
 from hfpatch.cli.failures import guarded
 from hfpatch.trainer import folders, stop
-from tests.faults.runs import ROOT, end_group, flags, saved_tokenizer, spawn, texts, tokenizer, until  # noqa: F401
+from tests.faults.runs import (
+    ROOT,
+    end_group,
+    flags,
+    spawn,
+    until,
+)
 
 SCRIPT = ROOT / "scripts" / "train.py"
-LAUNCH = ("-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no",
+LAUNCH = ("-m", "accelerate.commands.launch", "--num_machines", 1, "--mixed_precision", "no",
+          "--dynamo_backend", "no",
           "--cpu")  # fmt: skip
 CASES = {
     "SIGTERM": ([SCRIPT], signal.SIGTERM, 143),
@@ -23,7 +32,7 @@ CASES = {
 }
 
 
-def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F811
+def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):
     """Side by side, for a process takes its time to begin."""
     began, workers = {}, []
     try:
@@ -43,13 +52,17 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
         for name in CASES:
             out, run = tmp_path / name / "out", tmp_path / name / "run"
             end = time.monotonic() + 60
-            while not (found := re.search(r"(\S+) at step (\d+): a checkpoint is saved", out.read_text())):
+            while not (
+                found := re.search(r"(\S+) at step (\d+): a checkpoint is saved", out.read_text())
+            ):
                 assert time.monotonic() < end, out.read_text()[-3000:]
                 time.sleep(0.1)
             assert found[1] == ("Ctrl-C" if name == "Ctrl-C" else "SIGTERM")
             assert "Traceback" not in out.read_text()
             assert folders.flaw(run / f"checkpoint-{found[2]}") is None
-            assert not (run / "model.safetensors").exists(), "an unfinished run leaves no final model"
+            assert not (run / "model.safetensors").exists(), (
+                "an unfinished run leaves no final model"
+            )
         await_end(workers)
     finally:
         for process in began.values():
@@ -58,8 +71,13 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
 
 
 def test_nobody_waits_for_a_launcher_that_went_before_training(tmp_path):
-    """Ranks that look for each other through it would, for as long as torch.distributed's timeout."""
-    worker = "import time; from hfpatch.trainer.stop import StopCleanly; StopCleanly(); print('waits'); time.sleep(50)"
+    """Ranks that look for each other through it would, for as long as torch.distributed's
+    timeout.
+    """
+    worker = (
+        "import time; from hfpatch.trainer.stop import StopCleanly; StopCleanly(); "
+        "print('waits'); time.sleep(50)"
+    )
     launcher = (
         "import os, subprocess, sys, time; os.environ['LOCAL_RANK'] = '0'; "
         f"subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(50)"
@@ -72,7 +90,9 @@ def test_nobody_waits_for_a_launcher_that_went_before_training(tmp_path):
         process.kill()
         process.wait()
         await_end(workers)
-        assert (tmp_path / "out").read_text().endswith("it is gone; launch again, nothing is lost.\n")
+        assert (
+            (tmp_path / "out").read_text().endswith("it is gone; launch again, nothing is lost.\n")
+        )
     finally:
         end_group(process)
         kill(workers)
@@ -101,14 +121,19 @@ def kill(pids) -> None:
 
 
 @pytest.mark.long
-def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
-    """SIGTERM to one rank of two: both stop at the same step, with one checkpoint; the launcher's death stops both too."""
+def test_two_ranks_stop_together(saved_tokenizer, tmp_path):
+    """SIGTERM to one rank of two: both stop at the same step, with one checkpoint; the launcher's
+    death stops both too.
+    """
     for case in ("rank", "launcher"):
         folder = tmp_path / case
         folder.mkdir()
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, SCRIPT]
         process, workers = (
-            spawn([*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")], folder / "out"),
+            spawn(
+                [*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")],
+                folder / "out",
+            ),
             [],
         )
         try:
@@ -123,10 +148,13 @@ def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
         finally:
             end_group(process)
             kill(workers)
-        said = re.findall(r"SIGTERM at step (\d+): a checkpoint is saved", (folder / "out").read_text())
+        said = re.findall(
+            r"SIGTERM at step (\d+): a checkpoint is saved", (folder / "out").read_text()
+        )
         assert len(said) == 1, (folder / "out").read_text()[-3000:]
         assert folders.flaw(folder / "run" / f"checkpoint-{said[0]}") is None
-        assert sorted(p.name for p in (folder / "run" / f"checkpoint-{said[0]}").glob("rng_state*")) == [
+        assert sorted(p.name
+                      for p in (folder / "run" / f"checkpoint-{said[0]}").glob("rng_state*")) == [
             "rng_state_0.pth", "rng_state_1.pth",
         ]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Folders from somebody else: nothing in them runs, nothing leads out of them, and what lies beside stays as it was."""
+"""Folders from somebody else: nothing in them runs, nothing leads out of them, and what lies beside
+stays as it was.
+"""
 
 import importlib.util
 import json
@@ -40,17 +42,27 @@ def zero_checkpoint(folder: Path, extra=None) -> Path:
     (folder / "latest").write_text("global_step1")
     shapes = [{"w": torch.Size([4])}]
     torch.save(
-        {"module": {"w": torch.zeros(4)}, "buffer_names": [], "param_shapes": shapes, "shared_params": {},
-         "ds_version": "0.19.8", "frozen_param_shapes": None, "frozen_param_fragments": None, "extra": extra},
+        {"module": {"w": torch.zeros(4)}, "buffer_names": [], "param_shapes": shapes,
+         "shared_params": {},
+         "ds_version": "0.19.8", "frozen_param_shapes": None, "frozen_param_fragments": None,
+         "extra": extra},
         tag / "mp_rank_00_model_states.pt",
     )  # fmt: skip
-    state = {"zero_stage": 2, "partition_count": 1, "single_partition_of_fp32_groups": [torch.arange(4.0)]}
+    state = {
+        "zero_stage": 2,
+        "partition_count": 1,
+        "single_partition_of_fp32_groups": [torch.arange(4.0)],
+    }
     torch.save({"optimizer_state_dict": state}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return folder
 
 
 def fsdp_checkpoint(folder: Path) -> Path:
-    dcp.save({"model": {"w": torch.arange(4.0)}}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    dcp.save(
+        {"model": {"w": torch.arange(4.0)}},
+        checkpoint_id=str(folder / "pytorch_model_fsdp_0"),
+        no_dist=True,
+    )
     return folder
 
 
@@ -62,7 +74,9 @@ def test_a_checkpoint_of_tensors_is_read(tmp_path):
         (beside / "mine").touch()
         made = consolidate.consolidate(str(make(tmp_path / name)), str(tmp_path / f"{name}-out"))
         assert torch.equal(load_file(made)["w"], torch.arange(4.0))
-        assert [p.name for p in beside.iterdir()] == ["mine"], "a .part that is not ours was touched"
+        assert [p.name for p in beside.iterdir()] == ["mine"], (
+            "a .part that is not ours was touched"
+        )
         assert not list(tmp_path.glob(".*")), "something of ours is left"
 
 
@@ -77,7 +91,10 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     for folder in (zero, fsdp):
         assert consolidate.main([str(folder), str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("hfpatch: the checkpoint holds more than tensors") and "--allow_pickle" in said
+        assert (
+            said.startswith("hfpatch: the checkpoint holds more than tensors")
+            and "--allow_pickle" in said
+        )
         assert not ran.exists() and not (tmp_path / "out").exists()
     # The flag is what the sentence says it is.
     assert consolidate.main([str(zero), str(tmp_path / "out"), "--allow_pickle"]) == 0
@@ -102,5 +119,7 @@ def test_names_that_lead_out_of_the_folder(tmp_path, capsys):
     export_gguf = script("export_gguf")
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="names '../secret.safetensors', which leads out of its folder"):
+    with pytest.raises(
+        ValueError, match="names '../secret.safetensors', which leads out of its folder"
+    ):
         export_gguf._tensor_files(tmp_path)

@@ -10,7 +10,10 @@ import hfpatch
 from tests.checkpoint.deep import pair, tokens
 
 BUDGET = 4096 * 2.0**-52
-WAYS = [hfpatch.Checkpointing(offload="host", tile=14), hfpatch.Checkpointing(offload="host", tile=4096, every=2)]
+WAYS = [
+    hfpatch.Checkpointing(offload="host", tile=14),
+    hfpatch.Checkpointing(offload="host", tile=4096, every=2),
+]
 STREAMED = hfpatch.Checkpointing(offload="host", tile=14, frozen_weights="host")
 
 
@@ -25,13 +28,15 @@ def test_functional_call_left_before_backward(settings, frozen):
         m.requires_grad_(not frozen)
         generator = torch.Generator().manual_seed(7)
         weights = {
-            n: (p.detach() * (1 + 0.2 * torch.rand(p.shape, generator=generator, dtype=p.dtype))).requires_grad_(
-                not frozen or "norm" in n
-            )
+            n: (
+                p.detach() * (1 + 0.2 * torch.rand(p.shape, generator=generator, dtype=p.dtype))
+            ).requires_grad_(not frozen or "norm" in n)
             for n, p in m.named_parameters()
         }
         if m is stock:
-            out = functional_call(m, weights, (), {"input_ids": ids, "use_cache": False}).logits[:, :-1]
+            out = functional_call(m, weights, (), {"input_ids": ids, "use_cache": False}).logits[
+                :, :-1
+            ]
             loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
         else:
             loss = functional_call(m, weights, (), {"input_ids": ids, "labels": ids}).loss
@@ -57,14 +62,18 @@ def test_weights_written_to_before_backward_are_noticed(settings, trained):
 
 @pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
 def test_weights_replaced_before_backward_are_noticed(settings):
-    """`.data = other` (averaged weights put in for a moment) changes no version; autograd itself keeps the old ones."""
+    """`.data = other` (averaged weights put in for a moment) changes no version; autograd itself
+    keeps the old ones.
+    """
     _, model = pair()
     hfpatch.apply(model, checkpointing=settings)
     ids = tokens()
     loss = model(ids, labels=ids).loss
     weights = torch.nn.utils.parameters_to_vector(model.parameters())
     torch.nn.utils.vector_to_parameters(2 * weights, model.parameters())
-    with pytest.raises(RuntimeError, match="was given other values by its .data before its backward"):
+    with pytest.raises(
+        RuntimeError, match="was given other values by its .data before its backward"
+    ):
         loss.backward()
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     model.zero_grad()
@@ -81,7 +90,9 @@ class Casting(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("settings", [None, *WAYS, STREAMED], ids=["whole", "tiles", "every 2", "streamed"])
+@pytest.mark.parametrize(
+    "settings", [None, *WAYS, STREAMED], ids=["whole", "tiles", "every 2", "streamed"]
+)
 def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings, trained):
     stock, model = pair()
     for m in (stock, model):
@@ -126,13 +137,19 @@ def halved(tensor):
 
 
 EDITS = {
-    # what is done to layer 1 (a gained one, frozen) between forward and backward -> what is said, None where gradients are as ever
-    "frozen .data": (lambda m, layer: halved(layer.mlp.mlp.up_proj.weight), "Linear.weight was given other values"),
-    "frozen norm's .data": (lambda m, layer: halved(layer.input_layernorm.weight), "LlamaRMSNorm.weight was given other"),
-    "buffer's .data": (lambda m, layer: halved(layer.mlp.gain), "Gained.gain was given other values"),
-    "buffer in place": (lambda m, layer: layer.mlp.gain.mul_(2), "Gained.gain was modified in place"),
+    # what is done to layer 1 (a gained one, frozen) between forward and backward -> what is said,
+    # None where gradients are as ever
+    "frozen .data": (lambda m, layer: halved(layer.mlp.mlp.up_proj.weight),
+                     "Linear.weight was given other values"),
+    "frozen norm's .data": (lambda m, layer: halved(layer.input_layernorm.weight),
+                            "LlamaRMSNorm.weight was given other"),
+    "buffer's .data": (lambda m, layer: halved(layer.mlp.gain),
+                       "Gained.gain was given other values"),
+    "buffer in place": (lambda m, layer: layer.mlp.gain.mul_(2),
+                        "Gained.gain was modified in place"),
     "another buffer": (lambda m, layer: setattr(layer.mlp, "gain", layer.mlp.gain * 2), None),
-    "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()), "a LlamaDecoderLayer has others"),
+    "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()),
+                       "a LlamaDecoderLayer has others"),
     "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
     "eval": (lambda m, layer: m.eval(), None),
     "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
@@ -143,7 +160,9 @@ EDITS = {
 @pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_a_layer_is_between_forward_and_backward(edit, whole):
-    """It runs again as it was, or says that it cannot; a frozen layer below trained ones is run again too."""
+    """It runs again as it was, or says that it cannot; a frozen layer below trained ones is run
+    again too.
+    """
     change, said = EDITS[edit]
     _, model = pair()
     for layer in model.model.layers:
@@ -177,7 +196,8 @@ def _doubled(module):
 
 # what is put around a module, or all -> what takes it away again
 AROUND = {
-    "forward hook": lambda m: m.register_forward_hook(lambda _, given, known, out: 2 * out, with_kwargs=True).remove,
+    "forward hook": lambda m: m.register_forward_hook(lambda _, given, known, out: 2 * out,
+                                                      with_kwargs=True).remove,
     "pre-hook": lambda m: m.register_forward_pre_hook(lambda _, given: (2 * given[0],)).remove,
     "backward hook": lambda m: m.register_full_backward_hook(lambda _, dx, dy: (2 * dx[0],)).remove,
     "hook on all": lambda m: register_module_forward_hook(
@@ -203,7 +223,8 @@ def test_hooks_and_forwards_that_come_or_go_before_the_backward(kind, settings, 
         take_away = AROUND[kind](module)
     try:
         with pytest.raises(
-            RuntimeError, match="hfpatch: expected the hooks and forwards that forward used.*after backward"
+            RuntimeError,
+            match="hfpatch: expected the hooks and forwards that forward used.*after backward",
         ):
             loss.backward()
     finally:
@@ -215,12 +236,16 @@ def test_hooks_and_forwards_that_come_or_go_before_the_backward(kind, settings, 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole"])
 def test_adapters_that_are_on_again_at_the_backward(whole):
-    """`with model.disable_adapter():` around a forward alone; and what is merged into a weight is noticed."""
+    """`with model.disable_adapter():` around a forward alone; and what is merged into a weight is
+    noticed.
+    """
     from peft import LoraConfig, get_peft_model
 
     stock, model = pair()
     hfpatch.apply(model, checkpointing=WAYS[0])
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
     if whole:
         for layer in model.model.layers:
             layer.self_attn.register_forward_hook(lambda *_: None)
@@ -236,7 +261,8 @@ def test_adapters_that_are_on_again_at_the_backward(whole):
     loss = model(ids, labels=ids).loss
     adapted.merge_adapter()
     with pytest.raises(
-        RuntimeError, match="a weight of a LlamaDecoderLayer was merged with an adapter before its backward"
+        RuntimeError,
+        match="a weight of a LlamaDecoderLayer was merged with an adapter before its backward",
     ):
         loss.backward()
 
@@ -248,7 +274,10 @@ def test_a_mask_that_is_written_to_before_backward_is_noticed():
     ids, mask = tokens(), torch.ones(37, 37, dtype=torch.bool).tril()[None, None]
     loss = model(ids, labels=ids, attention_mask=mask).loss
     mask.fill_(True)
-    with pytest.raises(RuntimeError, match="the mask of a LlamaDecoderLayer was modified in place before its backward"):
+    with pytest.raises(
+        RuntimeError,
+        match="the mask of a LlamaDecoderLayer was modified in place before its backward",
+    ):
         loss.backward()
 
 
@@ -268,9 +297,23 @@ def test_an_optimizer_step_between_backwards_of_one_forward_is_noticed():
 
 def fallbacks(model):
     """Each way to whole layers."""
-    yield "dropout", lambda m: [setattr(layer.self_attn, "attention_dropout", 1e-9) for layer in m.model.layers], {}
-    yield "hooks", lambda m: [layer.self_attn.register_forward_hook(lambda *a: None) for layer in m.model.layers], {}
-    yield "4D mask", lambda m: None, {"attention_mask": torch.ones(37, 37, dtype=torch.bool).tril()[None, None]}
+    yield (
+        "dropout",
+        lambda m: [setattr(layer.self_attn, "attention_dropout", 1e-9) for layer in m.model.layers],
+        {},
+    )
+    yield (
+        "hooks",
+        lambda m: [
+            layer.self_attn.register_forward_hook(lambda *a: None) for layer in m.model.layers
+        ],
+        {},
+    )
+    yield (
+        "4D mask",
+        lambda m: None,
+        {"attention_mask": torch.ones(37, 37, dtype=torch.bool).tril()[None, None]},
+    )
 
 
 @pytest.mark.parametrize("index", range(3), ids=["dropout", "hooks", "4D mask"])
@@ -295,7 +338,8 @@ def test_segments_on_another_family():
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+            hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64
         )
     )  # fmt: skip
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=2))

@@ -1,4 +1,6 @@
-"""Two ranks under ZeRO-3 save a checkpoint in its staging folder, each its part; it is whole when it has its name."""
+"""Two ranks under ZeRO-3 save a checkpoint in its staging folder, each its part; it is whole when
+it has its name.
+"""
 
 import json
 import os
@@ -22,20 +24,32 @@ def free_port() -> int:
 
 
 def launch(folder: Path, *flags) -> tuple[int, str]:
-    """(exit code, output) of a run of two processes; one that stands still is killed with all of its group."""
-    config = {"zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False, "train_micro_batch_size_per_gpu": "auto",
+    """(exit code, output) of a run of two processes; one that stands still is killed with all of
+    its group.
+    """
+    config = {"zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False,
+              "train_micro_batch_size_per_gpu": "auto",
               "gradient_accumulation_steps": "auto"}  # fmt: skip
     (folder / "zero3.json").write_text(json.dumps(config))
     (folder / "text.txt").write_text(
         "\n".join(f"line {n} of a text that is long enough to be packed" for n in range(300))
     )
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE.parent.parent)}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
-               "--use_deepspeed", "--deepspeed_config_file", folder / "zero3.json", "--mixed_precision", "no",
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(HERE.parent.parent),
+    }
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
+               "--num_machines", "1",
+               "--use_deepspeed", "--deepspeed_config_file", folder / "zero3.json",
+               "--mixed_precision", "no",
                "--dynamo_backend", "no",
-               "--main_process_port", free_port(), "--zero3_init_flag", "false", HERE / "zero3_train.py", "--model", "llama-tiny",
-               "--train_tokenizer", "300", "--data", folder / "text.txt", "--seq-len", "64", "--output_dir", folder / "run",
-               "--use_cpu", "--save_steps", "1", "--save_total_limit", "2", "--report_to", "none", "--disable_tqdm", "True",
+               "--main_process_port", free_port(), "--zero3_init_flag", "false",
+               HERE / "zero3_train.py", "--model", "llama-tiny",
+               "--train_tokenizer", "300", "--data", folder / "text.txt", "--seq-len", "64",
+               "--output_dir", folder / "run",
+               "--use_cpu", "--save_steps", "1", "--save_total_limit", "2", "--report_to", "none",
+               "--disable_tqdm", "True",
                *flags]  # fmt: skip
     process = subprocess.Popen(
         [str(c) for c in command],
@@ -61,13 +75,22 @@ def test_both_ranks_parts_are_in_a_whole_checkpoint_and_training_goes_on_from_it
     assert [p.name for p in saved] == ["checkpoint-3", "checkpoint-2"]
     assert all(folders.flaw(p) is None for p in saved)
     parts = {p.name for p in saved[0].rglob("*optim_states.pt")}
-    assert {name.split("_mp_rank")[0].removeprefix("bf16_") for name in parts} == {"zero_pp_rank_0", "zero_pp_rank_1"}
+    assert {name.split("_mp_rank")[0].removeprefix("bf16_") for name in parts} == {
+        "zero_pp_rank_0",
+        "zero_pp_rank_1",
+    }
     assert not (tmp_path / "run" / folders.SAVING).exists()
-    (saved[0] / sorted(p.relative_to(saved[0]) for p in saved[0].rglob("*optim_states.pt"))[1]).unlink()
+    (
+        saved[0] / sorted(p.relative_to(saved[0]) for p in saved[0].rglob("*optim_states.pt"))[1]
+    ).unlink()
     code, out = launch(tmp_path, "--max_steps", "4", "--resume_from_checkpoint", "True")
     assert code == 0 and "checkpoint-2" in out, out[-3000:]
-    assert [p.name for p in folders.checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-3"]
+    assert [p.name for p in folders.checkpoints(tmp_path / "run")] == [
+        "checkpoint-4",
+        "checkpoint-3",
+    ]
     states = [
-        json.loads((p / folders.STATE_FILE).read_text())["global_step"] for p in folders.checkpoints(tmp_path / "run")
+        json.loads((p / folders.STATE_FILE).read_text())["global_step"]
+        for p in folders.checkpoints(tmp_path / "run")
     ]
     assert states == [4, 3]

@@ -1,4 +1,6 @@
-"""`hfpatch train` for two gloo processes under ZeRO-3, without the extension that DeepSpeed would build on a CPU."""
+"""`hfpatch train` for two gloo processes under ZeRO-3, without the extension that DeepSpeed would
+build on a CPU.
+"""
 
 import sys
 

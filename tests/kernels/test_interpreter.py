@@ -1,4 +1,6 @@
-"""Where kernels run without a GPU: in a process where Triton interprets, and there in place of the plain version."""
+"""Where kernels run without a GPU: in a process where Triton interprets, and there in place of the
+plain version.
+"""
 
 import os
 import subprocess
@@ -19,13 +21,16 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRET, reason="this is the process in which everything is interpreted")
 def test_a_part_of_the_ops_tests_pass_in_the_interpreter():
-    # scripts/test.sh runs all of them so; this part is for whoever runs pytest alone. Triton reads the variable when a
-    # kernel is defined, so a process in which kernels are compiled cannot change over.
+    # scripts/test.sh runs all of them so; this part is for whoever runs pytest alone. Triton reads
+    # the variable when a kernel is defined, so a process in which kernels are compiled cannot
+    # change over.
     chosen = "(test_values_and_gradients and (shape1 or shape2)) or test_layouts"
     files = [f"tests/ops/test_{op}.py" for op in ("rms_norm", "rope", "swiglu")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -33,7 +38,9 @@ def kernels_started(monkeypatch, module, function):
     """The names of the kernels of hfpatch.kernels.<module> that function() starts."""
     file, started = pytest.importorskip(f"hfpatch.kernels.{module}"), []
     launch = file.launch
-    monkeypatch.setattr(file, "launch", lambda k, *a, **kw: (started.append(k.fn.__name__), launch(k, *a, **kw)))
+    monkeypatch.setattr(
+        file, "launch", lambda k, *a, **kw: (started.append(k.fn.__name__), launch(k, *a, **kw))
+    )
     function()
     return started
 
@@ -41,7 +48,10 @@ def kernels_started(monkeypatch, module, function):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_which_version_runs(monkeypatch, dtype):
     kernels = (INTERPRET or DEVICE == "cuda") and dtype != torch.float64
-    x, w = torch.randn(3, 64, dtype=dtype, device=DEVICE).requires_grad_(), torch.randn(64, dtype=dtype, device=DEVICE)
+    x, w = (
+        torch.randn(3, 64, dtype=dtype, device=DEVICE).requires_grad_(),
+        torch.randn(64, dtype=dtype, device=DEVICE),
+    )
     heads, angles = (
         torch.randn(1, 2, 3, 64, dtype=dtype, device=DEVICE),
         torch.randn(1, 3, 64, dtype=dtype, device=DEVICE),
@@ -80,5 +90,7 @@ q, k = ops.rope(torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.ones(1, 
 assert not HAS_TRITON and x.grad.isfinite().all() and not any(m.startswith("hfpatch.kernels.") for m in sys.modules)
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

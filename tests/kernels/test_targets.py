@@ -1,4 +1,6 @@
-"""Every kernel compiles for every target without a GPU, spills nothing, and is as profiles/kernels says."""
+"""Every kernel compiles for every target without a GPU, spills nothing, and is as profiles/kernels
+says.
+"""
 
 import csv
 import os
@@ -18,7 +20,9 @@ def compiled(out: Path, *options: str) -> dict[tuple, dict]:
     # Another process, which has no TRITON_INTERPRET and whose compiler warnings are its own.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "hfpatch.kernels.targets", "--out", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return rows(out)
 
@@ -45,18 +49,30 @@ def compare(new: dict, *, whole: bool) -> None:
     missing = (new.keys() ^ recorded.keys()) if whole else (new.keys() - recorded.keys())
     assert not missing, f"run `python -m hfpatch.kernels.targets`; rows differ: {sorted(missing)}"
     # Another compiler may give other figures; under the recorded one they are the table's.
-    changed = [key for key in new if new[key]["triton"] == recorded[key]["triton"] and new[key] != recorded[key]]
-    assert not changed, f"run `python -m hfpatch.kernels.targets` and look at the difference: {changed}"
+    changed = [
+        key
+        for key in new
+        if new[key]["triton"] == recorded[key]["triton"] and new[key] != recorded[key]
+    ]
+    assert not changed, (
+        f"run `python -m hfpatch.kernels.targets` and look at the difference: {changed}"
+    )
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part"
+)
 def test_llama_8b_rows_for_hopper(tmp_path):
     compare(compiled(tmp_path / "table.csv", "--short", "--target", "sm_90"), whole=False)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="compiling is the plain run's part"
+)
 def test_the_backward_of_swiglu_loads_all_before_it_stores():
-    """A load after a store waits for the arithmetic between them: the compiler may not move it up."""
+    """A load after a store waits for the arithmetic between them: the compiler may not move it
+    up.
+    """
     from hfpatch.kernels import targets
 
     row = next(r for r in targets._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16")
@@ -73,17 +89,29 @@ def test_every_row_for_every_target(tmp_path):
 
 def test_the_table_is_clean_and_covers_every_kernel():
     recorded = rows(TABLE)
-    assert {key[-1] for key in recorded} == {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"}
+    assert {key[-1] for key in recorded} == {
+        "sm_80",
+        "sm_89",
+        "sm_90",
+        "sm_100",
+        "sm_120",
+        "gfx942",
+    }
     assert all(line["stack"] == "0" for line in recorded.values())
     assert all(int(line["shared"]) <= shared_limit(key[-1]) for key, line in recorded.items())
-    assert all(int(line["num_warps"]) <= (16 if key[-1] == "gfx942" else 32) for key, line in recorded.items())
+    assert all(
+        int(line["num_warps"]) <= (16 if key[-1] == "gfx942" else 32)
+        for key, line in recorded.items()
+    )
     defined = set()
     for file in (ROOT / "hfpatch" / "kernels").glob("*.py"):
         lines = file.read_text().splitlines()
         defined |= {
             line.split("(")[0].removeprefix("def ")
             for before, line in zip(lines, lines[1:])
-            if before.startswith("@triton.jit") and line.startswith("def ") and not line.startswith("def _")
+            if before.startswith("@triton.jit")
+            and line.startswith("def ")
+            and not line.startswith("def _")
         }
     assert defined == {key[0] for key in recorded}
 
@@ -94,5 +122,8 @@ def test_the_readme_says_what_the_table_does():
     registers = {key[-1]: line["registers"] for key, line in lines if key[:-1] == loss}
     (now,) = [line for line in text.splitlines() if line.startswith("| now: ")]
     assert now.endswith("| {sm_80} / {sm_90} / {sm_100} |".format(**registers))
-    most = [max(int(line["shared"]) for key, line in lines if (key[-1] == "gfx942") is amd) for amd in (False, True)]
+    most = [
+        max(int(line["shared"]) for key, line in lines if (key[-1] == "gfx942") is amd)
+        for amd in (False, True)
+    ]
     assert "the most shared memory is {:,} bytes ({:,} on gfx942)".format(*most) in text

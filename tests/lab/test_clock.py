@@ -1,4 +1,6 @@
-"""The clock: copies that hide, copies that do not once the overlap is broken on purpose, and what it writes."""
+"""The clock: copies that hide, copies that do not once the overlap is broken on purpose, and what
+it writes.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,8 @@ from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.clocked import clock
 from hfpatch.store.transfers import Transfers
 
-# A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it hides nothing.
+# A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
+# hides nothing.
 CONFIG = preset_config("llama-3.1-8b") | {"num_hidden_layers": 4, "vocab_size": 1000}
 TOKENS = 8192
 WAYS = {
@@ -38,14 +41,18 @@ def model():
 
 
 def step(policy: Policy, share: float = 0.7):
-    """One clocked step on an H100 whose link takes `share` of a layer's forward for what that layer saves."""
+    """One clocked step on an H100 whose link takes `share` of a layer's forward for what that layer
+    saves.
+    """
     gpu, shape = GPUS["h100"], ModelShape.from_config(CONFIG)
     flops = step_flops(shape, policy, batch=1, tokens=TOKENS)
     forward = (flops.model - flops.model_attention) / 3 / gpu.matmul_flops
     forward = (forward + flops.model_attention / 3 / gpu.attention_forward) / shape.num_layers
     tiled = shape.num_layers - policy.plain
     saved = step_memory(shape, policy, batch=1, tokens=TOKENS).host / tiled
-    gpu = dataclasses.replace(gpu, measured=True, peak_flops=gpu.matmul_flops, link=saved / (share * forward))
+    gpu = dataclasses.replace(
+        gpu, measured=True, peak_flops=gpu.matmul_flops, link=saved / (share * forward)
+    )
     with mock.patch.object(lab, "LAUNCH_SECONDS", 0.0):
         return lab.clocked(model(), gpu, policy, batch=1, seq_len=TOKENS)
 
@@ -60,7 +67,9 @@ def exposed(timeline, turn: str) -> float:
 
 @pytest.mark.parametrize("way", ["one tile", "tiles"])
 def test_copies_hide(way):
-    """The last layer's have no layer beside them: what it saves last, and its first tile's way back."""
+    """The last layer's have no layer beside them: what it saves last, and its first tile's way
+    back.
+    """
     found = whole(WAYS[way])
     for (turn, layer), seconds in found.exposed("turn", "layer").items():
         assert layer == "layer 3" or seconds < 0.005 * found.seconds[turn], (turn, layer, seconds)
@@ -78,7 +87,9 @@ def test_a_plain_layer_hides_the_first_tiles_of_the_one_before():
 @pytest.mark.parametrize("way", ["one tile", "tiles"])
 def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
     settle, unbroken = Transfers.settle, exposed(whole(WAYS[way]), "forward")
-    with mock.patch.object(Transfers, "settle", lambda self, under_way=0, room=0: settle(self, under_way)):
+    with mock.patch.object(
+        Transfers, "settle", lambda self, under_way=0, room=0: settle(self, under_way)
+    ):
         assert exposed(step(WAYS[way]), "forward") > 2 * unbroken + 0.03
 
 
@@ -103,7 +114,9 @@ def test_without_copies_the_clock_is_the_closed_form():
     shape, sizes = ModelShape.from_config(CONFIG), {"batch": 1, "tokens": TOKENS}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
     planned, _ = step_time(GPUS["h100"], *taken, policy, shape, Resident(), **sizes)
-    computing = planned.matmul + planned.attention + planned.tails + planned.elementwise + planned.loss
+    computing = (
+        planned.matmul + planned.attention + planned.tails + planned.elementwise + planned.loss
+    )
     assert found.seconds["step"] == pytest.approx(computing, rel=0.03)
     assert not any(s.end - s.start > 1e-4 for s in found.waits)
 
@@ -117,16 +130,22 @@ def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):
     for row in rows.values():  # one stream, one thing at a time
         assert all(a.end <= b.start + 1e-9 for a, b in zip(row, row[1:]))
     names = {s.name for s in rows[lab.COMPUTE]}
-    assert {f"layer 2 {phase}" for phase in ("before attention", "attention", "after attention")} <= names
+    assert {
+        f"layer 2 {phase}" for phase in ("before attention", "attention", "after attention")
+    } <= names
     assert found.seconds["step"] == pytest.approx(max(s.end for s in rows[lab.COMPUTE]))
 
-    events = json.loads(write_trace(found, tmp_path / "deep" / "trace.json").read_text())["traceEvents"]
+    events = json.loads(write_trace(found, tmp_path / "deep" / "trace.json").read_text())[
+        "traceEvents"
+    ]
     assert events == trace_events(found)
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads == {*rows, lab.WAITS}
     assert sum(e["ph"] == "X" for e in events) == len(found.slices) + len(found.waits)
     page = write_page(found, tmp_path / "page.html").read_text()
-    assert page.count("<rect") == len(found.slices) + len(found.waits) and "layer 2 attention" in page
+    assert (
+        page.count("<rect") == len(found.slices) + len(found.waits) and "layer 2 attention" in page
+    )
 
 
 def test_weights_that_an_engine_moves_are_refused():

@@ -31,9 +31,21 @@ def out(tmp_path_factory) -> Path:
 
 def test_the_page_names_every_op_and_every_way(out):
     text = (out / "prove.md").read_text()
-    for what in ("rms_norm", "rope", "swiglu", "linear_cross_entropy", "attention", "sinks", "model, host"):
+    for what in (
+        "rms_norm",
+        "rope",
+        "swiglu",
+        "linear_cross_entropy",
+        "attention",
+        "sinks",
+        "model, host",
+    ):
         assert what in text
-    assert "all is well" in text and "exposed copies" in text and "No figure here says how fast" in text
+    assert (
+        "all is well" in text
+        and "exposed copies" in text
+        and "No figure here says how fast" in text
+    )
     assert sorted(p.name for p in out.iterdir()) == ["prove.json", "prove.md"]
 
 
@@ -155,7 +167,10 @@ def test_every_card_has_a_step_that_fills_it(gib, tflops, preset, monkeypatch):
     memory = full_card.planned(run, full_card.Policy("host", tile=8192), gpu)
     assert memory["plan_s"] * full_card.STEPS * len(full_card.WAYS) < 240
     # Were nothing kept on the host, it would not fit: the step chooses, and fills what there is.
-    assert full_card.step_memory(run.shape, "off", batch=1, tokens=run.tokens).peak > gib * full_card.GiB
+    assert (
+        full_card.step_memory(run.shape, "off", batch=1, tokens=run.tokens).peak
+        > gib * full_card.GiB
+    )
     monkeypatch.setattr(full_card, "gpu_free", lambda: full_card.GiB // 8)
     assert full_card.largest(gpu, torch.bfloat16, 240) is None
 

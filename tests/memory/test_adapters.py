@@ -1,4 +1,6 @@
-"""LoRA and QLoRA as sizes: against PEFT's own adapters, and the closed form against a simulated step over quantised weights."""
+"""LoRA and QLoRA as sizes: against PEFT's own adapters, and the closed form against a simulated
+step over quantised weights.
+"""
 
 import copy
 import json
@@ -39,7 +41,10 @@ def test_adapters_are_those_of_peft(kind, base):
     made, shape = adapted(copy.deepcopy(model), adapters), replace(shape, adapters=adapters)
     trained = [p for p in made.parameters() if p.requires_grad]
     assert shape.trained_parameters == sum(p.numel() for p in trained)
-    stored = [*made.parameters(), *(b for n, b in made.named_buffers() if n.endswith(("scales", "nested")))]
+    stored = [
+        *made.parameters(),
+        *(b for n, b in made.named_buffers() if n.endswith(("scales", "nested"))),
+    ]
     held = sum(t.numel() * t.element_size() for t in stored)
     # A tiny layer has less than one nested scale for the 16,384 weights that it serves.
     linears = sum(len(layer_linears(shape, i)) for i in range(shape.num_layers))
@@ -67,15 +72,21 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     )
     shape = shape_of(config, adapters)
     found = simulate(prepare(build(config, adapters=adapters), "hfpatch"), 1, tokens, policy=policy)
-    planned, stays = step_memory(shape, policy, tokens=tokens, **sizes), resident("gpu8bit", shape, 1, policy)
+    planned, stays = (
+        step_memory(shape, policy, tokens=tokens, **sizes),
+        resident("gpu8bit", shape, 1, policy),
+    )
     assert stays.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
     assert planned.gradients == pytest.approx(shape.trained_parameters * (itemsize or 2))
     assert max(m.beyond for m in planned.moments) == pytest.approx(found.most_beyond_bytes, rel=rel)
     assert planned.host + stays.host == pytest.approx(found.host_peak_bytes, rel=0.01)
-    assert step_flops(shape, policy, tokens=tokens, **sizes).total == pytest.approx(found.flops["total"], rel=1e-3)
+    assert step_flops(shape, policy, tokens=tokens, **sizes).total == pytest.approx(
+        found.flops["total"], rel=1e-3
+    )
 
 
-# The forward's, the tiles', the attention's and one tile's moment are the highest here, in this order; by group the forward's.
+# The forward's, the tiles', the attention's and one tile's moment are the highest here, in this
+# order; by group the forward's.
 @pytest.mark.parametrize("base, tokens, policy", [
     ("8bit", 32768, Policy("host", tile=4096, stream_attention=True)),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
@@ -88,11 +99,17 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     ("4bit", 16384, Policy("gpu", every=2, frozen_weights="host")),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(base, tokens, policy):
-    compare(base, tokens, policy, "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b")
+    compare(
+        base,
+        tokens,
+        policy,
+        "llama-3.2-1b" if policy.tile == 4096 and policy.save_attention else "llama-3.1-8b",
+    )
 
 
 @pytest.mark.parametrize("preset, base, tokens, itemsize", [
-    ("llama-3.2-1b", "bf16", 16384, 4), ("llama-3.2-1b", "bf16", 4096, 4), ("bigcode/starcoder2-7b", "4bit", 16384, None),
+    ("llama-3.2-1b", "bf16", 16384, 4), ("llama-3.2-1b", "bf16", 4096, 4),
+    ("bigcode/starcoder2-7b", "4bit", 16384, None),
 ])  # fmt: skip
 def test_adapters_of_float32_and_mlps_without_a_gate(preset, base, tokens, itemsize):
     compare(base, tokens, Policy("host", tile=4096), preset, itemsize=itemsize)
@@ -112,19 +129,37 @@ def test_experts_are_adapted_by_name():
 @pytest.mark.parametrize("every", ["auto", 2, 4])
 def test_agrees_with_the_simulator_everywhere(base, tokens, card, every):
     settings = Checkpointing(every=every)
-    found = plan("llama-3.1-8b", seq_len=tokens, gpu=GPUS[card], checkpointing=settings, adapters=Adapters(16, base))
+    found = plan(
+        "llama-3.1-8b",
+        seq_len=tokens,
+        gpu=GPUS[card],
+        checkpointing=settings,
+        adapters=Adapters(16, base),
+    )
     compare(base, tokens, Policy(**found.policy))
 
 
 def test_the_command_takes_adapters(capsys):
     from hfpatch.cli.main import main
 
-    run = ["plan", "--model", "llama-3.1-8b", "--seq-len", "128k", "--gpu", "rtx4090", "--host-ram", "128GiB"]
+    run = [
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--seq-len",
+        "128k",
+        "--gpu",
+        "rtx4090",
+        "--host-ram",
+        "128GiB",
+    ]
     assert main(run) == 3  # all weights do not fit
     assert main([*run, "--lora-r", "16", "--base", "4bit", "--max-seq-len", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
     lengths = [(way["every"], way["seq_len"]) for way in found["longest"]]
-    assert [every for every, _ in lengths] == ["auto", 2, 4] and found["max_seq_len"] == lengths[0][1] > 131072
+    assert [every for every, _ in lengths] == ["auto", 2, 4] and found["max_seq_len"] == lengths[0][
+        1
+    ] > 131072
     assert all(way["host_peak_bytes"] <= 0.9 * (128 << 30) for way in found["longest"])
     assert main([*run, "--base", "4bit"]) == 2 and "--lora-r" in capsys.readouterr().err
     assert main([*run, "--lora-r", "8", "--lora-target", "q_proj,nonesuch"]) == 2
@@ -147,13 +182,17 @@ def test_a_patched_model_is_sized_by_what_it_trains():
         found = as_trained(shape, layer)
         assert found.trained_parameters == replace(shape, adapters=adapters).trained_parameters
         assert found.adapters.base == adapters.base
-        assert as_trained(shape, made).adapters == found.adapters, "the callback asks of the whole model"
+        assert as_trained(shape, made).adapters == found.adapters, (
+            "the callback asks of the whole model"
+        )
         torch.nn.Module.requires_grad_(layer.input_layernorm)  # a norm is trained as well
         assert as_trained(shape, layer) is shape
 
 
 def test_a_short_host_is_planned_with_fewer_inputs():
-    """Neither memory has room for every layer's input: auto is no worse than the interval set by hand."""
+    """Neither memory has room for every layer's input: auto is no worse than the interval set by
+    hand.
+    """
     run = {
         "seq_len": 8192,
         "gpu": "rtx4090",
@@ -181,17 +220,25 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     assert large.gpu_peak_bytes <= 23 << 30 and large.host_peak_bytes > 128 << 30
     pinned = large.host_peak_bytes - PROCESS_BYTES  # checkpoints and weights
     assert large.first_step["pinning"] == pytest.approx(pinned / PIN_BYTES_PER_SECOND)
-    # Hidden, each layer's 1.6 GiB behind its work on 131,072 tokens, but for what no layer stands behind.
+    # Hidden, each layer's 1.6 GiB behind its work on 131,072 tokens, but for what no layer stands
+    # behind.
     assert large.seconds["copy_wait"] < 1e-4 * large.step_seconds
     short = plan("llama-3.1-70b", **run | {"seq_len": 2048})
-    assert short.seconds["copy_wait"] > 0.3 * short.step_seconds and short.step_seconds > 2 * 128 / 32
+    assert (
+        short.seconds["copy_wait"] > 0.3 * short.step_seconds and short.step_seconds > 2 * 128 / 32
+    )
     # One that fits stays, and goes where it is asked to.
     small = plan("llama-3.1-8b", **run | {"seq_len": 8192})
     assert small.policy["frozen_weights"] == "gpu"
-    asked = plan("llama-3.1-8b", **run | {"seq_len": 8192, "checkpointing": Checkpointing(frozen_weights="host")})
+    asked = plan(
+        "llama-3.1-8b",
+        **run | {"seq_len": 8192, "checkpointing": Checkpointing(frozen_weights="host")},
+    )
     assert asked.gpu_bytes["parameters"] < 0.25 * small.gpu_bytes["parameters"]
     assert asked.host_peak_bytes > 16 << 30 and asked.link_bytes > 24 << 30
-    with pytest.raises(ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"
+    ):
         plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(frozen_weights="host"))
     # The session leaves them on GPUs that share rows.
     shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8}

@@ -45,7 +45,10 @@ def test_a_window_is_counted_pair_by_pair():
 def test_windows_leave_attention_to_the_layers_that_see_all():
     gemma = shape_of("google/gemma-3-12b")
     whole = step_flops(
-        shape_of("google/gemma-3-12b", layer_types=["full_attention"] * 48), "off", batch=1, tokens=131072
+        shape_of("google/gemma-3-12b", layer_types=["full_attention"] * 48),
+        "off",
+        batch=1,
+        tokens=131072,
     )
     windowed = step_flops(gemma, "off", batch=1, tokens=131072)
     assert sum(w == 0 for w in gemma.windows) == 8
@@ -55,14 +58,18 @@ def test_windows_leave_attention_to_the_layers_that_see_all():
 
 
 def test_attention_again_costs_what_those_layers_see():
-    """Of Gemma 3's layers each sixth sees all tokens, the last one too; so do the waits of its launches."""
+    """Of Gemma 3's layers each sixth sees all tokens, the last one too; so do the waits of its
+    launches.
+    """
     gemma, sizes = shape_of("google/gemma-3-12b"), {"batch": 1, "tokens": 131072}
     once = step_flops(gemma, Policy(), **sizes).attention_forward
     of_all = sum(attended(131072, w) for w in gemma.windows)
     for policy, layers in ((Policy(again=2), (46, 47)), (Policy(plain=1, again=3), (44, 45, 46)),
                            (Policy(plain=1, save_attention=False), range(47))):  # fmt: skip
         more = step_flops(gemma, policy, **sizes).attention_forward / once - 1
-        assert more == pytest.approx(sum(attended(131072, gemma.window(i)) for i in layers) / of_all)
+        assert more == pytest.approx(
+            sum(attended(131072, gemma.window(i)) for i in layers) / of_all
+        )
     saved = [tails(GPUS["a100-80gb"], gemma, Policy(plain=n), **sizes) for n in (0, 1, 2)]
     assert (saved[0] - saved[1]) / (saved[1] - saved[2]) == pytest.approx(131072 / 1024)
 
@@ -80,9 +87,11 @@ def products(config) -> dict:
     return {"q": q, "k": kv, "v": kv, "o": q, "gate": D * F, "up": D * F, "down": D * F}
 
 
-# Which products of a layer nobody reads when it runs again: after attention, and before it once q, k and v are there.
+# Which products of a layer nobody reads when it runs again: after attention, and before it once q,
+#     k and v are there.
 @pytest.mark.parametrize("model, after, before", [
-    ("llama-3.1-8b", "down", "q k v"), ("Qwen/Qwen3-8B", "down", "v"), ("google/gemma-3-12b", "", "v"),
+    ("llama-3.1-8b", "down", "q k v"), ("Qwen/Qwen3-8B", "down", "v"),
+    ("google/gemma-3-12b", "", "v"),
     ("google/gemma-2-9b", "", "q k v"), ("CohereLabs/c4ai-command-r-v01", "down o", "q k v"),
     ("allenai/OLMo-2-1124-7B", "", "v"), ("microsoft/phi-4", "down", "q k v"),
 ])  # fmt: skip
@@ -94,7 +103,9 @@ def test_what_runs_again(model, after, before):
     least = step_flops(shape, "off", **sizes).matmul
 
     def again(tile):
-        return (step_flops(shape, Policy(tile=tile), **sizes).matmul - least) / (2 * 16384 * shape.num_layers)
+        return (step_flops(shape, Policy(tile=tile), **sizes).matmul - least) / (
+            2 * 16384 * shape.num_layers
+        )
 
     count = lambda names: sum(weights[n] for n in names.split())  # noqa: E731
     left = count(runs["one"]) - count(after), count(runs["several"]) - count(after) - count(before)
@@ -106,17 +117,25 @@ def test_llama_8b_runs_a_quarter_again():
     shape = shape_of("llama-3.1-8b")
     for tokens in (8192, 131072):
         sizes = {"batch": 1, "tokens": tokens}
-        assert step_flops(shape, Policy(), **sizes).matmul / step_flops(shape, "off", **sizes).matmul < 1.23
+        assert (
+            step_flops(shape, Policy(), **sizes).matmul / step_flops(shape, "off", **sizes).matmul
+            < 1.23
+        )
 
 
 # Whatever is kept, nothing is counted as less than the mathematics; all kept, nothing runs again.
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "Qwen/Qwen3-8B", "CohereLabs/c4ai-command-r-v01"])
+@pytest.mark.parametrize(
+    "model", ["llama-3.1-8b", "Qwen/Qwen3-8B", "CohereLabs/c4ai-command-r-v01"]
+)
 @pytest.mark.parametrize("tile", [1024, 8192])
 def test_what_is_kept_is_not_run_again(model, tile):
     shape = shape_of(model)
     sizes = {"batch": 1, "tokens": 8192}
     least = step_flops(shape, "off", **sizes)
-    one = [step_flops(shape, Policy(tile=tile, keep=(name,)), **sizes).matmul for name in shape.keepable]
+    one = [
+        step_flops(shape, Policy(tile=tile, keep=(name,)), **sizes).matmul
+        for name in shape.keepable
+    ]
     nothing = step_flops(shape, Policy(tile=tile), **sizes).matmul
     every = step_flops(shape, Policy(tile=tile, keep=shape.keepable), **sizes).matmul
     assert all(least.matmul <= every < n < nothing for n in one)
@@ -124,9 +143,12 @@ def test_what_is_kept_is_not_run_again(model, tile):
     assert step_flops(shape, Policy(tile=tile, plain=shape.num_layers), **sizes) == least
 
 
-# bf16 parameters and gradients resident in 79 GiB, no optimizer; tests/memory/test_formula.py holds the counts to what is run.
+# bf16 parameters and gradients resident in 79 GiB, no optimizer; tests/memory/test_formula.py holds
+# the counts to what is run.
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
-@pytest.mark.parametrize("tokens, goal", [(8192, 1.03), (16384, 1.15), (32768, 1.26), (131072, 1.27)])
+@pytest.mark.parametrize(
+    "tokens, goal", [(8192, 1.03), (16384, 1.15), (32768, 1.26), (131072, 1.27)]
+)
 def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
     shape = shape_of("llama-3.1-8b")
     sizes = {"batch": 1, "tokens": tokens}
@@ -140,13 +162,16 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
 
 
 def counted_traffic(policy, tokens: int) -> dict:
-    """Bytes that one layer of Llama moves beside matmuls and attention, by phase: two layers less one."""
+    """Bytes that one layer of Llama moves beside matmuls and attention, by phase: two layers less
+    one.
+    """
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     one, two = (
         simulate(
-            prepare(build(preset_config("llama-3.1-8b") | {"num_hidden_layers": n, "vocab_size": 512}), "hfpatch"),
+            prepare(build(preset_config("llama-3.1-8b") | {"num_hidden_layers": n,
+                                                           "vocab_size": 512}), "hfpatch"),
             1, tokens, policy=policy,
         ).ledger.traffic
         for n in (1, 2)
@@ -173,13 +198,18 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     ("a100-80gb", "llama-3.1-8b", 1, 131072, 187.0, 1.0, 1.3),
     # ALST (Arctic Long Sequence Training) on one H100 at 22% MFU, in FA2.
     ("fa2 on h100", "llama-3.1-8b", 1, 500_000, None, 0.85, 1.15),
-    # TRL over eight H100 that share the row, whose attention goes backward faster than the rate that is assumed.
+    # TRL over eight H100 that share the row, whose attention goes backward faster than the rate
+    # that is assumed.
     ("h100", "Qwen/Qwen3-8B", 8, 2**20, 380.0, 0.85, 1.15),
 ])  # fmt: skip
 def test_published_steps_stand_beside_the_step_model(gpu, model, ranks, tokens, seconds, low, high):
-    """All run attention's forward twice, with every layer's input on the host. What is planned is at most a third faster than what
-    was measured by others, and hardly slower where the attention kernel is theirs."""
-    row = GPUS.get(gpu) or replace(GPUS["h100"], attention_forward=335e12, attention_backward=0.75 * 335e12)
+    """All run attention's forward twice, with every layer's input on the host. What is planned is
+    at most a third faster than what was measured by others, and hardly slower where the attention
+    kernel is theirs.
+    """
+    row = GPUS.get(gpu) or replace(
+        GPUS["h100"], attention_forward=335e12, attention_backward=0.75 * 335e12
+    )
     shape, policy = replace(shape_of(model), ranks=ranks), Policy(save_attention=False)
     sizes = {"batch": 1, "tokens": tokens // ranks}
     memory, flops = step_memory(shape, policy, **sizes), step_flops(shape, policy, **sizes)
@@ -193,20 +223,31 @@ def test_the_hosts_seconds_are_those_that_were_timed():
     """The step model had what a tile took before blocks were written out, three times as much."""
     with open(Path(__file__).resolve().parents[2] / "profiles" / "host" / "results.csv") as file:
         rows = list(csv.DictReader(file))
-    timed = {(r["who"], int(r["tiles"])): (int(r["us_forward"]) + int(r["us_backward"])) * 1e-6 for r in rows}
+    timed = {
+        (r["who"], int(r["tiles"])): (int(r["us_forward"]) + int(r["us_backward"])) * 1e-6
+        for r in rows
+    }
     ours = [who for who, tiles in timed if tiles == 16][-1]
     for tiles in (1, 16):
         planned = HOST_SECONDS_PER_LAYER / tiles + HOST_SECONDS_PER_TILE
         assert planned == pytest.approx(timed[ours, tiles], rel=0.01)
-        forward = 1e-6 * next(int(r["us_forward"]) for r in rows if r["who"] == ours and r["tiles"] == "16")
+        forward = 1e-6 * next(
+            int(r["us_forward"]) for r in rows if r["who"] == ours and r["tiles"] == "16"
+        )
         assert pytest.approx(forward / timed[ours, 16], rel=0.01) == FORWARD_SHARE
     assert pytest.approx(timed["stock", 1], rel=0.01) == HOST_SECONDS_PLAIN
-    # Segments run forward once more: of a small model, which waits for the host, a step is longer for it.
+    # Segments run forward once more: of a small model, which waits for the host, a step is longer
+    #     for it.
     shape, sizes = shape_of("llama-tiny"), {"batch": 1, "tokens": 256}
     waits = [
-        step_time(GPUS["h100"], step_flops(shape, p, **sizes), step_memory(shape, p, **sizes), p, shape, **sizes)[
-            0
-        ].total
+        step_time(
+            GPUS["h100"],
+            step_flops(shape, p, **sizes),
+            step_memory(shape, p, **sizes),
+            p,
+            shape,
+            **sizes,
+        )[0].total
         for p in (Policy("gpu", save_attention=False), Policy("gpu", 2, False))
     ]
     assert waits[1] > 1.1 * waits[0]

@@ -19,7 +19,9 @@ from hfpatch.budget.policy import KEEPABLE, Policy, auto_tile, parse_checkpointi
 from hfpatch.budget.presets import PRESETS, preset_config
 
 EXPERTS = tiny.not_before_transformers(
-    (5, 10), "gathers experts' rows twice, weighs them in float32 or adds biases beside them: a tile of them keeps more"
+    (5, 10),
+    "gathers experts' rows twice, weighs them in float32 or adds biases beside them: a tile of "
+    "them keeps more",
 )
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 # What is kept beside: one by one where it matters, all together, behind plain layers.
@@ -40,7 +42,8 @@ SOME = (
 )
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (
-    Policy("host"), Policy("host", save_attention=False), Policy("gpu"), Policy("host", stream_attention=True),
+    Policy("host"), Policy("host", save_attention=False), Policy("gpu"),
+    Policy("host", stream_attention=True),
     Policy("host", every=2, save_attention=False), Policy("gpu", every=3, save_attention=False),
 )  # fmt: skip
 
@@ -58,15 +61,20 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     flops = step_flops(shape, policy, batch=batch, tokens=tokens)
     assert planned.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
     assert planned.peak == pytest.approx(found.peak_bytes, rel=0.03)
-    if not shape.tied:  # a tied weight's gradient, until it is whole, is the simulator's activation and our gradient
+    # a tied weight's gradient, until it is whole, is the simulator's activation and our gradient
+    if not shape.tied:
         # The peak may lie at either of two moments that are equal within the rounding of 512 bytes.
         near = [m.beyond for m in planned.moments if m.total >= 0.999 * planned.peak_moment.total]
-        assert any(b == pytest.approx(found.beyond_bytes, rel=0.03) for b in near), (near, found.beyond_bytes)
+        assert any(b == pytest.approx(found.beyond_bytes, rel=0.03) for b in near), (
+            near,
+            found.beyond_bytes,
+        )
     assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.03)
     assert flops.total == pytest.approx(found.flops["total"], rel=1e-3)
 
 
-# Short: each policy once, at a length of several tiles; one tile; a batch; layers that run whole; tied weights.
+# Short: each policy once, at a length of several tiles; one tile; a batch; layers that run whole;
+#     tied weights.
 @pytest.mark.parametrize("preset, tokens, batch, policy", [
     *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=auto_tile(32768))) for p in POLICIES),
     *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=4096)) for p in SOME),
@@ -76,13 +84,18 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     *(("llama-3.1-8b", 32768, 1, dataclasses.replace(p, tile=4096)) for p in KEEPS[2:5]),
     *(("llama-3.1-8b", 8192, 1, p) for p in KEEPS[1:3]), ("llama-3.1-8b", 8193, 1, KEEPS[0]),
     # Norms of q and k keep what they are given, in a plain layer and in one tile's graph.
-    ("Qwen/Qwen3-8B", 8192, 1, Policy("gpu", plain=2)), ("Qwen/Qwen3-8B", 16384, 1, Policy("host", tile=16384)),
-    ("google/gemma-3-12b", 8192, 1, Policy("gpu", plain=1, keep=("gate_up",))),  # windows in a layer that runs whole
+    ("Qwen/Qwen3-8B", 8192, 1, Policy("gpu", plain=2)), ("Qwen/Qwen3-8B", 16384, 1, Policy("host",
+                                                                                           tile=16384)),
+    # windows in a layer that runs whole
+    ("google/gemma-3-12b", 8192, 1, Policy("gpu", plain=1, keep=("gate_up",))),
     # The gradients of what experts were given.
     pytest.param("Qwen/Qwen3-30B-A3B", 32768, 1, Policy("gpu", plain=2, tile=32768), marks=EXPERTS),
-    # Latent attention in one tile and in plain layers; no gate; joined projections; norms in plain float32 operations.
-    ("deepseek-ai/DeepSeek-V3", 8192, 1, Policy("host", tile=8192)), ("deepseek-ai/DeepSeek-V3", 32768, 1, Policy("gpu", plain=2)),
-    ("bigcode/starcoder2-7b", 32768, 1, Policy("host", tile=32768)), ("microsoft/phi-4", 16384, 1, Policy("gpu", plain=2)),
+    # Latent attention in one tile and in plain layers; no gate; joined projections; norms in plain
+    # float32 operations.
+    ("deepseek-ai/DeepSeek-V3", 8192, 1, Policy("host", tile=8192)),
+    ("deepseek-ai/DeepSeek-V3", 32768, 1, Policy("gpu", plain=2)),
+    ("bigcode/starcoder2-7b", 32768, 1, Policy("host", tile=32768)),
+    ("microsoft/phi-4", 16384, 1, Policy("gpu", plain=2)),
     ("CohereLabs/c4ai-command-r-v01", 16384, 1, Policy("host", plain=1, tile=16384)),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(preset, tokens, batch, policy):
@@ -90,7 +103,9 @@ def test_agrees_with_the_simulator(preset, tokens, batch, policy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", ["llama-160m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"])
+@pytest.mark.parametrize(
+    "preset", ["llama-160m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"]
+)
 @pytest.mark.parametrize("tokens", [2048, 8192, 20000, 65536, 131072])
 @pytest.mark.parametrize("policy", [*POLICIES, *KEEPS, *WHOLE])
 def test_agrees_with_the_simulator_everywhere(preset, tokens, policy):
@@ -99,19 +114,24 @@ def test_agrees_with_the_simulator_everywhere(preset, tokens, policy):
     compare(preset, tokens, 1, policy)
 
 
-# Layers that hold one of each kind: Gemma 3 has a period of six, the others repeat after two. (preset, layers)
+# Layers that hold one of each kind: Gemma 3 has a period of six, the others repeat after two.
+#     (preset, layers)
 FAMILIES = (
     ("Qwen/Qwen3-8B", 2), ("mistralai/Mistral-7B-v0.3", 2), ("google/gemma-3-12b", 6),
-    pytest.param("Qwen/Qwen3-30B-A3B", 2, marks=EXPERTS), pytest.param("openai/gpt-oss-20b", 2, marks=EXPERTS),
+    pytest.param("Qwen/Qwen3-30B-A3B", 2, marks=EXPERTS),
+    pytest.param("openai/gpt-oss-20b", 2, marks=EXPERTS),
 )  # fmt: skip
 
 
 def least(config, tokens):
-    """(shape, policy, the step's memory, the most beyond parameters and gradients) with the least memory of the device."""
+    """(shape, policy, the step's memory, the most beyond parameters and gradients) with the least
+    memory of the device.
+    """
     shape = ModelShape.from_config(config)
     policy = choose(parse_checkpointing("least"), shape, batch=1, tokens=tokens)
     planned = step_memory(shape, policy, batch=1, tokens=tokens)
-    # A tied weight's gradient, until it is whole at the embedding, is the simulator's activation and our gradient.
+    # A tied weight's gradient, until it is whole at the embedding, is the simulator's activation
+    # and our gradient.
     tied = 2 * shape.embedding_parameters if shape.tied else 0
     most = max(m.beyond + (0 if m.name.startswith("embedding") else tied) for m in planned.moments)
     return shape, policy, planned, most
@@ -124,10 +144,12 @@ def simulated_least(config, policy, tokens):
     return simulate(prepare(build(config), "hfpatch"), 1, tokens, policy=policy)
 
 
-# What the README's table promises and what was asked of each model: (preset, tokens, GiB at the most).
+# What the README's table promises and what was asked of each model: (preset, tokens, GiB at the
+# most).
 BARS = (
     ("llama-3.1-8b", 131072, 5.6), ("llama-3.1-8b", 32768, 2.4), ("Qwen/Qwen3-8B", 131072, 6.2),
-    ("Qwen/Qwen3-8B", 32768, 2.5), ("mistralai/Mistral-7B-v0.3", 131072, 5.9), ("google/gemma-3-12b", 131072, 8.6),
+    ("Qwen/Qwen3-8B", 32768, 2.5), ("mistralai/Mistral-7B-v0.3", 131072, 5.9),
+    ("google/gemma-3-12b", 131072, 8.6),
     ("Qwen/Qwen3-30B-A3B", 131072, 7.0),
 )  # fmt: skip
 
@@ -139,7 +161,8 @@ def test_the_least_memory_stays_below_its_bar(preset, tokens, most):
 
 # As the README names them: the presets of its sentence on other families.
 NAMED = (
-    ("Qwen3-8B", "Qwen/Qwen3-8B"), ("Mistral-7B", "mistralai/Mistral-7B-v0.3"), ("Gemma3-12B", "google/gemma-3-12b"),
+    ("Qwen3-8B", "Qwen/Qwen3-8B"), ("Mistral-7B", "mistralai/Mistral-7B-v0.3"),
+    ("Gemma3-12B", "google/gemma-3-12b"),
     ("gpt-oss-20b", "openai/gpt-oss-20b"), ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"),
 )  # fmt: skip
 
@@ -150,14 +173,16 @@ def test_the_readme_has_the_least_memory_that_is_planned():
         assert f"{name} {least(preset_config(preset), 131072)[3] / 2**30:.1f}" in readme
 
 
-# The README's table of a step is simulated: (name there, implementation and policy in profiles/plan).
+# The README's table of a step is simulated: (name there, implementation and policy in
+# profiles/plan).
 ROWS = (
     ("transformers, no checkpointing", "hf", ""), ("transformers' checkpointing", "hf-ckpt", ""),
     ("the same with `offload` and TRL's fused head", "trl-offload", ""),
     ("the same with TRL's `selective`", "trl-selective", ""),
     ("Liger's kernels and head, `selective`, `offload`", "liger-selective", ""),
     ("Liger, its tiled MLP, `offload` (the ALST recipe)", "liger-tiled-offload", ""),
-    ("hfpatch, inputs and attention on the host", "hfpatch", ""), ('hfpatch, `checkpointing="least"`', "hfpatch", "least"),
+    ("hfpatch, inputs and attention on the host", "hfpatch", ""),
+    ('hfpatch, `checkpointing="least"`', "hfpatch", "least"),
 )  # fmt: skip
 
 
@@ -175,14 +200,18 @@ def test_the_readme_has_the_steps_that_were_simulated():
         if policy:  # as the closed form has it
             for r, figures in zip(rows, gib):
                 _, _, planned, most = least(preset_config("llama-3.1-8b"), int(r["tokens"]))
-                assert [n / 2**30 for n in (planned.beyond, most, planned.host)] == pytest.approx(figures, rel=0.05)
+                assert [n / 2**30 for n in (planned.beyond, most, planned.host)] == pytest.approx(
+                    figures, rel=0.05
+                )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("preset, tokens, most", BARS)
 def test_the_least_memory_stays_below_its_bar_in_the_simulator(preset, tokens, most):
     config = preset_config(preset)
-    assert simulated_least(config, least(config, tokens)[1], tokens).most_beyond_bytes <= most * 2**30
+    assert (
+        simulated_least(config, least(config, tokens)[1], tokens).most_beyond_bytes <= most * 2**30
+    )
 
 
 def compare_family(preset, layers, tokens, close=0.05):
@@ -193,7 +222,9 @@ def compare_family(preset, layers, tokens, close=0.05):
     assert planned.peak == pytest.approx(found.peak_bytes, rel=close)
     assert most == pytest.approx(found.most_beyond_bytes, rel=0.05)
     assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.01)
-    assert step_flops(shape, policy, batch=1, tokens=tokens).total == pytest.approx(found.flops["total"], rel=1e-3)
+    assert step_flops(shape, policy, batch=1, tokens=tokens).total == pytest.approx(
+        found.flops["total"], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("preset, layers", FAMILIES)
@@ -236,7 +267,8 @@ def test_parameters_of_presets():
     counts = {name: ModelShape.from_config(preset_config(name)).parameters for name in PRESETS}
     # As the model cards and transformers' own count have them.
     assert counts == {"llama-tiny": 158016, "llama-160m": 162417408, "llama-3.2-1b": 1235814400,
-                      "llama-3.2-3b": 3212749824, "llama-3.1-8b": 8030261248, "llama-3.1-70b": 70553706496}  # fmt: skip
+                      "llama-3.2-3b": 3212749824, "llama-3.1-8b": 8030261248,
+                      "llama-3.1-70b": 70553706496}  # fmt: skip
 
 
 @pytest.mark.parametrize("change, word", [
@@ -253,7 +285,8 @@ def test_hardware_rows():
     assert gpu_row("RTX 4090") is GPUS["rtx4090"]
     # As drivers give them; two cards of one name differ by their memory, and its rate.
     for name, row in (
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"), ("AMD Instinct MI300X", "mi300x"),
     ):  # fmt: skip
         assert gpu_named(name) is GPUS[row]
@@ -263,12 +296,16 @@ def test_hardware_rows():
     assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
 
 
-@pytest.mark.parametrize("text, expected", [("256GiB", 256 << 30), ("1.5 TB", 1_500_000_000_000), (12, 12), ("7B", 7)])
+@pytest.mark.parametrize(
+    "text, expected", [("256GiB", 256 << 30), ("1.5 TB", 1_500_000_000_000), (12, 12), ("7B", 7)]
+)
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["x", "12 parsecs", "-3GiB", "", None, True, "256", "1e400GiB", "nanGB", float("inf")])
+@pytest.mark.parametrize(
+    "text", ["x", "12 parsecs", "-3GiB", "", None, True, "256", "1e400GiB", "nanGB", float("inf")]
+)
 def test_sizes_refused(text):
     with pytest.raises(ValueError, match="^hfpatch: a size is"):
         parse_bytes(text)

@@ -1,4 +1,6 @@
-"""The memory node of a GPU, read from files as Linux writes them, and a thread that runs beside it."""
+"""The memory node of a GPU, read from files as Linux writes them, and a thread that runs beside
+it.
+"""
 
 import os
 from types import SimpleNamespace

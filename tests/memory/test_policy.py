@@ -1,4 +1,6 @@
-"""What is kept and where: the settings' errors, the choice from free memory, the readers of that memory."""
+"""What is kept and where: the settings' errors, the choice from free memory, the readers of that
+memory.
+"""
 
 import copy
 import dataclasses
@@ -45,8 +47,10 @@ def chosen(tokens=131072, batch=1, **sizes):
 
 @pytest.mark.parametrize("fields, word", [
     ({"offload": ""}, "offload"), ({"offload": "nowhere"}, "offload"), ({"offload": 3}, "offload"),
-    ({"every": 0}, "every"), ({"every": True}, "every"), ({"every": "two"}, "every"), ({"every": 1.5}, "every"),
-    ({"tile": -1}, "tile"), ({"tile": "big"}, "tile"), ({"save_attention": "yes"}, "save_attention"),
+    ({"every": 0}, "every"), ({"every": True}, "every"), ({"every": "two"}, "every"),
+    ({"every": 1.5}, "every"),
+    ({"tile": -1}, "tile"), ({"tile": "big"}, "tile"), ({"save_attention": "yes"},
+                                                        "save_attention"),
     ({"save_attention": 1}, "save_attention"), ({"plain": -1}, "plain"), ({"plain": True}, "plain"),
     ({"keep": "qkv"}, "keep"), ({"keep": ("gate",)}, "keep"), ({"aim": "slow"}, "aim"),
 ])  # fmt: skip
@@ -65,10 +69,12 @@ def test_settings_take_a_directory(tmp_path):
 
 
 def test_nothing_known_is_offloaded_and_saved():
-    assert chosen() == Policy("host", 1, True, False, 8192, loss_bytes=2 << 30)  # which costs nothing at this length
+    # which costs nothing at this length
+    assert chosen() == Policy("host", 1, True, False, 8192, loss_bytes=2 << 30)
 
 
-# The host's room falls: attention outputs go first, then every other layer, and so on; the GPU is the last resort.
+# The host's room falls: attention outputs go first, then every other layer, and so on; the GPU is
+# the last resort.
 def test_host_memory_is_saved_in_the_order_of_its_cost():
     inputs, outputs = 32 * GiB, 32 * (GiB + 131072 * 32 * 4)
     seen = []
@@ -104,14 +110,22 @@ def test_ranks_of_a_machine_share_its_memory():
 @pytest.mark.parametrize("settings", [Checkpointing(offload="host", save_attention=True),
                                       Checkpointing(offload="host", every=1)])  # fmt: skip
 def test_too_little_host_memory_says_what_would_do(settings):
-    with pytest.raises(ValueError, match=r"^hfpatch: checkpoints need [\d.]+ GiB .* saves [\d.]+ GiB[^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^hfpatch: checkpoints need [\d.]+ GiB .* saves [\d.]+ GiB[^\n]*$"
+    ):
         chosen(settings=settings, host_free=8 * GiB)
 
 
 def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
     sizes, shape = {"batch": 1, "tokens": 32768}, LLAMA_8B
-    ways = (dataclasses.replace(Policy("host", 2, by_group=True), save_attention=save) for save in (True, False))
-    assert len({link_bytes(step_memory(shape, way, **sizes), way, shape, **sizes) for way in ways}) == 1
+    ways = (
+        dataclasses.replace(Policy("host", 2, by_group=True), save_attention=save)
+        for save in (True, False)
+    )
+    assert (
+        len({link_bytes(step_memory(shape, way, **sizes), way, shape, **sizes) for way in ways})
+        == 1
+    )
 
 
 def test_what_was_set_is_kept():
@@ -122,7 +136,11 @@ def test_what_was_set_is_kept():
 
 def test_what_was_asked_to_be_kept_is_kept_over_a_slow_link():
     """Segments of layers keep none of it, and copy less."""
-    sizes = {"gpu": dataclasses.replace(GPUS["a100-80gb"], link=1e9), "gpu_free": 4 * GiB, "host_free": 200 * GiB}
+    sizes = {
+        "gpu": dataclasses.replace(GPUS["a100-80gb"], link=1e9),
+        "gpu_free": 4 * GiB,
+        "host_free": 200 * GiB,
+    }
     assert chosen(16384, **sizes).every > 1
     assert chosen(16384, settings=Checkpointing(keep=("qkv",)), **sizes).keep == ("qkv",)
 
@@ -143,38 +161,65 @@ def test_a_short_device_streams_attention_and_shrinks_tiles():
     assert streamed.stream_attention and streamed.tile < plain.tile
     assert beyond(streamed) < beyond(shorter) < beyond(plain)
     policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
-    assert beyond(policy) <= beyond(chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB))
+    assert beyond(policy) <= beyond(
+        chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB)
+    )
 
 
 def test_where_nothing_fits_the_lack_is_the_smaller_one():
     with pytest.raises(ValueError, match="of host memory"):
-        chosen(host_free=int(1.0 * GiB / HOST_SHARE), gpu_free=6 * GiB, settings=Checkpointing(every=1))
+        chosen(
+            host_free=int(1.0 * GiB / HOST_SHARE), gpu_free=6 * GiB, settings=Checkpointing(every=1)
+        )
     assert (
-        chosen(host_free=int(1.0 * GiB / HOST_SHARE), gpu_free=37 * GiB, settings=Checkpointing(every=1)).offload
+        chosen(
+            host_free=int(1.0 * GiB / HOST_SHARE),
+            gpu_free=37 * GiB,
+            settings=Checkpointing(every=1),
+        ).offload
         == "gpu"
     )
 
 
-# What the ladder's choice may take longer than the fastest policy: of few layers, where one more or less that keeps everything
-# counts for much, and of models of real depth.
+# What the ladder's choice may take longer than the fastest policy: of few layers, where one more or
+# less that keeps everything counts for much, and of models of real depth.
 SLOWER, SLOWER_DEEP = 1.06, 1.03
 
 
 def every_policy(shape, batch, tokens, coarse=False):
-    """All that a session runs, whether they make sense or not. coarse: of many layers, some counts of them."""
+    """All that a session runs, whether they make sense or not. coarse: of many layers, some counts
+    of them.
+    """
     n, packed = shape.num_layers, shape.adapters is not None
-    keeps = [k for count in range(len(shape.keepable) + 1) for k in combinations(shape.keepable, count)]
-    tiles = [t for t in TILES if t < batch * tokens] + ([TILES[-1]] if batch * tokens <= TILES[-1] else [])
-    everys, plains = (1, 2, 4, 8, n) if coarse else range(1, n + 1), range(0, n + 1, max(1, n // 16) if coarse else 1)
-    for place, every, save, (stream, wide), tile, plain, keep, (park, group), dense, loss in product(
-        ("gpu", "host"), everys, (True, False), ((True, False), (False, False), (False, True)), tiles[-2:] if coarse else tiles,
-        plains, keeps, ((False, False), (True, False), (False, True)), (False, True) if packed else (False,),
+    keeps = [
+        k for count in range(len(shape.keepable) + 1) for k in combinations(shape.keepable, count)
+    ]
+    tiles = [t for t in TILES if t < batch * tokens] + (
+        [TILES[-1]] if batch * tokens <= TILES[-1] else []
+    )
+    everys, plains = (
+        (1, 2, 4, 8, n) if coarse else range(1, n + 1),
+        range(0, n + 1, max(1, n // 16) if coarse else 1),
+    )
+    for place, every, save, (stream, wide), tile, plain, keep, (park,
+                                                                group), dense, loss in product(
+        ("gpu", "host"), everys, (True, False), ((True, False), (False, False), (False, True)),
+        tiles[-2:] if coarse else tiles,
+        plains, keeps, ((False, False), (True, False), (False, True)),
+        (False, True) if packed else (False,),
         LOSSES[::2] if coarse else LOSSES,
     ):  # fmt: skip
         several = max(1, tile // batch) < tokens
         segments = every > 1 and (keep or save or stream)
         by_group = group and (keep or wide or stream != (save and every == 1))
-        if segments or by_group or stream and not save or (park or group) and (place == "gpu" or not several):
+        if (
+            segments
+            or by_group
+            or stream
+            and not save
+            or (park or group)
+            and (place == "gpu" or not several)
+        ):
             continue
         if stream and place == "gpu" or dense and (tile > DENSE_TILE or not several):
             continue
@@ -184,15 +229,21 @@ def every_policy(shape, batch, tokens, coarse=False):
             yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
 
 
-def assert_no_policy_is_faster(shape, batch, tokens, link, seed=0, budgets=30, slower=SLOWER, policies=every_policy):
-    """Of all policies that fit a budget, from hardly one layer's bytes to all layers', none is more than a little faster than
-    the chosen one."""
+def assert_no_policy_is_faster(
+    shape, batch, tokens, link, seed=0, budgets=30, slower=SLOWER, policies=every_policy
+):
+    """Of all policies that fit a budget, from hardly one layer's bytes to all layers', none is more
+    than a little faster than the chosen one.
+    """
     gpu, random = dataclasses.replace(GPUS["a100-80gb"], link=link), Random(seed)
     search = Search(Checkpointing(), shape, batch=batch, tokens=tokens, gpu=gpu)
     options = [search.price(policy) for policy in policies(shape, batch, tokens)]
     rooms, hosts = sorted({o.device for o in options}), sorted({o.host for o in options})
     for _ in range(budgets):
-        room = random.choice(rooms[: random.randint(1, len(rooms))]) + random.choice((256, 300, 700)) * 2**20
+        room = (
+            random.choice(rooms[: random.randint(1, len(rooms))])
+            + random.choice((256, 300, 700)) * 2**20
+        )
         host = random.choice((0, hosts[-1], random.randint(0, hosts[-1]), random.choice(hosts)))
         budget = Budget(room, host, random.choice((PINNED_MOST, random.choice(hosts))))
         found, fitting = search.best(budget), [o for o in options if budget.admits(o)]
@@ -212,22 +263,35 @@ def small(model, layers, **changes):
     return dataclasses.replace(ModelShape.from_config(config), **changes)
 
 
-# A host that is slow to reach, attention that costs little, norms behind it, experts, weights of 4 bits, a large vocabulary.
+# A host that is slow to reach, attention that costs little, norms behind it, experts, weights of 4
+# bits, a large vocabulary.
 @pytest.mark.parametrize("model, layers, batch, tokens, link, adapters", [
-    ("llama-3.1-8b", 3, 1, 4096, 32e9, None), ("llama-3.1-8b", 3, 1, 12000, 1e9, None), ("llama-3.1-8b", 2, 1, 40000, 16e9, None),
-    ("llama-3.1-8b", 3, 2, 9000, 64e9, None), ("llama-3.1-8b", 3, 1, 4096, 32e9, Adapters(16, base="4bit")),
-    ("google/gemma-3-12b", 3, 1, 26280, 6.4e8, Adapters(16)), ("google/gemma-2-9b", 3, 1, 19323, 6.4e9, None),
+    ("llama-3.1-8b", 3, 1, 4096, 32e9, None), ("llama-3.1-8b", 3, 1, 12000, 1e9, None),
+    ("llama-3.1-8b", 2, 1, 40000, 16e9, None),
+    ("llama-3.1-8b", 3, 2, 9000, 64e9, None), ("llama-3.1-8b", 3, 1, 4096, 32e9, Adapters(16,
+                                                                                          base="4bit")),
+    ("google/gemma-3-12b", 3, 1, 26280, 6.4e8, Adapters(16)),
+    ("google/gemma-2-9b", 3, 1, 19323, 6.4e9, None),
     ("Qwen/Qwen3-8B", 3, 3, 5400, 1.3e9, None), ("Qwen/Qwen3-30B-A3B", 3, 3, 5461, 64e9, None),
-    ("CohereLabs/c4ai-command-r-v01", 4, 1, 4702, 96e9, None), ("microsoft/phi-4", 1, 1, 5012, 64e9, None),
+    ("CohereLabs/c4ai-command-r-v01", 4, 1, 4702, 96e9, None),
+    ("microsoft/phi-4", 1, 1, 5012, 64e9, None),
 ])  # fmt: skip
 def test_no_policy_that_fits_is_faster(model, layers, batch, tokens, link, adapters):
     assert_no_policy_is_faster(small(model, layers, adapters=adapters), batch, tokens, link)
 
 
 def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
-    """Without one the host has no room for all of attention's outputs, and running attention again takes more of the device."""
+    """Without one the host has no room for all of attention's outputs, and running attention again
+    takes more of the device.
+    """
     gpu = dataclasses.replace(GPUS["a100-80gb"], link=188e9)
-    search = Search(Checkpointing(), small("Qwen/Qwen3-30B-A3B", 4, vocab_size=262208), batch=1, tokens=17897, gpu=gpu)
+    search = Search(
+        Checkpointing(),
+        small("Qwen/Qwen3-30B-A3B", 4, vocab_size=262208),
+        batch=1,
+        tokens=17897,
+        gpu=gpu,
+    )
     budget = Budget(5_299_623_184, 918_617_216, None)
     kept = Policy("host", tile=16384, keep=("mid",), wide=True, loss_bytes=1 << 30)
     none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
@@ -240,30 +304,42 @@ def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
 def test_no_policy_that_fits_is_faster_than_what_is_chosen_of_any_model(seed):
     random = Random(seed)
     models = (
-        "llama-3.1-8b", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b", "google/gemma-3-12b", "microsoft/phi-4",
+        "llama-3.1-8b", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b",
+        "google/gemma-3-12b", "microsoft/phi-4",
         "allenai/OLMo-2-1124-7B", "CohereLabs/c4ai-command-r-v01",
     )  # fmt: skip
-    shape = small(random.choice(models), random.randint(1, 6), vocab_size=random.choice((1000, 32000, 262208)))
-    shape = dataclasses.replace(shape, intermediate_size=shape.intermediate_size * random.choice((1, 1, 4)))
+    shape = small(
+        random.choice(models), random.randint(1, 6), vocab_size=random.choice((1000, 32000, 262208))
+    )
+    shape = dataclasses.replace(
+        shape, intermediate_size=shape.intermediate_size * random.choice((1, 1, 4))
+    )
     tokens = random.choice((1025, 8192, 16385, int(2 ** random.uniform(10, 16.5))))
-    assert_no_policy_is_faster(shape, random.randint(1, 3), tokens, 10 ** random.uniform(8.8, 11.3), seed)
+    assert_no_policy_is_faster(
+        shape, random.randint(1, 3), tokens, 10 ** random.uniform(8.8, 11.3), seed
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "seed, model", enumerate(("llama-3.1-8b", "Qwen/Qwen3-30B-A3B", "google/gemma-3-12b", "microsoft/phi-4"))
+    "seed, model",
+    enumerate(("llama-3.1-8b", "Qwen/Qwen3-30B-A3B", "google/gemma-3-12b", "microsoft/phi-4")),
 )
 def test_no_policy_that_fits_is_faster_of_real_depth(seed, model):
     shape = ModelShape.from_config(preset_config(model))
     policies = partial(every_policy, coarse=True)
     link = Random(seed).choice((16e9, 32e9, 64e9))
-    assert_no_policy_is_faster(shape, 1, (8192, 131072)[seed % 2], link, seed, slower=SLOWER_DEEP, policies=policies)
+    assert_no_policy_is_faster(
+        shape, 1, (8192, 131072)[seed % 2], link, seed, slower=SLOWER_DEEP, policies=policies
+    )
 
 
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     gemma = ModelShape.from_config(preset_config("google/gemma-3-12b"))
     sizes = {"batch": 1, "tokens": 8192, "gpu_free": 70 * GiB, "host_free": 200 * GiB}
-    with pytest.raises(ValueError, match="^hfpatch: expected layers that can keep mid, this model's cannot"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected layers that can keep mid, this model's cannot"
+    ):
         choose(Checkpointing(keep=("mid",)), gemma, **sizes)
     assert choose(Checkpointing(keep=("gate_up",), plain=0), gemma, **sizes).keep == ("gate_up",)
     assert "mid" not in choose(Checkpointing(plain=0), gemma, **sizes).keep
@@ -277,35 +353,52 @@ def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
 
 
 def test_attention_takes_all_heads_at_once_where_memory_is_free():
-    """Its launches wait for their last blocks: one for all heads waits once; short of memory it goes by groups."""
+    """Its launches wait for their last blocks: one for all heads waits once; short of memory it
+    goes by groups.
+    """
     assert chosen(32768, gpu_free=40 * GiB, host_free=200 * GiB).wide
-    assert not chosen(131072, settings=parse_checkpointing("least"), gpu_free=40 * GiB, host_free=200 * GiB).wide
+    assert not chosen(
+        131072, settings=parse_checkpointing("least"), gpu_free=40 * GiB, host_free=200 * GiB
+    ).wide
     assert not chosen(32768).wide  # nobody knows what is free
     narrow, sizes = Policy("host", tile=4096), {"batch": 1, "tokens": 32768}
-    one, more = (step_memory(LLAMA_8B, dataclasses.replace(narrow, wide=w), **sizes) for w in (True, False))
+    one, more = (
+        step_memory(LLAMA_8B, dataclasses.replace(narrow, wide=w), **sizes) for w in (True, False)
+    )
     assert max(m.beyond for m in one.moments) > max(m.beyond for m in more.moments)
     search = Search(Checkpointing(), LLAMA_8B, **sizes)
-    assert search.price(dataclasses.replace(narrow, wide=True)).seconds < 0.99 * search.price(narrow).seconds
+    assert (
+        search.price(dataclasses.replace(narrow, wide=True)).seconds
+        < 0.99 * search.price(narrow).seconds
+    )
 
 
 def test_the_loss_takes_larger_chunks_where_memory_is_free():
-    """Fewer passes over the float32 sums of the head's gradient, none at 8k; and its smallest matmul, of 128 x 256 tiles, then
-    fills 108 and 132 processors in all but a tenth of its time."""
+    """Fewer passes over the float32 sums of the head's gradient, none at 8k; and its smallest
+    matmul, of 128 x 256 tiles, then fills 108 and 132 processors in all but a tenth of its time.
+    """
     shape, room = LLAMA_8B, {"gpu_free": 45 * GiB, "host_free": 200 * GiB}
     for tokens in (8192, 32768, 131072):
         policy = chosen(tokens, **room)
         rows, chunks = loss_chunk_rows(shape, tokens, 2, policy.loss_bytes)
         assert (rows, chunks) == (8192, tokens // 8192)
         pieces = -(-rows // 128) * -(-shape.hidden_size // 256)
-        assert all(pieces / processors / -(-pieces // processors) > 0.9 for processors in (108, 132))
-    for aim in (parse_checkpointing("least"), Checkpointing(aim="fastest")):  # nobody knows what is free
+        assert all(
+            pieces / processors / -(-pieces // processors) > 0.9 for processors in (108, 132)
+        )
+    # nobody knows what is free
+    for aim in (parse_checkpointing("least"), Checkpointing(aim="fastest")):
         policy = chosen(16384, settings=aim, host_free=200 * GiB)
         more = dataclasses.replace(policy, loss_bytes=2 * policy.loss_bytes)
-        one, two = (max(m.beyond for m in step_memory(shape, p, batch=1, tokens=16384).moments) for p in (policy, more))
+        one, two = (
+            max(m.beyond for m in step_memory(shape, p, batch=1, tokens=16384).moments)
+            for p in (policy, more)
+        )
         assert two > one
     frozen = dataclasses.replace(shape, adapters=Adapters(rank=8))
     sizes = {"batch": 1, "tokens": 8192}
-    assert choose(Checkpointing(), frozen, **sizes, **room).loss_bytes == 512 << 20  # no sums: nothing is gained
+    # no sums: nothing is gained
+    assert choose(Checkpointing(), frozen, **sizes, **room).loss_bytes == 512 << 20
 
 
 def test_free_memory_buys_speed():
@@ -345,7 +438,9 @@ def test_frontier_goes_from_the_least_memory_to_the_fastest():
     assert points[-1].seconds <= SAME * search.best(budget).seconds
 
 
-@pytest.mark.parametrize("n, u, v", [(32, 1.0, 1.0), (32, 1.0, 4.0), (80, 1.0, 7.3), (2, 1.0, 9.0), (1, 5.0, 1.0)])
+@pytest.mark.parametrize(
+    "n, u, v", [(32, 1.0, 1.0), (32, 1.0, 4.0), (80, 1.0, 7.3), (2, 1.0, 9.0), (1, 5.0, 1.0)]
+)
 def test_best_interval_keeps_the_fewest_bytes(n, u, v):
     def kept(interval):
         return n / interval * u + interval * v
@@ -354,9 +449,11 @@ def test_best_interval_keeps_the_fewest_bytes(n, u, v):
     assert kept(best_interval(n, u, v)) <= kept(best) * 1.05
 
 
-# One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the last tile is no crumb.
+# One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the
+#     last tile is no crumb.
 @pytest.mark.parametrize(
-    "batch, tokens", [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)]
+    "batch, tokens",
+    [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)],
 )
 @pytest.mark.parametrize("tile", [1024, 2048, 4096, 8192, 16384])
 def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
@@ -370,21 +467,36 @@ def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
 
 
 def test_tiles_come_in_whole_rows_of_matmuls():
-    """Multiples of 128 where the last tile then is none of few tokens, else of as large a power of two as leaves it half a tile."""
-    assert [tile_bounds(1, 131_073, tile)[0][1] for tile in (4096, 8192, 16384)] == [4032, 7808, 14592]
+    """Multiples of 128 where the last tile then is none of few tokens, else of as large a power of
+    two as leaves it half a tile.
+    """
+    assert [tile_bounds(1, 131_073, tile)[0][1] for tile in (4096, 8192, 16384)] == [
+        4032,
+        7808,
+        14592,
+    ]
     assert tile_bounds(1, 131_072, 8192)[0] == (0, 8192)
 
 
 def test_tiles_are_at_most_8192_rows():
-    assert [auto_tile(n) for n in (1, 8192, 8193, 32768, 32769, 1 << 20)] == [8192, 8192, 4096, 4096, 8192, 8192]
+    assert [auto_tile(n) for n in (1, 8192, 8193, 32768, 32769, 1 << 20)] == [
+        8192,
+        8192,
+        4096,
+        4096,
+        8192,
+        8192,
+    ]
 
 
-# --- the readers, on a root folder of our making ---------------------------------------------------------------------
+# --- the readers, on a root folder of our making --------------------------------------------------
 
 
 def machine(tmp_path, *, total=64, available=48, cgroup="0::/box", files=()):
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {total << 20} kB\nMemAvailable: {available << 20} kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        f"MemTotal: {total << 20} kB\nMemAvailable: {available << 20} kB\n"
+    )
     (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
     for name, text in files:
         path = tmp_path / "sys/fs/cgroup" / name
@@ -402,7 +514,8 @@ def test_no_cgroup_is_the_machine(tmp_path):
 # v2: a limit at the leaf, one at a parent, none ("max"), and page cache that counts as free.
 @pytest.mark.parametrize("files, limit, free", [
     ([("box/memory.max", 16 * GiB), ("box/memory.current", 4 * GiB)], 16, 12),
-    ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB), ("memory.max", 8 * GiB), ("memory.current", GiB)],
+    ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB), ("memory.max", 8 * GiB),
+      ("memory.current", GiB)],
      8, 7),
     ([("box/memory.max", "max"), ("box/memory.current", 4 * GiB)], 64, 48),
     ([("box/memory.max", 16 * GiB), ("box/memory.current", 15 * GiB),
@@ -415,7 +528,8 @@ def test_cgroup_v2(tmp_path, files, limit, free):
 
 
 def test_cgroup_v1_with_its_way_of_saying_no_limit(tmp_path):
-    files = [("memory/box/memory.limit_in_bytes", 2**63 - 4096), ("memory/box/memory.usage_in_bytes", GiB),
+    files = [("memory/box/memory.limit_in_bytes", 2**63 - 4096),
+             ("memory/box/memory.usage_in_bytes", GiB),
              ("memory/memory.limit_in_bytes", 32 * GiB), ("memory/memory.usage_in_bytes", 30 * GiB),
              ("memory/memory.stat", f"total_inactive_file {5 * GiB}")]  # fmt: skip
     root = machine(tmp_path, cgroup="5:cpu,memory:/box\n0::/", files=files)
@@ -443,18 +557,29 @@ def test_what_a_first_step_will_take_is_counted():
     assert memory.to_come(model.parameters(), states=2) == 3 * own
     model(torch.ones(1, 8)).sum().backward()
     assert memory.to_come(model.parameters(), states=2) == 2 * own
-    assert memory.to_come(model.parameters()) == memory.to_come(model.parameters(), device=torch.device("meta")) == 0
-    model[1].weight.ds_tensor = torch.empty(3, device="meta")  # a shard, as ZeRO-3 holds it on the host or the device
+    assert (
+        memory.to_come(model.parameters())
+        == memory.to_come(model.parameters(), device=torch.device("meta"))
+        == 0
+    )
+    # a shard, as ZeRO-3 holds it on the host or the device
+    model[1].weight.ds_tensor = torch.empty(3, device="meta")
     assert memory.to_come(model.parameters(), states=2, device=torch.device("meta")) == 2 * 4 * 3
 
 
 def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatch):
     """torch.cuda.set_per_process_memory_fraction: the driver's figure knows nothing of it."""
-    figures = {"mem_get_info": (60 * GiB, 80 * GiB), "memory_reserved": 10 * GiB, "memory_allocated": 4 * GiB}
+    figures = {
+        "mem_get_info": (60 * GiB, 80 * GiB),
+        "memory_reserved": 10 * GiB,
+        "memory_allocated": 4 * GiB,
+    }
     for name, value in {"is_available": True, **figures}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for share, left in ((1.0, 66), (0.5, 36), (0.1, 6)):
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share)
+        monkeypatch.setattr(
+            torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share
+        )
         assert memory.gpu_free() == left * GiB
         assert memory.gpu_limit() == share * 80 * GiB
 
@@ -471,7 +596,10 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     + [("aim", w) for w in ("slowest", 1, None)],
 )  # fmt: skip
 def test_a_field_out_of_range_is_refused_by_name(field, wrong):
-    with pytest.raises(ValueError, match=f"^hfpatch: {field} must be [^\n]*{re.escape(repr(wrong))} came; [^\n]*[.]$"):
+    with pytest.raises(
+        ValueError,
+        match=f"^hfpatch: {field} must be [^\n]*{re.escape(repr(wrong))} came; [^\n]*[.]$",
+    ):
         Checkpointing(**{field: wrong})
 
 
@@ -482,10 +610,12 @@ def test_a_field_out_of_range_is_refused_by_name(field, wrong):
         ("gpu", Checkpointing(offload="gpu")), ("/tmp", Checkpointing(offload="/tmp")),
         (Checkpointing(tile=8), Checkpointing(tile=8)), ("off", "off"), (["off"], "off"),
         ("least,tile=4k,keep=qkv,mid,frozen-weights=host,plain=0",
-         Checkpointing(aim="least", tile=4096, keep=("qkv", "mid"), frozen_weights="host", plain=0)),
+         Checkpointing(aim="least", tile=4096, keep=("qkv", "mid"), frozen_weights="host",
+                       plain=0)),
         ("least,host", Checkpointing(aim="least", offload="host")),
         ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),
-        (["host", "every=2", "save_attention=false"], Checkpointing(offload="host", every=2, save_attention=False)),
+        (["host", "every=2", "save_attention=false"], Checkpointing(offload="host", every=2,
+                                                                    save_attention=False)),
     ],
 )  # fmt: skip
 def test_checkpointing_means_the_same_everywhere(value, wanted):
@@ -495,7 +625,8 @@ def test_checkpointing_means_the_same_everywhere(value, wanted):
 
 
 @pytest.mark.parametrize(
-    "value", [True, False, None, 3, {"tile": 8}, [3], "hots", "tile=x", "off,tile=8", "gpu,host", "keep="]
+    "value",
+    [True, False, None, 3, {"tile": 8}, [3], "hots", "tile=x", "off,tile=8", "gpu,host", "keep="],
 )
 def test_what_checkpointing_does_not_mean_is_one_sentence(value):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*[.]$"):
@@ -505,7 +636,8 @@ def test_what_checkpointing_does_not_mean_is_one_sentence(value):
 def test_a_misspelt_field_names_the_nearest():
     for ask in (lambda: Checkpointing(offlod="host"), lambda: parse_checkpointing("offlod=host")):
         with pytest.raises(
-            ValueError, match=r"^hfpatch: .* takes offload, every, .*, offlod came; did you mean offload\?$"
+            ValueError,
+            match=r"^hfpatch: .* takes offload, every, .*, offlod came; did you mean offload\?$",
         ):
             ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)

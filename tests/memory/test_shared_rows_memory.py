@@ -21,7 +21,9 @@ def shape(layers=32, ranks=RANKS):
     return dataclasses.replace(ModelShape.from_config(config), ranks=ranks)
 
 
-@pytest.mark.parametrize("n_heads, n_kv_heads, ranks", [(32, 8, 8), (32, 8, 16), (8, 1, 4), (16, 16, 2), (12, 6, 2)])
+@pytest.mark.parametrize(
+    "n_heads, n_kv_heads, ranks", [(32, 8, 8), (32, 8, 16), (8, 1, 4), (16, 16, 2), (12, 6, 2)]
+)
 @pytest.mark.parametrize("tokens", [512, 16384, 1 << 20])
 def test_every_head_is_computed_once_with_its_own_keys(n_heads, n_kv_heads, ranks, tokens):
     rounds, seen = rounds_of(1, tokens, n_heads, n_kv_heads, ranks), []
@@ -29,7 +31,9 @@ def test_every_head_is_computed_once_with_its_own_keys(n_heads, n_kv_heads, rank
         first = rank * n_kv_heads // ranks  # KV head of this rank's first query head
         known = None
         for r in range(rounds.count):
-            heads = range(rank * rounds.own + r * rounds.width, rank * rounds.own + (r + 1) * rounds.width)
+            heads = range(
+                rank * rounds.own + r * rounds.width, rank * rounds.own + (r + 1) * rounds.width
+            )
             keys = range(first + rounds.keys(r).start, first + rounds.keys(r).stop)
             assert {h * n_kv_heads // n_heads for h in heads} == set(keys)
             assert rounds.new_keys(r) is (known != keys)
@@ -44,7 +48,9 @@ def test_every_head_is_computed_once_with_its_own_keys(n_heads, n_kv_heads, rank
 def test_heads_that_go_unevenly_are_filled_up(n_heads, n_kv_heads, ranks):
     rounds = rounds_of(1, M, n_heads, n_kv_heads, ranks)
     seen = [h for r in range(rounds.count) for h in rounds.queries(r, ranks)]
-    assert rounds.uneven == (n_heads, n_kv_heads) and sorted(seen) == list(range(ranks * -(-n_heads // ranks)))
+    assert rounds.uneven == (n_heads, n_kv_heads) and sorted(seen) == list(
+        range(ranks * -(-n_heads // ranks))
+    )
     assert all(rounds.new_keys(r) and rounds.last_keys(r) for r in range(rounds.count))
 
 
@@ -53,7 +59,9 @@ def simulated(policy, tokens, layers=2):
     from hfpatch.planner.simulated import build, prepare
 
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers}
-    return simulate(prepare(build(config), "hfpatch"), 1, tokens // RANKS, policy=policy, ranks=RANKS)
+    return simulate(
+        prepare(build(config), "hfpatch"), 1, tokens // RANKS, policy=policy, ranks=RANKS
+    )
 
 
 @pytest.mark.parametrize("policy, tokens", [
@@ -62,7 +70,10 @@ def simulated(policy, tokens, layers=2):
     pytest.param(Policy("host", tile=8192), 1 << 16, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_agrees_with_the_simulator(policy, tokens):
-    found, planned = simulated(policy, tokens), step_memory(shape(2), policy, batch=1, tokens=tokens // RANKS)
+    found, planned = (
+        simulated(policy, tokens),
+        step_memory(shape(2), policy, batch=1, tokens=tokens // RANKS),
+    )
     assert planned.peak == pytest.approx(found.peak_bytes, rel=0.03)
     assert planned.host == pytest.approx(found.host_peak_bytes, rel=0.03)
     flops = step_flops(shape(2), policy, batch=1, tokens=tokens // RANKS)

@@ -23,29 +23,42 @@ CHANGES = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 59},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
 }
 TILED = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma", "gemma2", "gemma3_text",
-    "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "cohere", "cohere2",
-    "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5", "ernie4_5_moe", "gpt_neox",
-    "gemma4_text", "falcon", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3", "solar_open",
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma",
+    "gemma2", "gemma3_text",
+    "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe",
+    "cohere", "cohere2",
+    "ministral3", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5",
+    "ernie4_5_moe", "gpt_neox",
+    "gemma4_text", "falcon", "jetmoe", "apertus", "arcee", "exaone4", "nanochat", "hy_v3",
+    "solar_open",
 )  # fmt: skip
 MORE = (
     "afmoe", "aria_text", "axk1", "axk2", "bart", "blenderbot-small",
     "cohere2_moe", "dots3_note_text",
-    "exaone_moe", "flex_olmo", "glm", "glm4_moe_lite", "granite_swa", "granitemoe_swa", "granitemoeshared", "helium",
-    "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text",
+    "exaone_moe", "flex_olmo", "glm", "glm4_moe_lite", "granite_swa", "granitemoe_swa",
+    "granitemoeshared", "helium",
+    "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3",
+    "minimax_m2", "minimax_m3_vl_text",
     "olmo", "pegasus", "phi", "phimoe", "vaultgemma",
 )  # fmt: skip
 
 
 def small_model(name: str, dtype=torch.float64):
-    """A causal language model in training mode, one layer of each kind at least, weights of ordinary size."""
+    """A causal language model in training mode, one layer of each kind at least, weights of
+    ordinary size.
+    """
     if name not in CONFIG_MAPPING:
         pytest.skip("unknown to this transformers")
     config = CONFIG_MAPPING[name](**CHANGES.get(name, {}))

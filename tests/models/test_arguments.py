@@ -17,7 +17,10 @@ class Gained(LlamaDecoderLayer):
 
     def forward(self, hidden_states, position_embeddings=None, gain=1.0, **kwargs):
         normed = self.input_layernorm(hidden_states)
-        h = hidden_states + self.self_attn(normed, position_embeddings=position_embeddings, **kwargs)[0]
+        h = (
+            hidden_states
+            + self.self_attn(normed, position_embeddings=position_embeddings, **kwargs)[0]
+        )
         return h + self.mlp(self.post_attention_layernorm(h)) * gain
 
 
@@ -26,8 +29,15 @@ Gained.__module__ = LlamaDecoderLayer.__module__
 
 def gradients(model, trained) -> list:
     model.zero_grad()
-    gain = torch.linspace(0.5, 2, 24 * 64, dtype=torch.float64).view(1, 24, 64).repeat(2, 1, 1).requires_grad_()
-    model.model(input_ids=tiny.ids(), gain=gain, use_cache=False).last_hidden_state.pow(2).sum().backward()
+    gain = (
+        torch.linspace(0.5, 2, 24 * 64, dtype=torch.float64)
+        .view(1, 24, 64)
+        .repeat(2, 1, 1)
+        .requires_grad_()
+    )
+    model.model(input_ids=tiny.ids(), gain=gain, use_cache=False).last_hidden_state.pow(
+        2
+    ).sum().backward()
     return [gain.grad, *(p.grad.clone() for p in trained(model))]
 
 
@@ -39,9 +49,14 @@ def test_an_argument_reads_values_that_nobody_else_does(tile, monkeypatch):
     ours = copy.deepcopy(stock)
     settings = hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0)
     hfpatch.apply(ours, checkpointing=settings, rms_norm=False, rope=False, mlp=False, loss=False)
-    trained = lambda m: [m.model.layers[0].mlp.up_proj.weight, m.model.layers[1].self_attn.q_proj.weight]  # noqa: E731
+    trained = lambda m: [  # noqa: E731
+        m.model.layers[0].mlp.up_proj.weight,
+        m.model.layers[1].self_attn.q_proj.weight,
+    ]
     gradients(ours, trained)
-    assert ours.model.layers[0]._hfpatch_traits.dead_post, "no value is left out: the test tests nothing"
+    assert ours.model.layers[0]._hfpatch_traits.dead_post, (
+        "no value is left out: the test tests nothing"
+    )
     for got, want in zip(gradients(ours, trained), gradients(stock, trained)):
         assert (got - want).norm() < 1e-5 * want.norm()
 
@@ -51,7 +66,8 @@ def test_angles_that_are_trained(tile):
     stock = tiny.llama(dtype=torch.float64)
     rotary = stock.model.rotary_emb
     rotary.inv_freq = torch.nn.Parameter(rotary.inv_freq.clone())
-    rotary.forward = type(rotary).forward.__wrapped__.__get__(rotary)  # transformers' own runs without a graph
+    # transformers' own runs without a graph
+    rotary.forward = type(rotary).forward.__wrapped__.__get__(rotary)
     ours = copy.deepcopy(stock)
     ours.model.rotary_emb.forward = type(rotary).forward.__wrapped__.__get__(ours.model.rotary_emb)
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0))

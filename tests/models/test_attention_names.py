@@ -1,4 +1,6 @@
-"""Names that users give the attention: all of transformers' own are ours to run, and others are told of."""
+"""Names that users give the attention: all of transformers' own are ours to run, and others are
+told of.
+"""
 
 import copy
 
@@ -38,9 +40,13 @@ def gradients(model, by_hand: bool) -> list:
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["model", "layer"])
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2@main"])
+@pytest.mark.parametrize(
+    "name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2@main"]
+)
 def test_every_flash_attention_is_ours_to_run(name, by_hand, monkeypatch):
-    """Theirs would raise here: where flash_attn is missing transformers takes a kernel of the hub, under its repository's name."""
+    """Theirs would raise here: where flash_attn is missing transformers takes a kernel of the hub,
+    under its repository's name.
+    """
     model = tiny.llama(dtype=torch.float64)
     plain = copy.deepcopy(model)
     hfpatch.apply(plain, checkpointing=TILED)
@@ -62,5 +68,8 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
     hfpatch.apply(model, checkpointing=TILED)
     for _ in range(2):
         gradients(model, False)
-    said = "the layers of LlamaModel run whole, their inputs offloaded: its attention is another library's (theirs)."
+    said = (
+        "the layers of LlamaModel run whole, their inputs offloaded: its attention is another "
+        "library's (theirs)."
+    )
     assert capsys.readouterr().err.count(said) == 1

@@ -1,4 +1,6 @@
-"""An empty KV cache: a long prompt goes through the layers tile by tile, and leaves in the cache what transformers leaves there."""
+"""An empty KV cache: a long prompt goes through the layers tile by tile, and leaves in the cache
+what transformers leaves there.
+"""
 
 import copy
 
@@ -29,9 +31,13 @@ def close(ours, theirs):
     assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
 
 
-@pytest.mark.parametrize("name", ["mistral", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
+@pytest.mark.parametrize(
+    "name", ["mistral", *(pytest.param(n, marks=pytest.mark.long) for n in LONG)]
+)
 def test_a_prompt_fills_the_cache_by_tiles(name):
-    """With a window shorter than the prompt; left padding; then generation goes on as in transformers."""
+    """With a window shorter than the prompt; left padding; then generation goes on as in
+    transformers.
+    """
     ours, stock = both(name)
     ids = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
@@ -41,12 +47,16 @@ def test_a_prompt_fills_the_cache_by_tiles(name):
     mlp = last.feed_forward if name == "llama4_text" else last.mlp
     handle = lengths(next(m for m in mlp.modules() if isinstance(m, torch.nn.Linear)), found)
     with torch.no_grad():
-        for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "labels": ids}):
+        for given in (
+            {"input_ids": ids},
+            {"input_ids": ids, "attention_mask": mask, "labels": ids},
+        ):
             got, wanted = ours(**given), stock(**given)
             assert max(found) <= 16
             found.clear()
             for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
-                seen = slice(None) if "attention_mask" not in given else slice(0, 1)  # padding attends to anything
+                # padding attends to anything
+                seen = slice(None) if "attention_mask" not in given else slice(0, 1)
                 close(a.keys[seen], b.keys[seen]), close(a.values[seen], b.values[seen])
         handle.remove()
         more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
@@ -62,7 +72,9 @@ def test_other_caches_are_left_to_transformers():
         for model in (ours, stock):
             fixed = model(ids, past_key_values=StaticCache(model.config, max_cache_len=48)).logits
             first = model(ids[:, :24])
-            results.append((fixed, model(ids[:, 24:], past_key_values=first.past_key_values).logits))
+            results.append(
+                (fixed, model(ids[:, 24:], past_key_values=first.past_key_values).logits)
+            )
     for a, b in zip(*results):
         close(a, b)
     close(ours.train()(ids, use_cache=True).logits, stock.train()(ids, use_cache=True).logits)
@@ -78,39 +90,55 @@ def test_other_caches_are_left_to_transformers():
     ],
 )
 def test_a_padded_prompt_and_a_static_cache(name, attention):
-    """transformers then makes a mask of scores, a dict of them for several kinds of layers: positions of padding are no restart."""
+    """transformers then makes a mask of scores, a dict of them for several kinds of layers:
+    positions of padding are no restart.
+    """
     ours, stock = both(name)
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    given |= {"cache_implementation": "static", "return_dict_in_generate": True, "output_logits": True}
+    given |= {
+        "cache_implementation": "static",
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     results = []
     for model in (ours, stock):
         model.set_attn_implementation(attention)
         results.append(model.generate(ids, **given))
     assert torch.equal(*(result.sequences for result in results))
-    known = slice(0, 1) if attention == "eager" else slice(None)  # of padding that sees nothing eager makes NaN
+    # of padding that sees nothing eager makes NaN
+    known = slice(0, 1) if attention == "eager" else slice(None)
     for a, b in zip(*(result.logits for result in results)):
         close(a[known], b[known])
 
 
 def test_packed_rows_beside_a_cache_follow_the_callers_own_mask():
-    """Of documents that a mask of the caller's own keeps apart nothing is said; without it they are refused."""
+    """Of documents that a mask of the caller's own keeps apart nothing is said; without it they are
+    refused.
+    """
     ours, stock = both("mistral")
     ids = torch.randint(1, 64, (1, 12), generator=torch.Generator().manual_seed(5))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     apart = (torch.arange(12)[:, None] < 5) == (torch.arange(12) < 5)
     mask = (apart & torch.ones(12, 12, dtype=torch.bool).tril())[None, None]
     with torch.no_grad():
-        logits = [m(ids, position_ids=positions, attention_mask=mask, use_cache=True).logits for m in (ours, stock)]
+        logits = [
+            m(ids, position_ids=positions, attention_mask=mask, use_cache=True).logits
+            for m in (ours, stock)
+        ]
         close(*logits)
-        with pytest.raises(ValueError, match="^hfpatch: expected one document a row where a KV cache is kept"):
+        with pytest.raises(
+            ValueError, match="^hfpatch: expected one document a row where a KV cache is kept"
+        ):
             ours(ids, position_ids=positions, use_cache=True)
 
 
 def test_evaluation_and_generation_plan_nothing(monkeypatch):
-    """Nothing is kept without a gradient: a host that is too small for checkpoints is no reason to refuse."""
+    """Nothing is kept without a gradient: a host that is too small for checkpoints is no reason to
+    refuse.
+    """
     monkeypatch.setenv("HFPATCH_HOST_MEMORY", "4000")
     stock = tiny.llama().eval()
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8))

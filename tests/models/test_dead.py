@@ -1,4 +1,6 @@
-"""Values that no gradient reads are not computed where a layer runs again, and every gradient stays as it is, to the bit."""
+"""Values that no gradient reads are not computed where a layer runs again, and every gradient stays
+as it is, to the bit.
+"""
 
 import copy
 from dataclasses import replace
@@ -42,7 +44,9 @@ def models(lora: bool):
     for model in (ours, all_values):
         parts_of = tiny.patched(model)
         if lora:
-            settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"])
+            settings = peft.LoraConfig(
+                r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+            )
             torch.manual_seed(3)
             parts_of = peft.get_peft_model(parts_of, settings)
             for name, p in parts_of.named_parameters():
@@ -81,13 +85,20 @@ def test_a_rotation_of_live_values_is_computed():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
     cos, sin = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
     rotate = parts.rotation(parts.rotation_in(LlamaAttention.forward))
-    assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), parts.ops.rope(q, k, cos, sin)))
+    assert all(
+        torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), parts.ops.rope(q, k, cos, sin))
+    )
     dead = torch.zeros(()).expand_as(q)
-    assert all(torch.equal(a, b) for a, b in zip(rotate(dead, k, cos, sin), parts.ops.rope(dead, k, cos, sin)))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(rotate(dead, k, cos, sin), parts.ops.rope(dead, k, cos, sin))
+    )
 
 
 def test_a_rotation_in_complex_numbers_in_float32():
-    """Llama 4's takes pairs of neighbours in memory, and in float32 it takes them from the projection itself."""
+    """Llama 4's takes pairs of neighbours in memory, and in float32 it takes them from the
+    projection itself.
+    """
     stock = families.small_model("llama4_text", torch.float32)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
@@ -99,10 +110,16 @@ def test_a_rotation_in_complex_numbers_in_float32():
 
 
 def test_a_rotation_replaced_later_is_another(monkeypatch):
-    """What stands for a file's rotation was kept by the forward alone: one that replaced it met the first where it is called."""
+    """What stands for a file's rotation was kept by the forward alone: one that replaced it met the
+    first where it is called.
+    """
     forward = LlamaAttention.forward
     first = parts.rotating(forward, parts.rotation_in(forward))
-    monkeypatch.setitem(forward.__globals__, "apply_rotary_pos_emb", lambda q, k, cos, sin, half: (q * half, k * half))
+    monkeypatch.setitem(
+        forward.__globals__,
+        "apply_rotary_pos_emb",
+        lambda q, k, cos, sin, half: (q * half, k * half),
+    )
     assert parts.rotating(forward, parts.rotation_in(forward)) is not first
     q, cos = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
     assert torch.equal(parts.rotation(parts.rotation_in(forward))(q, q, cos, cos, 0.5)[0], 0.5 * q)

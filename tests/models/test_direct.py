@@ -1,4 +1,6 @@
-"""The block whose derivatives are written out: bit for bit what modules and autograd give, and it steps aside for who looks on."""
+"""The block whose derivatives are written out: bit for bit what modules and autograd give, and it
+steps aside for who looks on.
+"""
 
 import gc
 import weakref
@@ -20,7 +22,11 @@ from hfpatch.layer.direct import Direct
 
 def qwen3():
     torch.manual_seed(0)
-    settings = {k: v for k, v in tiny.config().to_dict().items() if k in vars(Qwen3Config()) and k != "model_type"}
+    settings = {
+        k: v
+        for k, v in tiny.config().to_dict().items()
+        if k in vars(Qwen3Config()) and k != "model_type"
+    }
     return Qwen3ForCausalLM(Qwen3Config(**settings | {"head_dim": 16})).to(torch.bfloat16).train()
 
 
@@ -29,15 +35,25 @@ MODELS = {
     "biases": lambda: tiny.llama(dtype=torch.bfloat16, attention_bias=True, mlp_bias=True),
     "norms of heads": qwen3,
 }
-FROZEN = {"all trained": (), "inputs frozen": ("embed",), "some frozen": ("q_proj", "down_proj", "norm", "v_proj.bias")}
-KEPT = {"one tile": {"tile": 64}, "tiles": {"tile": 8}, "known": {"tile": 8, "keep": ("mid", "gate_up")}}
+FROZEN = {
+    "all trained": (),
+    "inputs frozen": ("embed",),
+    "some frozen": ("q_proj", "down_proj", "norm", "v_proj.bias"),
+}
+KEPT = {
+    "one tile": {"tile": 64},
+    "tiles": {"tile": 8},
+    "known": {"tile": 8, "keep": ("mid", "gate_up")},
+}
 
 
 @pytest.fixture
 def used(monkeypatch):
     """Tiles that ran behind attention without a module's call."""
     calls, post = [], Direct.post
-    monkeypatch.setattr(Direct, "post", lambda *args, **kwargs: calls.append(1) or post(*args, **kwargs))
+    monkeypatch.setattr(
+        Direct, "post", lambda *args, **kwargs: calls.append(1) or post(*args, **kwargs)
+    )
     return calls
 
 
@@ -53,7 +69,8 @@ def test_gradients_are_those_of_modules_to_the_bit(model, frozen, kept, used, mo
     assert used
     used.clear()
     monkeypatch.setattr(ask, "direct_of", lambda *args: None)
-    # What is known changes no bit either: of a sum its two gradients are added in the norm's pass, as where it is not known.
+    # What is known changes no bit either: of a sum its two gradients are added in the norm's pass,
+    #     as where it is not known.
     settings = hfpatch.Checkpointing(plain=0, tile=KEPT[kept]["tile"], keep=())
     wanted = tiny.step(tiny.patched(model, checkpointing=settings), tiny.labelled())
     assert not used and got.keys() == wanted.keys()
@@ -86,7 +103,9 @@ def test_a_forward_on_a_fused_class_is_called(name, used):
 
 def test_a_bias_that_is_no_parameter_is_added():
     models, bias = [tiny.patched(tiny.llama()) for _ in range(2)], 0.2 * torch.randn(112)
-    for model, made in zip(models, (torch.Tensor.clone, lambda b: torch.nn.Parameter(b, requires_grad=False))):
+    for model, made in zip(
+        models, (torch.Tensor.clone, lambda b: torch.nn.Parameter(b, requires_grad=False))
+    ):
         for layer in model.model.layers:
             del layer.mlp.gate_proj.bias
             layer.mlp.gate_proj.bias = made(bias)
@@ -96,7 +115,9 @@ def test_a_bias_that_is_no_parameter_is_added():
 
 @pytest.mark.parametrize("tile", [8, 64])
 def test_a_leaf_that_is_no_parameter_gets_its_gradient(tile):
-    ours = tiny.patched(tiny.llama(mlp_bias=True), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
+    ours = tiny.patched(
+        tiny.llama(mlp_bias=True), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile)
+    )
     wanted = tiny.step(ours, tiny.labelled())
     up = ours.model.layers[1].mlp.up_proj
     bias = up.bias.detach().clone().requires_grad_()
@@ -105,7 +126,8 @@ def test_a_leaf_that_is_no_parameter_gets_its_gradient(tile):
     ours.zero_grad()
     got = tiny.step(ours, tiny.labelled())
     name = "model.layers.1.mlp.up_proj.bias"
-    assert torch.allclose(bias.grad, wanted.pop(name), rtol=1e-5)  # of several tiles, added in its own dtype
+    # of several tiles, added in its own dtype
+    assert torch.allclose(bias.grad, wanted.pop(name), rtol=1e-5)
     assert all(torch.equal(got[n], value) for n, value in wanted.items())
 
 
@@ -199,14 +221,18 @@ CHANGES = {
         layer.mlp.up_proj, "bias", torch.nn.Parameter(torch.ones(tiny.config().intermediate_size))
     ),
     "tied": lambda layer: setattr(layer.self_attn.v_proj, "weight", layer.self_attn.k_proj.weight),
-    "data": lambda layer: setattr(layer.mlp.up_proj.weight, "data", layer.mlp.up_proj.weight.data / 2),
+    "data": lambda layer: setattr(
+        layer.mlp.up_proj.weight, "data", layer.mlp.up_proj.weight.data / 2
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:hfpatch. the loss runs through whole logits")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_behind_a_step_is_seen(change, monkeypatch):
-    """What was found of a layer's modules holds for as long as all stands in them that stood there."""
+    """What was found of a layer's modules holds for as long as all stands in them that stood
+    there.
+    """
     monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
     kind = type(tiny.llama().model.layers[0].input_layernorm)
     monkeypatch.setattr(kind, "forward", kind.forward)
@@ -224,7 +250,9 @@ def test_what_changes_behind_a_step_is_seen(change, monkeypatch):
         torch.nn.modules.module._global_forward_hooks.clear()
     _, before, after, fresh = steps
     assert after.keys() == fresh.keys() and all(torch.equal(after[n], fresh[n]) for n in fresh)
-    assert after.keys() != before.keys() or any(not torch.equal(after[n], before[n]) for n in before)
+    assert after.keys() != before.keys() or any(
+        not torch.equal(after[n], before[n]) for n in before
+    )
 
 
 def as_buffer(layer):
@@ -246,8 +274,12 @@ EDITS = {
 @pytest.mark.parametrize("by_modules", [False, True], ids=["direct", "by modules"])
 @pytest.mark.parametrize("tile", [8, tiny.TOKENS])
 @pytest.mark.parametrize("edit", EDITS)
-def test_what_is_put_in_a_place_before_backward_changes_no_gradient(edit, tile, by_modules, monkeypatch):
-    """A bias where there was none was added as the layer ran again; what had been a parameter was looked for among those."""
+def test_what_is_put_in_a_place_before_backward_changes_no_gradient(
+    edit, tile, by_modules, monkeypatch
+):
+    """A bias where there was none was added as the layer ran again; what had been a parameter was
+    looked for among those.
+    """
     if by_modules:
         monkeypatch.setattr(ask, "direct_of", lambda *args: None)
     ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
@@ -352,10 +384,13 @@ def test_a_weight_with_two_names_in_a_layer_is_one(tied, tile, by_modules, monke
     TIED[tied](stock)
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
     batch = tiny.labelled()
-    wanted, got = [torch.autograd.grad(m(**batch).loss, list(m.parameters())) for m in (stock, ours)]
+    wanted, got = [
+        torch.autograd.grad(m(**batch).loss, list(m.parameters())) for m in (stock, ours)
+    ]
     assert all(p.grad is None for p in ours.parameters())
     for (name, _), x, y in zip(stock.named_parameters(), got, wanted):
-        assert (x - y).abs().max() <= 1e-6 * y.abs().max(), name  # norms and rotation are in float32 in stock
+        # norms and rotation are in float32 in stock
+        assert (x - y).abs().max() <= 1e-6 * y.abs().max(), name
 
 
 @pytest.mark.parametrize("tied", TIED)
@@ -381,7 +416,11 @@ def test_an_activations_class_or_the_call_of_linears_that_is_patched_is_seen(mon
     before = tiny.step(ours, batch)
     for kind, name, patched in (
         (type(stock.model.layers[0].mlp.act_fn), "forward", lambda self, x: torch.tanh(x)),
-        (torch.nn.Linear, "__call__", lambda self, x, call=torch.nn.Linear.__call__: call(self, x) / 2),
+        (
+            torch.nn.Linear,
+            "__call__",
+            lambda self, x, call=torch.nn.Linear.__call__: call(self, x) / 2,
+        ),
     ):
         with monkeypatch.context() as context:
             context.setattr(kind, name, patched)

@@ -1,13 +1,22 @@
-"""Decoders whose layers attend to an encoder's states too: of those our masks and tiles say nothing."""
+"""Decoders whose layers attend to an encoder's states too: of those our masks and tiles say
+nothing.
+"""
 
 import pytest
 import tiny
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 SIZES = {
-    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "dropout": 0.0,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 TOKENS = 10
@@ -33,7 +42,12 @@ def batch_of(make, seen: int):
     mask[0, -3:] = decoder[1, :2] = 0
     ids = torch.randint(3, 64, (2, seen), generator=generator)
     labels[1, :3] = -100
-    return {"input_ids": ids, "attention_mask": mask, "decoder_attention_mask": decoder, "labels": labels}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "decoder_attention_mask": decoder,
+        "labels": labels,
+    }
 
 
 @pytest.mark.parametrize("make, seen", [(bart, 13), (bart, TOKENS), (whisper, TOKENS)])
@@ -47,7 +61,9 @@ def test_a_decoder_beside_an_encoder_is_checkpointed_whole(make, seen, capsys):
     ours = tiny.patched(stock, logits=True)
     with torch.no_grad():
         at = batch["labels"] >= 0
-        torch.testing.assert_close(ours.eval()(**batch).logits[at], stock.eval()(**batch).logits[at])
+        torch.testing.assert_close(
+            ours.eval()(**batch).logits[at], stock.eval()(**batch).logits[at]
+        )
     got, true = tiny.step(ours.train(), batch), tiny.step(stock.train(), batch)
     assert got.keys() == true.keys()
     for name, wanted in true.items():
@@ -60,12 +76,20 @@ def test_a_decoder_layer_called_by_hand_beside_an_encoder_runs_whole(capsys):
     stock = bart().double()
     ours = tiny.patched(stock)
     theirs, layer = (model.model.decoder.layers[0] for model in (stock, ours))
-    x, states = torch.randn(2, TOKENS, 32, dtype=torch.float64), torch.randn(2, 13, 32, dtype=torch.float64)
+    x, states = (
+        torch.randn(2, TOKENS, 32, dtype=torch.float64),
+        torch.randn(2, 13, 32, dtype=torch.float64),
+    )
     alone = {"batch": {"hidden_states": x}, "loss": lambda y: y.pow(2).sum()}
     beside = alone | {"batch": {"hidden_states": x, "encoder_hidden_states": states}}
     tiny.step(layer, **alone)
     found = [tiny.step(layer, **beside), tiny.step(layer, **alone)]
-    assert capsys.readouterr().err.count("run whole, their inputs offloaded: it attends to an encoder's states") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "run whole, their inputs offloaded: it attends to an encoder's states"
+        )
+        == 1
+    )
     for got, given in zip(found, (beside, alone)):
         true = tiny.step(theirs, **given)
         assert got.keys() == true.keys()

@@ -1,5 +1,6 @@
-"""Every causal language model of transformers: exact, tiled or whole with a reason or left alone with a sentence, and no error
-that transformers does not raise."""
+"""Every causal language model of transformers: exact, tiled or whole with a reason or left alone
+with a sentence, and no error that transformers does not raise.
+"""
 
 import copy
 
@@ -41,13 +42,18 @@ def stock_model(name):
 def errors_of(grads, wanted):
     """Of each parameter's gradient, relative to its norm."""
     assert grads.keys() == wanted.keys()
-    return {n: ((grads[n] - value).norm() / value.norm().clamp_min(1e-3)).item() for n, value in wanted.items()}
+    return {
+        n: ((grads[n] - value).norm() / value.norm().clamp_min(1e-3)).item()
+        for n, value in wanted.items()
+    }
 
 
 def moved(stock, wanted):
-    """By parameter, how far transformers' own gradients move where what is embedded does by float32's rounding, of three tries.
-    Their eager attention rounds its probabilities to float32 in a float64 model too, ours does not; most families keep such a
-    difference as small as it is, Gemma 3n makes it ten thousand times larger."""
+    """By parameter, how far transformers' own gradients move where what is embedded does by
+    float32's rounding, of three tries. Their eager attention rounds its probabilities to float32 in
+    a float64 model too, ours does not; most families keep such a difference as small as it is,
+    Gemma 3n makes it ten thousand times larger.
+    """
     found = dict.fromkeys(wanted, 0.0)
     for seed in range(3):
         other = copy.deepcopy(stock)
@@ -63,7 +69,9 @@ def moved(stock, wanted):
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_exact_or_as_it_was(name):
-    """Fused losses at the accuracy of float32; gradients where only what runs is ours, not how it is rounded."""
+    """Fused losses at the accuracy of float32; gradients where only what runs is ours, not how it
+    is rounded.
+    """
     stock = stock_model(name)
     _, wanted_loss, wanted = step(stock, batch())
     ours = copy.deepcopy(stock)
@@ -73,8 +81,15 @@ def test_exact_or_as_it_was(name):
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     assert len(str(report).splitlines()) <= 10
     _, _, grads = step(ours, batch())
-    errors, budget = errors_of(grads, wanted), 3e-4 if next(iter(wanted.values())).element_size() == 8 else 3e-3
+    errors, budget = (
+        errors_of(grads, wanted),
+        3e-4 if next(iter(wanted.values())).element_size() == 8 else 3e-3,
+    )
     if max(errors.values()) > budget:
         moves = moved(stock, wanted)
-        errors = {parameter: error for parameter, error in errors.items() if error > 3 * moves[parameter]}
-    assert not errors or max(errors.values()) <= budget, {n: f"{e:.1e}" for n, e in errors.items() if e > budget}
+        errors = {
+            parameter: error for parameter, error in errors.items() if error > 3 * moves[parameter]
+        }
+    assert not errors or max(errors.values()) <= budget, {
+        n: f"{e:.1e}" for n, e in errors.items() if e > budget
+    }

@@ -32,7 +32,10 @@ CLOSE = 3e-4
 
 
 def names():
-    return [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in families.TILED + families.MORE]
+    return [
+        n if n in SHORT else pytest.param(n, marks=pytest.mark.long)
+        for n in families.TILED + families.MORE
+    ]
 
 
 def step(model, batch, pieces=None):
@@ -43,7 +46,11 @@ def step(model, batch, pieces=None):
         out = model(**piece, use_cache=False)
         out.loss.backward()
         total += out.loss.item()
-    return out, total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        out,
+        total,
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 def assert_close(got, wanted):
@@ -62,7 +69,9 @@ def batch(tokens=40, vocab=64):
 
 @pytest.mark.parametrize("name", names())
 def test_loss_and_gradients(name):
-    """Tiled in every layer, the loss fused with the family's scale, soft cap and router loss; also with holes in the mask."""
+    """Tiled in every layer, the loss fused with the family's scale, soft cap and router loss; also
+    with holes in the mask.
+    """
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE)
@@ -83,10 +92,13 @@ def test_loss_and_gradients(name):
 
 @pytest.mark.parametrize("head_dim", [256, 512])
 def test_wide_heads(head_dim):
-    """As wide as a GPU's kernels take (Gemma), and as none takes (Gemma 4): tiled, and layers as they are with our attention."""
+    """As wide as a GPU's kernels take (Gemma), and as none takes (Gemma 4): tiled, and layers as
+    they are with our attention.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=head_dim, vocab_size=64, attn_implementation="eager",
     )  # fmt: skip
     stock = transformers.LlamaForCausalLM(config).double().train()
@@ -111,8 +123,9 @@ def test_wide_heads(head_dim):
     ],
 )
 def test_packed_documents_are_isolated(name):
-    """gpt-oss tells transformers nothing of positions, so there documents see each other; here one rule holds for all. Llama 4's
-    chunks are counted inside a document."""
+    """gpt-oss tells transformers nothing of positions, so there documents see each other; here one
+    rule holds for all. Llama 4's chunks are counted inside a document.
+    """
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE)
@@ -120,7 +133,10 @@ def test_packed_documents_are_isolated(name):
     positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
     given["labels"][:, [0, 17]] = -100
     count = (given["labels"] != -100).sum()
-    pieces = [{k: v[:, a:b] for k, v in given.items()} | {"num_items_in_batch": count} for a, b in ((0, 17), (17, 40))]
+    pieces = [
+        {k: v[:, a:b] for k, v in given.items()} | {"num_items_in_batch": count}
+        for a, b in ((0, 17), (17, 40))
+    ]
     for mask in (None, torch.ones(1, 40, dtype=torch.long)):
         _, loss, grads = step(ours, {**given, "position_ids": positions, "attention_mask": mask})
         _, wanted_loss, wanted = step(stock, None, pieces)
@@ -129,14 +145,19 @@ def test_packed_documents_are_isolated(name):
 
 
 def test_an_embedding_of_a_familys_own_goes_back_in_slices_too(monkeypatch):
-    """Gemma scales what it looks up: 2 GiB of float32 sums at 131,072 tokens, of which the plan knew nothing."""
+    """Gemma scales what it looks up: 2 GiB of float32 sums at 131,072 tokens, of which the plan
+    knew nothing.
+    """
     stock = families.small_model("gemma3_text").float()
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE)
-    monkeypatch.setattr("hfpatch.ops.embedding.SLICE_BYTES", 4 * 80 * 24)  # of 64 columns, three slices
+    # of 64 columns, three slices
+    monkeypatch.setattr("hfpatch.ops.embedding.SLICE_BYTES", 4 * 80 * 24)
     ids, wide = batch()["input_ids"], []
     backward = torch.ops.aten.embedding_dense_backward
-    spy = SimpleNamespace(embedding_dense_backward=lambda dy, *args: wide.append(dy.shape[-1]) or backward(dy, *args))
+    spy = SimpleNamespace(
+        embedding_dense_backward=lambda dy, *args: wide.append(dy.shape[-1]) or backward(dy, *args)
+    )
     monkeypatch.setattr(hfpatch.ops.embedding.torch, "ops", SimpleNamespace(aten=spy))
     for model in (ours, stock):
         model.model.embed_tokens(ids).pow(2).sum().backward()
@@ -161,15 +182,19 @@ def test_a_family_that_our_attention_cannot_serve_keeps_its_own():
 
 
 def test_a_rotation_gives_q_and_k_each_its_own_dtype():
-    q, k, cos, sin = (torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16)))
+    q, k, cos, sin = (
+        torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16))
+    )
     rotate = rotation(modeling_olmo2.apply_rotary_pos_emb)
     assert [x.dtype for x in rotate(q.bfloat16(), k, cos, sin)] == [torch.bfloat16, torch.float32]
 
 
-# Angles that stay float32 (OLMo 2), norms of heads, norms and rotations in float32. A router may take another expert by rounding.
+# Angles that stay float32 (OLMo 2), norms of heads, norms and rotations in float32. A router may
+# take another expert by rounding.
 @pytest.mark.parametrize("name", [
     "olmo2", "gemma3_text", "cohere2",
-    *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "olmo3", "phi3", "glm4", "smollm3")),
+    *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "olmo3", "phi3", "glm4",
+                                                        "smollm3")),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_as_exact_as_transformers(name, dtype):
@@ -201,5 +226,7 @@ def test_attention_weights_are_the_familys_own():
     assert len(got.attentions) == len(true.attentions) == len(stock.model.layers)
     for ours_BHTT, theirs_BHTT in zip(got.attentions, true.attentions):
         # What padding attends to is nobody's.
-        torch.testing.assert_close(ours_BHTT[:, :, 7:], theirs_BHTT[:, :, 7:], rtol=CLOSE, atol=CLOSE)
+        torch.testing.assert_close(
+            ours_BHTT[:, :, 7:], theirs_BHTT[:, :, 7:], rtol=CLOSE, atol=CLOSE
+        )
     torch.testing.assert_close(got.logits[:, 7:], true.logits[:, 7:], rtol=CLOSE, atol=CLOSE)

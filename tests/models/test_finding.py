@@ -1,4 +1,6 @@
-"""Which layers of a model are its decoder's: those of the text that the head and the loss hang on, wherever they are kept."""
+"""Which layers of a model are its decoder's: those of the text that the head and the loss hang on,
+wherever they are kept.
+"""
 
 import copy
 
@@ -13,18 +15,24 @@ import hfpatch
 from hfpatch.decoder.find import find_decoder
 
 # More layers than the text has: the longest list is the tower's.
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2, "image_size": 16,
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5,
+         "num_attention_heads": 2, "image_size": 16,
          "patch_size": 4, "projection_dim": 32}  # fmt: skip
-BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64,
+BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "vocab_size": 64,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0}  # fmt: skip
-LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 2,
          "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
-GEMMA = {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64,
+GEMMA = {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "vocab_size": 64,
          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
-PALIGEMMA = {"model_type": "paligemma", "text_config": GEMMA, "projection_dim": 32, "image_token_id": 60,
+PALIGEMMA = {"model_type": "paligemma", "text_config": GEMMA, "projection_dim": 32,
+             "image_token_id": 60,
              "vision_config": {"model_type": "siglip_vision_model", **TOWER}}  # fmt: skip
-# Model, its config's settings, where its decoder is, how many of its first tokens are the image's, whether its layers are tiled.
+# Model, its config's settings, where its decoder is, how many of its first tokens are the image's,
+# whether its layers are tiled.
 MODELS = {
     "git": ("GitForCausalLM", {"vision_config": TOWER, **BERT}, "git.encoder", 0, False),
     "blip": (
@@ -34,13 +42,15 @@ MODELS = {
     ),
     "blip-2": (
         "Blip2ForConditionalGeneration",
-        {"vision_config": TOWER, "text_config": LLAMA, "qformer_config": BERT | {"num_hidden_layers": 4, "encoder_hidden_size": 32},
+        {"vision_config": TOWER, "text_config": LLAMA, "qformer_config": BERT
+         | {"num_hidden_layers": 4, "encoder_hidden_size": 32},
          "num_query_tokens": 4, "image_token_index": 60},
         "language_model.model", 4, True,
     ),
     "pi0": (
         "PI0ForConditionalGeneration",
-        {"vlm_config": PALIGEMMA, "dit_config": GEMMA, "chunk_size": 8, "max_action_dim": 6, "max_state_dim": 6},
+        {"vlm_config": PALIGEMMA, "dit_config": GEMMA, "chunk_size": 8, "max_action_dim": 6,
+         "max_state_dim": 6},
         "model.vlm.language_model", 16, False,
     ),
 }  # fmt: skip
@@ -52,16 +62,25 @@ def small(name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     kind, settings, _, n_image, _ = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(CONFIG_MAPPING[name](**copy.deepcopy(settings))).double().train()
+    model = (
+        getattr(transformers, kind)(CONFIG_MAPPING[name](**copy.deepcopy(settings)))
+        .double()
+        .train()
+    )
     with torch.no_grad():
         for p in model.parameters():
             drawn = torch.randn_like(p)
-            p.add_(0.1 * drawn) if p.dim() < 2 else p.copy_(drawn * min(p.shape[0], p[0].numel()) ** -0.5)
+            p.add_(0.1 * drawn) if p.dim() < 2 else p.copy_(
+                drawn * min(p.shape[0], p[0].numel()) ** -0.5
+            )
     ids = torch.randint(4, 59, (2, 40))
     ids[:, :n_image] = 60
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if name != "pi0":
-        return model, batch | {"labels": ids, "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
+        return model, batch | {
+            "labels": ids,
+            "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64),
+        }
     shapes = {
         "pixel_values": (2, 1, 3, 16, 16),
         "state": (2, 6),
@@ -115,8 +134,9 @@ def test_no_tower_of_images_or_sound_is_taken_for_the_decoder(name):
 
 
 def test_a_decoder_named_further_in_counts_where_nothing_outside_has_a_head():
-    """Qwen2.5-Omni's outermost model names no decoder: its thinker does. CSM's has a head, and a longer backbone that nobody
-    names than the decoder which a model inside it names."""
+    """Qwen2.5-Omni's outermost model names no decoder: its thinker does. CSM's has a head, and a
+    longer backbone that nobody names than the decoder which a model inside it names.
+    """
     omni = built("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni")
     found = find_decoder(omni)
     assert (found.stack, found.causal) == (omni.thinker.get_decoder(), omni.thinker)

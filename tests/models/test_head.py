@@ -1,4 +1,6 @@
-"""The ends of a model. The head stays transformers' own Linear: the fused loss is its forward for the time of one call."""
+"""The ends of a model. The head stays transformers' own Linear: the fused loss is its forward for
+the time of one call.
+"""
 
 import copy
 import functools
@@ -27,7 +29,10 @@ def test_the_head_is_a_plain_linear_before_during_and_after():
         warnings.simplefilter("ignore")  # torch retires it
         quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(ours).eval(), {nn.Linear})
     assert type(quantised.lm_head).__module__.startswith("torch.ao.nn.quantized")
-    with pytest.warns(UserWarning, match="whole logits, as lm_head is a torch.ao.nn.quantized"), torch.no_grad():
+    with (
+        pytest.warns(UserWarning, match="whole logits, as lm_head is a torch.ao.nn.quantized"),
+        torch.no_grad(),
+    ):
         assert quantised(**tiny.labelled()).loss.isfinite()
 
 
@@ -47,9 +52,13 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["parametrize first", "apply first"])
-@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.embed_tokens", "model.layers.0.mlp.up_proj"])
+@pytest.mark.parametrize(
+    "name", ["lm_head", "model.norm", "model.embed_tokens", "model.layers.0.mlp.up_proj"]
+)
 def test_parametrize_then_apply_undo_and_apply_again(name, order):
-    """parametrize puts a class of its own over ours, or ours comes over its: each is taken off without the other."""
+    """parametrize puts a class of its own over ours, or ours comes over its: each is taken off
+    without the other.
+    """
     stock, ours = tiny.llama(), tiny.llama()
     if order == "apply first":
         hfpatch.apply(ours, checkpointing=tiny.TILED)
@@ -59,7 +68,9 @@ def test_parametrize_then_apply_undo_and_apply_again(name, order):
     tiny.assert_as_good(ours, stock, tiny.labelled())
     assert ours(**tiny.labelled()).logits is None
     hfpatch.undo(ours)
-    assert [k.__mro__[1:] for k in tiny.classes(ours)] == [k.__mro__[1:] for k in tiny.classes(stock)]
+    assert [k.__mro__[1:] for k in tiny.classes(ours)] == [
+        k.__mro__[1:] for k in tiny.classes(stock)
+    ]
     got, wanted = tiny.step(ours, tiny.labelled()), tiny.step(stock, tiny.labelled())
     assert all(torch.equal(got[n], wanted[n]) for n in wanted)
     hfpatch.apply(ours, checkpointing=tiny.TILED)
@@ -70,10 +81,16 @@ def test_parametrize_then_apply_undo_and_apply_again(name, order):
     assert tiny.classes(ours) == tiny.classes(stock)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", hfpatch.Checkpointing(tile=512), tiny.TILED, "theirs"])
+@pytest.mark.parametrize(
+    "checkpointing", ["off", hfpatch.Checkpointing(tile=512), tiny.TILED, "theirs"]
+)
 def test_flops_and_modules_are_counted(checkpointing):
-    """FlopCounterMode and ModuleTracker hook every tensor that says it wants a gradient: none may say so without a graph."""
-    ours = tiny.patched(tiny.llama(), checkpointing="off" if checkpointing == "theirs" else checkpointing)
+    """FlopCounterMode and ModuleTracker hook every tensor that says it wants a gradient: none may
+    say so without a graph.
+    """
+    ours = tiny.patched(
+        tiny.llama(), checkpointing="off" if checkpointing == "theirs" else checkpointing
+    )
     if checkpointing == "theirs":
         tiny.checkpoint(ours)
     batch = tiny.labelled()
@@ -81,14 +98,25 @@ def test_flops_and_modules_are_counted(checkpointing):
         ours(**batch).loss.backward()
     tokens, kept = batch["input_ids"].numel(), int((batch["labels"][:, 1:] != -100).sum())
     D, K, F, V = 64, 32, 112, tiny.VOCAB
-    matmuls = {"q": D * D, "k": D * K, "v": D * K, "o": D * D, "gate": D * F, "up": D * F, "down": D * F}
+    matmuls = {
+        "q": D * D,
+        "k": D * K,
+        "v": D * K,
+        "o": D * D,
+        "gate": D * F,
+        "up": D * F,
+        "down": D * F,
+    }
     again = 0 if checkpointing == "off" else sum(matmuls.values()) - matmuls["down"]
     layer = tokens * 2 * (3 * sum(matmuls.values()) + again)
     counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
     square = "LlamaForCausalLM.model.layers.1"
-    attention = sum(n for op, n in counter.get_flop_counts()[square].items() if "attention" in str(op))
+    attention = sum(
+        n for op, n in counter.get_flop_counts()[square].items() if "attention" in str(op)
+    )
     assert counts[square] == layer + attention
-    angles = counts.get("LlamaForCausalLM.model.rotary_emb", 0)  # a matmul in older versions of transformers
+    # a matmul in older versions of transformers
+    angles = counts.get("LlamaForCausalLM.model.rotary_emb", 0)
     assert counts["Global"] - angles == 2 * (layer + attention) + 6 * kept * D * V
 
 
@@ -102,7 +130,9 @@ def frozen_embedding(model):
 def wants_gradient(model, batch) -> bool:
     """Whether the first layer is asked for the gradient of its input."""
     seen = []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].requires_grad))
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda m, args: seen.append(args[0].requires_grad)
+    )
     model(**batch)
     hook.remove()
     return seen == [True]
@@ -111,7 +141,9 @@ def wants_gradient(model, batch) -> bool:
 @pytest.mark.parametrize("way", tiny.WAYS)
 @pytest.mark.parametrize("order", ["apply first", "hook first"])
 def test_enable_input_require_grads_costs_nothing(way, order):
-    """TRL and PEFT call it: the embedding's output becomes a leaf that is kept, and layer 0 computes a gradient for nobody."""
+    """TRL and PEFT call it: the embedding's output becomes a leaf that is kept, and layer 0
+    computes a gradient for nobody.
+    """
     stock, ours = frozen_embedding(tiny.llama()), frozen_embedding(tiny.llama())
     for turn in ("apply first", "hook first"):
         if turn == order:
@@ -121,21 +153,27 @@ def test_enable_input_require_grads_costs_nothing(way, order):
     stock.enable_input_require_grads()
     batch = tiny.labelled()
     assert wants_gradient(stock, batch)
-    assert wants_gradient(ours, batch) == (way == "off"), "transformers' own checkpointing may need it"
+    assert wants_gradient(ours, batch) == (way == "off"), (
+        "transformers' own checkpointing may need it"
+    )
     tiny.assert_as_good(ours, stock, batch)
     kept, exact = [], tiny.exact(stock)
     exact.enable_input_require_grads()
     for model in (ours, stock, exact):
         model.model.embed_tokens.register_forward_hook(lambda m, args, out: kept.append(out))
         tiny.step(model, batch)
-    tiny.numerics.assert_close(*(out.grad for out in kept), "what somebody who holds the embedding's output gets")
+    tiny.numerics.assert_close(
+        *(out.grad for out in kept), "what somebody who holds the embedding's output gets"
+    )
     hfpatch.undo(ours)
     assert tiny.classes(ours) == tiny.classes(stock) and wants_gradient(ours, batch)
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_an_embedding_called_by_hand_gives_the_gradient_that_was_asked_for(way):
-    """PEFT's suite looks for it; who embeds the tokens himself reads it (saliency), and got None."""
+    """PEFT's suite looks for it; who embeds the tokens himself reads it (saliency), and got
+    None.
+    """
     stock, ours = frozen_embedding(tiny.llama()), frozen_embedding(tiny.llama())
     hfpatch.apply(ours, checkpointing=tiny.WAYS[way])
     exact, kept = tiny.exact(stock), []
@@ -145,12 +183,16 @@ def test_an_embedding_called_by_hand_gives_the_gradient_that_was_asked_for(way):
         kept.append(model.get_input_embeddings()(batch.pop("input_ids")))
         assert kept[-1].requires_grad
         model(**batch, inputs_embeds=kept[-1]).loss.backward()
-    tiny.numerics.assert_close(*(out.grad for out in kept), "what somebody who embeds the tokens himself gets")
+    tiny.numerics.assert_close(
+        *(out.grad for out in kept), "what somebody who embeds the tokens himself gets"
+    )
 
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_hidden_states_have_the_gradient_that_was_asked_for(way):
-    """The first of them is what was embedded; in a frozen model (saliency) nothing else has one, and backward raised."""
+    """The first of them is what was embedded; in a frozen model (saliency) nothing else has one,
+    and backward raised.
+    """
     stock = tiny.llama().requires_grad_(False)
     ours, exact, kept = tiny.patched(stock, checkpointing=tiny.WAYS[way]), tiny.exact(stock), []
     for model in (ours, stock, exact):
@@ -168,7 +210,11 @@ def test_a_frozen_model_has_a_backward_where_input_gradients_were_asked_for(part
     ours = tiny.patched(tiny.llama().requires_grad_(False), checkpointing=tiny.WAYS[way])
     ours.enable_input_require_grads()
     batch = tiny.labelled()
-    loss = ours(**batch).loss if part == "causal" else ours.model(batch["input_ids"]).last_hidden_state.sum()
+    loss = (
+        ours(**batch).loss
+        if part == "causal"
+        else ours.model(batch["input_ids"]).last_hidden_state.sum()
+    )
     loss.backward()
     assert all(p.grad is None for p in ours.parameters())
 
@@ -192,7 +238,9 @@ def test_an_embedding_of_the_familys_own_is_free_too():
         model.enable_input_require_grads()
     assert wants_gradient(stock, tiny.labelled()) and not wants_gradient(ours, tiny.labelled())
     got, true = tiny.step(ours, tiny.labelled()), tiny.step(never, tiny.labelled())
-    assert got.keys() == true.keys() and all(torch.equal(value, true[name]) for name, value in got.items())
+    assert got.keys() == true.keys() and all(
+        torch.equal(value, true[name]) for name, value in got.items()
+    )
 
 
 @pytest.mark.parametrize("order", ["apply first", "peft first"])
@@ -206,7 +254,10 @@ def test_cpt_finds_the_logits_that_it_reads(order):
         torch.manual_seed(0)
         ids = [5, 6, 7, 8]
         settings = CPTConfig(
-            cpt_token_ids=ids, cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4], task_type="CAUSAL_LM"
+            cpt_token_ids=ids,
+            cpt_mask=[1] * 4,
+            cpt_tokens_type_mask=[1, 2, 3, 4],
+            task_type="CAUSAL_LM",
         )
         wrapped = get_peft_model(model, settings)
         if patch and order == "peft first":
@@ -221,7 +272,9 @@ def test_cpt_finds_the_logits_that_it_reads(order):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parts_of_another_library_stay_and_the_others_are_ours(when):
-    """use_kernels gives norms and MLPs a forward on the instance: those stay, the layers around them are tiled all the same."""
+    """use_kernels gives norms and MLPs a forward on the instance: those stay, the layers around
+    them are tiled all the same.
+    """
     stock, ours = tiny.llama(), tiny.llama()
 
     def kernelize(model):
@@ -239,11 +292,17 @@ def test_parts_of_another_library_stay_and_the_others_are_ours(when):
         assert reasons["rms_norm"] == reasons["mlp"] == f"its forward is {__name__}'s"
     else:
         kernelize(ours)  # transformers does at every train() and eval()
-    assert report.count("checkpointing") == 2 and report.count("rope") == 2 and report.count("loss") == 1
+    assert (
+        report.count("checkpointing") == 2
+        and report.count("rope") == 2
+        and report.count("loss") == 1
+    )
     tiny.assert_as_good(ours, stock, tiny.labelled())
     assert ours(**tiny.labelled()).logits is None
     hfpatch.undo(ours)
-    assert all("forward" in vars(m) for m in ours.modules() if type(m).__name__ == "LlamaMLP"), "theirs are theirs"
+    assert all("forward" in vars(m) for m in ours.modules() if type(m).__name__ == "LlamaMLP"), (
+        "theirs are theirs"
+    )
 
 
 def _kernel(forward):
@@ -258,17 +317,23 @@ def test_the_loss_has_the_workspace_that_the_policy_gives_it(monkeypatch):
 
     resolve, fused, given, found = LayerRuntime._resolve, hfpatch.ops.linear_cross_entropy, [], []
     monkeypatch.setattr(
-        hfpatch.ops, "linear_cross_entropy", lambda *a, **k: given.append(k["workspace_bytes"]) or fused(*a, **k)
+        hfpatch.ops,
+        "linear_cross_entropy",
+        lambda *a, **k: given.append(k["workspace_bytes"]) or fused(*a, **k),
     )
     for nbytes in (512 << 20, 48 * 64 + 20_000):
         more = {"loss_bytes": nbytes}
-        monkeypatch.setattr(LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more))
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more)
+        )
         hfpatch.apply(model := tiny.llama())
         ids = torch.arange(64).view(1, 64) % 32
         model(input_ids=ids, labels=ids).loss.backward()
         found.append(model.lm_head.weight.grad)
         assert given[-1] == nbytes
-    assert (found[0] - found[1]).abs().max() <= 64 * torch.finfo(torch.float32).eps * found[0].abs().max()
+    assert (found[0] - found[1]).abs().max() <= 64 * torch.finfo(torch.float32).eps * found[
+        0
+    ].abs().max()
 
 
 class _Around:
@@ -286,7 +351,8 @@ def _run(forward, *args):
 
 
 @pytest.mark.parametrize("around", [
-    lambda f: functools.update_wrapper(functools.partial(_run, f), f),  # as accelerate's hooks have it
+    # as accelerate's hooks have it
+    lambda f: functools.update_wrapper(functools.partial(_run, f), f),
     _Around,
 ])  # fmt: skip
 def test_a_forward_that_took_over_its_inners_name_is_told_by_its_own(around):
@@ -294,4 +360,6 @@ def test_a_forward_that_took_over_its_inners_name_is_told_by_its_own(around):
     mlp = ours.model.layers[0].mlp
     mlp.forward = around(mlp.forward)
     report = hfpatch.apply(ours, rms_norm=False, rope=False, loss=False, checkpointing="off")
-    assert [why for option, why in report.skipped if "forward" in why] == [f"LlamaMLP: its forward is {__name__}'s"]
+    assert [why for option, why in report.skipped if "forward" in why] == [
+        f"LlamaMLP: its forward is {__name__}'s"
+    ]

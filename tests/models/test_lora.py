@@ -1,4 +1,6 @@
-"""LoRA over plain and quantised bases: exact where products are left out, small where others widen or ask for gradients."""
+"""LoRA over plain and quantised bases: exact where products are left out, small where others widen
+or ask for gradients.
+"""
 
 import copy
 import dataclasses
@@ -24,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
 
 
 def adapted(model: nn.Module, **settings) -> nn.Module:
-    made = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings))
+    made = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **settings)
+    )
     torch.manual_seed(1)
     for name, p in made.named_parameters():
         if "lora_" in name:
@@ -45,7 +49,9 @@ def quantised(request, tmp_path_factory):
                                 bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own, of a CPU without its compiled kernels
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).train()
+        return AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.bfloat16
+        ).train()
 
 
 def gradients(model: nn.Module) -> dict:
@@ -58,13 +64,17 @@ def same_with_and_without_dead_products(model: nn.Module, monkeypatch) -> set:
     """Which Linear layers were left out, gradients being equal to the bit."""
     hfpatch.apply(model, checkpointing=tiny.TILED)
     left, forward = set(), dead._valueless_forward
-    monkeypatch.setattr(dead, "_valueless_forward", lambda m, *args: left.add(m) or forward(m, *args))
+    monkeypatch.setattr(
+        dead, "_valueless_forward", lambda m, *args: left.add(m) or forward(m, *args)
+    )
     ours = gradients(model)
     monkeypatch.setattr(dead, "can_go_without", lambda module: False)
     computed = gradients(model)
     assert ours.keys() == computed.keys() and all("lora_" in n for n in ours)
     assert all(torch.equal(ours[n], computed[n]) for n in ours)
-    return {name.removeprefix("base_model.model.") for name, m in model.named_modules() if m in left}
+    return {
+        name.removeprefix("base_model.model.") for name, m in model.named_modules() if m in left
+    }
 
 
 def test_a_base_under_lora_leaves_out_what_nobody_reads(monkeypatch):
@@ -82,15 +92,21 @@ def test_so_does_a_quantised_one(quantised, monkeypatch):
 def with_dense(dense: bool, monkeypatch):
     """Policies that write weights of 4 bits out once a phase, or once a tile."""
     resolve = session.LayerRuntime._resolve
-    monkeypatch.setattr(session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), dense=dense))
+    monkeypatch.setattr(
+        session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), dense=dense)
+    )
 
 
 def test_weights_are_written_out_once_for_all_tiles(monkeypatch):
-    """Of the NF4 of our GPU scripts: the same bits, each weight made once a phase and gone with it."""
+    """Of the NF4 of our GPU scripts: the same bits, each weight made once a phase and gone with
+    it.
+    """
     import nf4
 
     made, stock = [], nf4.Nf4Linear.dequantised
-    monkeypatch.setattr(nf4.Nf4Linear, "dequantised", lambda m: made.append(dense := stock(m)) or dense)
+    monkeypatch.setattr(
+        nf4.Nf4Linear, "dequantised", lambda m: made.append(dense := stock(m)) or dense
+    )
     row = ("4bit", lambda module, dtype: module.dequantised().to(dtype))
     monkeypatch.setitem(quantised_module._QUANTISED, "nf4.Nf4Linear", row)
     model = tiny.llama(dtype=torch.bfloat16)
@@ -114,8 +130,8 @@ def test_weights_are_written_out_once_for_all_tiles(monkeypatch):
         counts.append(len(made))
         made.clear()
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0]) and len(found[0]) > 20
-    # To attention's backward of layer 1: two forwards, then o, gate, up and down, q, k and v; q, k, v's gradients, and layer 0,
-    # whose input wants none.
+    # To attention's backward of layer 1: two forwards, then o, gate, up and down, q, k and v; q, k,
+    # v's gradients, and layer 0, whose input wants none.
     assert counts[-3:] == [2 * 7 + 4 + 3, 3 + 4 + 3, 0] and counts[-6] > 2 * counts[-3]
 
 
@@ -124,7 +140,9 @@ def test_those_of_bitsandbytes_too(quantised, monkeypatch):
     if not any("Linear4bit" in type(m).__name__ for m in quantised.modules()):
         pytest.skip("of 8 bits, whose forward has products of its own")
     found, made, stock = [], [], functional.dequantize_4bit
-    monkeypatch.setattr(functional, "dequantize_4bit", lambda *a, **k: made.append(1) or stock(*a, **k))
+    monkeypatch.setattr(
+        functional, "dequantize_4bit", lambda *a, **k: made.append(1) or stock(*a, **k)
+    )
     model = adapted(copy.deepcopy(quantised))
     model(**tiny.labelled())  # settles what each computes in
     for dense in (False, True):
@@ -146,7 +164,9 @@ def test_an_adapter_that_reads_the_output_keeps_it():
 
 
 def test_dropout_is_no_mixing_of_tokens():
-    """Of a layer that is asked itself, in training, as where no small instance can be built: told by runs that are compared."""
+    """Of a layer that is asked itself, in training, as where no small instance can be built: told
+    by runs that are compared.
+    """
     found = []
     for p in (0.0, 0.3):
         model = adapted(tiny.llama(), lora_dropout=p)
@@ -170,8 +190,13 @@ def test_preparation_freezes_and_no_more(quantised):
     assert "float32 over a quantised base" in notes and "hfpatch.freeze_base(model)" in notes
     hfpatch.freeze_base(model)
     assert "float32 over" not in "".join(hfpatch.apply(model).notes)
-    base = {n.replace("base_model.model.", "").replace(".base_layer", ""): p for n, p in model.named_parameters()}
-    assert all(torch.equal(base[n], value) and base[n].dtype == before[n] for n, value in values.items())
+    base = {
+        n.replace("base_model.model.", "").replace(".base_layer", ""): p
+        for n, p in model.named_parameters()
+    }
+    assert all(
+        torch.equal(base[n], value) and base[n].dtype == before[n] for n, value in values.items()
+    )
     assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
 
 
@@ -179,7 +204,9 @@ def test_a_hook_of_ones_own_gets_the_gradient_of_what_is_embedded():
     model = adapted(tiny.llama())
     hfpatch.apply(model, checkpointing=tiny.TILED)
     plain, seen = gradients(model), []
-    model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.requires_grad_(True)))
+    model.get_input_embeddings().register_forward_hook(
+        lambda m, args, out: seen.append(out.requires_grad_(True))
+    )
     found = gradients(model)
     assert all(torch.equal(found[n], plain[n]) for n in plain)
     assert seen[0].grad is not None

@@ -1,4 +1,6 @@
-"""Layers that mix tokens by something else than attention: the mixer runs whole, the rest tile by tile, documents apart."""
+"""Layers that mix tokens by something else than attention: the mixer runs whole, the rest tile by
+tile, documents apart.
+"""
 
 import copy
 import gc
@@ -19,7 +21,8 @@ from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
-# Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged: what is fused is tested elsewhere.
+# Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged:
+#     what is fused is tested elsewhere.
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 OWN_MASK = tiny.not_with_transformers_5_0(
     "builds the masks of hybrids in their own code, with which layers run whole, said in the report"
@@ -30,7 +33,8 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "qwen3_next": ("linear_attn", "mlp"),
     "qwen3_5_text": ("linear_attn", "mlp.gate_proj"),
     "granitemoehybrid": ("mamba", "shared_mlp.input_linear"),
-    "nemotron_h": ("mixer", None),  # a layer is a mixer, an attention, an MLP or experts, and no two of them
+    # a layer is a mixer, an attention, an MLP or experts, and no two of them
+    "nemotron_h": ("mixer", None),
     "jamba": ("mamba", "feed_forward.gate_proj"),
     "bamba": ("mamba", "feed_forward.gate_proj"),
     "minimax": ("self_attn", "mlp"),  # gives a pair, output and state
@@ -41,7 +45,8 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "gpt_neo": ("attn.attention", "mlp.c_fc"),
     "deepseek_v32": ("self_attn", "mlp"),
     "xlstm": ("mlstm_layer", "ffn.proj_up"),
-    "zaya": ("self_attn", "mlp"),  # convolutions before its attention; a state of its routers goes from layer to layer
+    # convolutions before its attention; a state of its routers goes from layer to layer
+    "zaya": ("self_attn", "mlp"),
 }
 SHORT = ("lfm2", "falcon_h1", "doge", "gptj", "zaya")
 
@@ -97,16 +102,22 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
 
 
 def packed_and_apart(rows: int):
-    """A batch whose rows hold two documents each, cut elsewhere, and the batches of one document."""
+    """A batch whose rows hold two documents each, cut elsewhere, and the batches of one
+    document.
+    """
     given = batch()
     given = {k: v[:rows] for k, v in given.items()}
     cuts = (17, 9)[:rows]
-    given["position_ids"] = torch.stack([torch.cat([torch.arange(c), torch.arange(40 - c)]) for c in cuts])
+    given["position_ids"] = torch.stack(
+        [torch.cat([torch.arange(c), torch.arange(40 - c)]) for c in cuts]
+    )
     for row, cut in enumerate(cuts):
         given["labels"][row, [0, cut]] = -100
     n = {"num_items_in_batch": (given["labels"] != -100).sum()}
     spans = [(row, a, b) for row, cut in enumerate(cuts) for a, b in ((0, cut), (cut, 40))]
-    pieces = [{k: given[k][r : r + 1, a:b] for k in ("input_ids", "labels")} | n for r, a, b in spans]
+    pieces = [
+        {k: given[k][r : r + 1, a:b] for k in ("input_ids", "labels")} | n for r, a, b in spans
+    ]
     return given | n, pieces
 
 
@@ -116,12 +127,18 @@ def packed_and_apart(rows: int):
     [
         "falcon_h1",
         "doge",
-        *(pytest.param(n, marks=pytest.mark.long) for n in HYBRIDS if n not in ("falcon_h1", "doge")),
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in HYBRIDS
+            if n not in ("falcon_h1", "doge")
+        ),
     ],
 )
 @pytest.mark.parametrize("way", ["tiled", "whole"])
 def test_packed_documents_do_not_see_each_other(name, way, falcon):
-    """On the kernels that are there, none of which is told of documents; with a mask of ones, offsets, and in evaluation."""
+    """On the kernels that are there, none of which is told of documents; with a mask of ones,
+    offsets, and in evaluation.
+    """
     stock = falcon if name == "falcon_h1" else families.small_model(name)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
@@ -136,7 +153,9 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
         assert_close(grads, wanted)
     offsets = torch.tensor([0, 17, 40, 49, 80], dtype=torch.int32)
     with torch.no_grad():
-        loss = ours.eval()(**given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False).loss.item()
+        loss = ours.eval()(
+            **given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, use_cache=False
+        ).loss.item()
     assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
 
 
@@ -167,7 +186,9 @@ def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
 
 @pytest.mark.parametrize("name", ["bloom", pytest.param("inkling_text", marks=pytest.mark.long)])
 def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(name):
-    """Found by asking the small instance: Bloom drops positions, Inkling mixes tokens in its projections of keys."""
+    """Found by asking the small instance: Bloom drops positions, Inkling mixes tokens in its
+    projections of keys.
+    """
     stock = families.small_model(name)
     given, _ = packed_and_apart(2)
     counted = given | {"position_ids": torch.arange(40).expand(2, -1)}
@@ -184,10 +205,17 @@ def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(n
 
 @tiny.not_with_transformers_5_0("makes such masks in float32 alone")
 @pytest.mark.parametrize(
-    "name", ["trocr", pytest.param("bart", marks=pytest.mark.long), pytest.param("mpt", marks=pytest.mark.long)]
+    "name",
+    [
+        "trocr",
+        pytest.param("bart", marks=pytest.mark.long),
+        pytest.param("mpt", marks=pytest.mark.long),
+    ],
 )
 def test_what_takes_no_positions_is_tiled_and_refuses_packed_rows(name):
-    """A document would stand further on in its row than alone, or see the others: no reason to run rows of one document whole."""
+    """A document would stand further on in its row than alone, or see the others: no reason to run
+    rows of one document whole.
+    """
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     report = str(hfpatch.apply(ours, checkpointing=TILE, **UNFUSED))
@@ -198,7 +226,9 @@ def test_what_takes_no_positions_is_tiled_and_refuses_packed_rows(name):
 
 
 def test_what_a_mixer_kept_of_a_step_is_no_weight_of_the_next():
-    """RecurrentGemma's blocks leave their last state in themselves, with the graph that it came of, and begin from none."""
+    """RecurrentGemma's blocks leave their last state in themselves, with the graph that it came of,
+    and begin from none.
+    """
     stock = families.small_model("recurrent_gemma")
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
@@ -207,7 +237,9 @@ def test_what_a_mixer_kept_of_a_step_is_no_weight_of_the_next():
 
 
 def test_packed_rows_are_refused_where_no_small_instance_tells(monkeypatch):
-    """LFM2's convolutions, which transformers marks by nothing, would see across: what was not seen to be apart is not trusted."""
+    """LFM2's convolutions, which transformers marks by nothing, would see across: what was not seen
+    to be apart is not trusted.
+    """
 
     def none(*_):
         raise ValueError("it has none")
@@ -226,7 +258,9 @@ def test_packed_rows_are_refused_where_no_small_instance_tells(monkeypatch):
 
 @OWN_MASK
 def test_documents_are_apart_also_where_masks_are_made_without_positions():
-    """OPT embeds them and tells its masks nothing; its keys' biases have no gradient but rounding, which is no difference."""
+    """OPT embeds them and tells its masks nothing; its keys' biases have no gradient but rounding,
+    which is no difference.
+    """
     stock = families.small_model("opt")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE)
@@ -240,7 +274,9 @@ def test_documents_are_apart_also_where_masks_are_made_without_positions():
 
 @OWN_MASK
 def test_documents_are_apart_also_where_the_model_drops_positions():
-    """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers would see across."""
+    """Mamba's causal model takes them and tells its layers nothing; without our layers the mixers
+    would see across.
+    """
     stock = families.small_model("falcon_mamba")
     ours = copy.deepcopy(stock)
     given, pieces = packed_and_apart(2)
@@ -261,18 +297,24 @@ def test_what_a_mixer_saves_can_be_run_again(falcon):
     wanted = step(copy.deepcopy(falcon), batch())[2]
     for settings in ({"save_attention": False, "tile": 16}, {"every": 2, "tile": 16}, {"tile": 40}):
         ours = copy.deepcopy(falcon)
-        hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED)
+        hfpatch.apply(
+            ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED
+        )
         assert_close(step(ours, batch())[2], wanted)
 
 
 @pytest.mark.parametrize("tile", [16, 64])
 def test_what_a_mixer_is_given_does_not_outlive_its_use(tile):
-    """Its input stayed on the device from a layer's forward to its backward, the [T, T] mask as long as the loss."""
+    """Its input stayed on the device from a layer's forward to its backward, the [T, T] mask as
+    long as the loss.
+    """
     ours, inputs = families.small_model("gptj"), []
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=tile), **UNFUSED)
     for layer in layers_of(ours):
         inside = layer.attn.k_proj
-        inside.register_forward_pre_hook(tiny.OfAnEngine(lambda m, args: inputs.append(weakref.ref(args[0]))))
+        inside.register_forward_pre_hook(
+            tiny.OfAnEngine(lambda m, args: inputs.append(weakref.ref(args[0])))
+        )
     gc.collect()
     alive = lambda: sum(type(x) in (Mask, Mixer) for x in gc.get_objects())  # noqa: E731
     before = alive()
@@ -295,8 +337,10 @@ def test_a_cache_that_the_config_asks_for_keeps_no_layer_whole(loss):
 
 
 def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
-    """MiniMax M3 hides blocks of keys where attention is "eager" or "sdpa" by name, and nothing under another: gradients of full
-    attention came, which no small instance showed whose blocks were longer than its rows."""
+    """MiniMax M3 hides blocks of keys where attention is "eager" or "sdpa" by name, and nothing
+    under another: gradients of full attention came, which no small instance showed whose blocks
+    were longer than its rows.
+    """
     stock = families.small_model("minimax_m3_vl_text")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)

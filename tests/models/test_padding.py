@@ -1,4 +1,6 @@
-"""Padding whose output is read, as where a row's first token is labelled: the masked token before it predicts that."""
+"""Padding whose output is read, as where a row's first token is labelled: the masked token before
+it predicts that.
+"""
 
 import pytest
 import tiny
@@ -15,8 +17,9 @@ WAYS = {THEIRS: "off", "tiled": tiny.TILED, "whole": hfpatch.Checkpointing(tile=
 @pytest.mark.parametrize("where", ["left", "hole", "row"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_sees_nobody_gets_zeros(way, where, family):
-    """A masked token predicts the token behind it where that is labelled; what it attends to is hidden then: with a window of 4,
-    that of tokens in a hole as well."""
+    """A masked token predicts the token behind it where that is labelled; what it attends to is
+    hidden then: with a window of 4, that of tokens in a hole as well.
+    """
     if family == "llama":
         stock = tiny.llama(dtype=torch.float64)
     else:
@@ -25,7 +28,10 @@ def test_what_sees_nobody_gets_zeros(way, where, family):
         stock.config.sliding_window = 4
     at = {"left": slice(0, 9), "hole": slice(6, 15), "row": slice(None)}[where]
     ids = torch.randint(
-        3, min(tiny.VOCAB, stock.config.vocab_size), (2, tiny.TOKENS), generator=torch.Generator().manual_seed(0)
+        3,
+        min(tiny.VOCAB, stock.config.vocab_size),
+        (2, tiny.TOKENS),
+        generator=torch.Generator().manual_seed(0),
     )
     mask = torch.ones_like(ids)
     mask[1, at] = 0
@@ -37,7 +43,8 @@ def test_what_sees_nobody_gets_zeros(way, where, family):
     got, true = tiny.step(ours, batch), tiny.step(stock, batch)
     for name, wanted in true.items():
         assert torch.isfinite(wanted).all()
-        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name  # norms and rotation are in float32 in stock
+        # norms and rotation are in float32 in stock
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
 
 
 SHORT = ("llama4_text", "phi3")
@@ -58,5 +65,7 @@ def test_every_position_is_transformers_own_under_any_mask(family):
     for _ in range(3):
         mask = (torch.rand(ids.shape, generator=generator) < 0.6).long()
         with torch.no_grad():
-            got, wanted = (m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (ours, stock))
+            got, wanted = (
+                m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (ours, stock)
+            )
         assert ((got - wanted).abs() <= 1e-5 * wanted.abs().max()).all()

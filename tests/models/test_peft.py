@@ -15,32 +15,49 @@ import hfpatch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
 SOME = ["q_proj", "v_proj", "up_proj", "down_proj"]
 PROMPT = {"num_virtual_tokens": 4}
-# What changes each layer's products, or what stands around them: (config, its settings); SOME are its modules where it has any.
+# What changes each layer's products, or what stands around them: (config, its settings); SOME are
+# its modules where it has any.
 METHODS = {
-    "LoRA": ("Lora", {"r": 4}), "DoRA": ("Lora", {"r": 4, "use_dora": True}), "rsLoRA": ("Lora", {"r": 4, "use_rslora": True}),
-    "biases": ("Lora", {"r": 4, "bias": "all"}), "trained head": ("Lora", {"r": 4, "modules_to_save": ["lm_head", "embed_tokens"]}),
-    "trained norms": ("Lora", {"r": 4, "modules_to_save": ["input_layernorm", "post_attention_layernorm"]}),
+    "LoRA": ("Lora", {"r": 4}), "DoRA": ("Lora", {"r": 4, "use_dora": True}),
+    "rsLoRA": ("Lora", {"r": 4, "use_rslora": True}),
+    "biases": ("Lora", {"r": 4, "bias": "all"}), "trained head": ("Lora", {"r": 4,
+                                                                           "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "trained norms": ("Lora", {"r": 4, "modules_to_save": ["input_layernorm",
+                                                           "post_attention_layernorm"]}),
     "trained tokens": ("Lora", {"r": 4, "trainable_token_indices": [0, 1, 3]}),
     "LoRA on the embedding": ("Lora", {"r": 4, "target_modules": ["embed_tokens", *SOME]}),
     "LoRA on the head": ("Lora", {"r": 4, "target_modules": ["lm_head", *SOME]}),
-    "aLoRA": ("Lora", {"r": 4, "alora_invocation_tokens": [5]}), "PiSSA": ("Lora", {"r": 4, "init_lora_weights": "pissa"}),
-    "target_parameters": ("Lora", {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]}),
+    "aLoRA": ("Lora", {"r": 4, "alora_invocation_tokens": [5]}),
+    "PiSSA": ("Lora", {"r": 4, "init_lora_weights": "pissa"}),
+    "target_parameters": ("Lora", {"r": 4, "target_modules": ["q_proj"],
+                                   "target_parameters": ["mlp.up_proj.weight"]}),
     "AdaLoRA": ("AdaLora", {"init_r": 4, "target_r": 2, "total_step": 10}),
-    "AdaptionPrompt": ("AdaptionPrompt", {"adapter_len": 4, "adapter_layers": 1, "target_modules": None}),
-    "IA3": ("IA3", {"feedforward_modules": ["down_proj"]}), "VeRA": ("Vera", {"r": 4, "target_modules": ["q_proj", "o_proj"]}),
-    "OFT": ("OFT", {"r": 0, "oft_block_size": 4}), "BOFT": ("BOFT", {"boft_block_size": 4}), "HRA": ("HRA", {"r": 4}),
-    "LoHa": ("LoHa", {"r": 4}), "LoKr": ("LoKr", {"r": 4}), "MiSS": ("Miss", {"r": 2}), "RandLoRA": ("RandLora", {"r": 4}),
+    "AdaptionPrompt": ("AdaptionPrompt", {"adapter_len": 4, "adapter_layers": 1,
+                                          "target_modules": None}),
+    "IA3": ("IA3", {"feedforward_modules": ["down_proj"]}),
+    "VeRA": ("Vera", {"r": 4, "target_modules": ["q_proj", "o_proj"]}),
+    "OFT": ("OFT", {"r": 0, "oft_block_size": 4}), "BOFT": ("BOFT", {"boft_block_size": 4}),
+    "HRA": ("HRA", {"r": 4}),
+    "LoHa": ("LoHa", {"r": 4}), "LoKr": ("LoKr", {"r": 4}), "MiSS": ("Miss", {"r": 2}),
+    "RandLoRA": ("RandLora", {"r": 4}),
     "LN tuning": ("LNTuning", {"target_modules": ["input_layernorm", "norm"]}),
     "RoAd": ("Road", {"variant": "road_1", "group_size": 2}),
-    "SHiRA": ("Shira", {"r": 1}), "VBLoRA": ("VBLoRA", {"r": 4, "vector_length": 4, "num_vectors": 4}),
-    "FourierFT": ("FourierFT", {"n_frequency": 10}), "C3A": ("C3A", {"block_size": 4}), "WaveFT": ("WaveFT", {"n_frequency": 8}),
-    "TinyLoRA": ("TinyLora", {}), "UniLoRA": ("UniLora", {"theta_d_length": 257}), "GraLoRA": ("Gralora", {"r": 4, "gralora_k": 2}),
-    "DeLoRA": ("Delora", {"r": 2}), "HiRA": ("Hira", {"r": 4}), "Lily": ("Lily", {"r": 4}), "PEANuT": ("Peanut", {"r": 4}),
-    "PSOFT": ("Psoft", {"r": 4, "psoft_alpha": 4}), "GLoRA": ("Glora", {}), "BEFT": ("Beft", {}), "DEFT": ("Deft", {}),
+    "SHiRA": ("Shira", {"r": 1}), "VBLoRA": ("VBLoRA", {"r": 4, "vector_length": 4,
+                                                        "num_vectors": 4}),
+    "FourierFT": ("FourierFT", {"n_frequency": 10}), "C3A": ("C3A", {"block_size": 4}),
+    "WaveFT": ("WaveFT", {"n_frequency": 8}),
+    "TinyLoRA": ("TinyLora", {}), "UniLoRA": ("UniLora", {"theta_d_length": 257}),
+    "GraLoRA": ("Gralora", {"r": 4, "gralora_k": 2}),
+    "DeLoRA": ("Delora", {"r": 2}), "HiRA": ("Hira", {"r": 4}), "Lily": ("Lily", {"r": 4}),
+    "PEANuT": ("Peanut", {"r": 4}),
+    "PSOFT": ("Psoft", {"r": 4, "psoft_alpha": 4}), "GLoRA": ("Glora", {}), "BEFT": ("Beft", {}),
+    "DEFT": ("Deft", {}),
     "FRoD": ("Frod", {"sparse_rate": 0.01}),
-    "trained tokens alone": ("TrainableTokens", {"token_indices": [3, 5], "target_modules": ["embed_tokens"]}),
+    "trained tokens alone": ("TrainableTokens", {"token_indices": [3, 5],
+                                                 "target_modules": ["embed_tokens"]}),
     "Supertuning": ("Supertuning", {"sparsity": 0.9}),
-    "prompt tuning": ("PromptTuning", PROMPT), "P-tuning": ("PromptEncoder", {**PROMPT, "encoder_hidden_size": 16}),
+    "prompt tuning": ("PromptTuning", PROMPT), "P-tuning": ("PromptEncoder", {**PROMPT,
+                                                                              "encoder_hidden_size": 16}),
     "prefix tuning": ("PrefixTuning", PROMPT),
 }  # fmt: skip
 SHORT = ("IA3", "OFT", "AdaptionPrompt")  # on the output, on the weight, on attention itself
@@ -48,14 +65,20 @@ WITHOUT_MODULES = ("prompt tuning", "P-tuning", "prefix tuning")
 
 
 def assert_as_good(got: dict, plain: dict, true: dict) -> None:
-    """Each error within twice what stock loses, of the value's size, anywhere: a gradient of one number loses nothing by luck."""
+    """Each error within twice what stock loses, of the value's size, anywhere: a gradient of one
+    number loses nothing by luck.
+    """
     assert got.keys() == plain.keys() == true.keys() and len(got) > 1
     size = {what: value.abs().max().item() for what, value in true.items()}
     error = lambda of: {n: (of[n].double() - true[n]).abs().max().item() for n in true if size[n]}  # noqa: E731
     lost = max(e / size[n] for n, e in error(plain).items())
     assert lost < 1e-4, "stock itself is off"
     for name, e in error(got).items():
-        assert e <= 2 * (lost + torch.finfo(torch.float32).eps) * size[name], (name, e / size[name], lost)
+        assert e <= 2 * (lost + torch.finfo(torch.float32).eps) * size[name], (
+            name,
+            e / size[name],
+            lost,
+        )
 
 
 def adapted(name: str):
@@ -95,20 +118,32 @@ def test_keys_that_come_with_the_batch_are_said_to_undo_the_tiles(name, keeps, c
     hfpatch.apply(model, checkpointing=tiny.TILED)
     model(**tiny.labelled()).loss.backward()
     said = capfd.readouterr().err
-    assert ("LlamaDecoderLayers run whole and keep everything: keys and values come with the batch" in said) == keeps
+    assert (
+        "LlamaDecoderLayers run whole and keep everything: keys and values come with the batch"
+        in said
+    ) == keeps
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 def test_offsets_under_gradient_checkpointing():
-    """PEFT's hooks of aLoRA stay until a layer's backward begins, which the first layer's, whose input is frozen, does too soon."""
+    """PEFT's hooks of aLoRA stay until a layer's backward begins, which the first layer's, whose
+    input is frozen, does too soon.
+    """
     model = adapted("aLoRA")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     tiny.assert_as_good(tiny.patched(model), model, tiny.labelled())
 
 
 def test_adapters_switched_between_passes():
-    """Each forward's layers run again with the adapter that it had, whichever one the model has by the time of the backward."""
-    stock, runs = peft.get_peft_model(tiny.llama(), peft.LoraConfig(r=4, target_modules=SOME), adapter_name="first"), []
+    """Each forward's layers run again with the adapter that it had, whichever one the model has by
+    the time of the backward.
+    """
+    stock, runs = (
+        peft.get_peft_model(
+            tiny.llama(), peft.LoraConfig(r=4, target_modules=SOME), adapter_name="first"
+        ),
+        [],
+    )
     stock.add_adapter("second", peft.LoraConfig(r=2, target_modules=["k_proj", "down_proj"]))
     for name, p in stock.named_parameters():
         if "lora_B" in name:
@@ -128,7 +163,9 @@ def test_adapters_switched_between_passes():
 
 
 def quantised(base: str):
-    """A tiny Llama over whose layers' frozen weights LoRA lies, and its twin over the weights that those stand for."""
+    """A tiny Llama over whose layers' frozen weights LoRA lies, and its twin over the weights that
+    those stand for.
+    """
     model = tiny.llama()
     if base == "NF4":
         import nf4
@@ -136,23 +173,34 @@ def quantised(base: str):
         nf4.quantise(model)
     else:
         quantization = pytest.importorskip("torchao.quantization")
-        quantization.quantize_(model.model.layers, getattr(quantization, f"{base}WeightOnlyConfig")())
+        quantization.quantize_(
+            model.model.layers, getattr(quantization, f"{base}WeightOnlyConfig")()
+        )
     plain = tiny.llama()
     for name, linear in plain.model.layers.named_modules():
         if isinstance(linear, torch.nn.Linear):
             packed = model.model.layers.get_submodule(name)
-            linear.weight.data = packed.dequantised() if base == "NF4" else packed.weight.dequantize()
+            linear.weight.data = (
+                packed.dequantised() if base == "NF4" else packed.weight.dequantize()
+            )
     made = []
     for each in (model, plain):
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=SOME, init_lora_weights=False, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=4, target_modules=SOME, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         made.append(peft.get_peft_model(each, config).train())
     return made
 
 
 @pytest.mark.filterwarnings("ignore:.*get_apply_tensor_subclass:UserWarning")
 @pytest.mark.parametrize(
-    "base", [pytest.param("Int8", marks=pytest.mark.long), pytest.param("Float8", marks=pytest.mark.long), "NF4"]
+    "base",
+    [
+        pytest.param("Int8", marks=pytest.mark.long),
+        pytest.param("Float8", marks=pytest.mark.long),
+        "NF4",
+    ],
 )
 def test_lora_over_a_quantised_base(base):
     stock, plain = quantised(base)

@@ -1,4 +1,6 @@
-"""Packages of kernels for mixers (flash-linear-attention, mamba_ssm, causal_conv1d), which take nothing on a CPU and no float64."""
+"""Packages of kernels for mixers (flash-linear-attention, mamba_ssm, causal_conv1d), which take
+nothing on a CPU and no float64.
+"""
 
 import copy
 import importlib
@@ -23,8 +25,14 @@ FUNCTIONS = {  # what may be a package's
 
 
 def wrapper_in(value):
-    """What chooses between a package's kernel and plain code; where `kernels` is installed it is inside of a module."""
-    return value if inspect.isfunction(value) else wrapper_in(type(value).forward.__closure__[0].cell_contents)
+    """What chooses between a package's kernel and plain code; where `kernels` is installed it is
+    inside of a module.
+    """
+    return (
+        value
+        if inspect.isfunction(value)
+        else wrapper_in(type(value).forward.__closure__[0].cell_contents)
+    )
 
 
 def file_of(family: str):
@@ -33,13 +41,20 @@ def file_of(family: str):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """What installs packages' kernels for a family, and the names of those that ran: in float32 alone."""
+    """What installs packages' kernels for a family, and the names of those that ran: in float32
+    alone.
+    """
     ran = []
 
     def kernel(name, plain):
         def run(*args, **kwargs):
-            if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values())):
-                raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+            if any(
+                isinstance(x, torch.Tensor) and x.dtype == torch.float64
+                for x in (*args, *kwargs.values())
+            ):
+                raise ValueError(
+                    "Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"
+                )
             ran.append(name)
             return plain(*args, **kwargs)
 
@@ -50,7 +65,9 @@ def kernels(monkeypatch):
             chooses = wrapper_in(getattr(file_of(family), name))
             cells = dict(zip(chooses.__code__.co_freevars, chooses.__closure__))
             monkeypatch.setattr(cells["is_new_implementation"], "cell_contents", True)
-            monkeypatch.setattr(cells["implementation"], "cell_contents", kernel(name, chooses.__wrapped__))
+            monkeypatch.setattr(
+                cells["implementation"], "cell_contents", kernel(name, chooses.__wrapped__)
+            )
         return ran
 
     _verdict.cache_clear()
@@ -58,16 +75,22 @@ def kernels(monkeypatch):
     _verdict.cache_clear()
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.long), "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3_next", marks=pytest.mark.long), "bamba", "lfm2"]
+)
 def test_layers_are_tiled_and_documents_apart_beside_kernels(family, kernels):
-    """Their small instance could not be tried: all layers ran whole, and packed rows were refused."""
+    """Their small instance could not be tried: all layers ran whole, and packed rows were
+    refused.
+    """
     ran = kernels(family)
     stock = families.small_model(family, torch.float32)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
     assert not ran and "whole" not in str(report) and "refused" not in str(report)
     ids = batch()["input_ids"][:1]
-    documents = [{"input_ids": x, "labels": x, "num_items_in_batch": 38} for x in (ids[:, :17], ids[:, 17:])]
+    documents = [
+        {"input_ids": x, "labels": x, "num_items_in_batch": 38} for x in (ids[:, :17], ids[:, 17:])
+    ]
     _, wanted_loss, wanted = step(stock, None, documents)
     positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
     ran.clear()

@@ -34,11 +34,14 @@ def mixing(model):
 
 
 @pytest.mark.parametrize("make, more, said", [
-    (lambda: mixing(tiny.patched(tiny.llama())), {}, "expected whole rows, a part of each came to a LlamaModel"),
-    (lambda: tiny.patched(tiny.llama()), {"position_ids": None}, "expected position_ids where a row's tokens lie on several"),
+    (lambda: mixing(tiny.patched(tiny.llama())), {},
+     "expected whole rows, a part of each came to a LlamaModel"),
+    (lambda: tiny.patched(tiny.llama()), {"position_ids": None},
+     "expected position_ids where a row's tokens lie on several"),
     (lambda: tiny.patched(tiny.llama()), {"attention_mask": torch.ones(1, 1, 12, 12)},
      "expected attention that can be exchanged .*, an attention mask of the caller's own came"),
-    (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {}, "expected attention that can be exchanged"),
+    (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {},
+     "expected attention that can be exchanged"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(make, more, said):
     with sharded(LoneRank(2)), pytest.raises(ValueError, match=f"^hfpatch: {said}"):
@@ -86,20 +89,27 @@ def test_windows_are_those_of_whole_rows():
     from hfpatch.parallel import exchange
 
     config = MistralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=2, sliding_window=16,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     hfpatch.apply(model, checkpointing=tiny.TILED)
     seen, inner = [], exchange.attention_forward
     with pytest.MonkeyPatch.context() as patch, sharded(LoneRank(2)):
-        patch.setattr(exchange, "attention_forward", lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k))
+        patch.setattr(
+            exchange,
+            "attention_forward",
+            lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k),
+        )
         model(**given())
     assert seen == [16]
 
 
 def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
-    """Chunks from both ends of a row look like two documents; their [t, t] mask would take 16 GiB at a million tokens on eight."""
+    """Chunks from both ends of a row look like two documents; their [t, t] mask would take 16 GiB
+    at a million tokens on eight.
+    """
     t, masks, model = 53, [], tiny.patched(tiny.llama())
     note = lambda layer, args, kwargs: masks.append(kwargs["attention_mask"])  # noqa: E731
     for layer in model.model.layers:
@@ -111,15 +121,20 @@ def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
 
 
 def test_a_mean_over_rows_becomes_one_over_tokens(monkeypatch):
-    """Two pairs of ranks, two rows each: Trainer's mean over ranks, rows and pairs, of sums over what they are to be over."""
-    world, labels = object(), torch.tensor([[[5, 3], [2, 6]], [[0, 4], [1, 1]]])  # of a pair's rows, by rank
+    """Two pairs of ranks, two rows each: Trainer's mean over ranks, rows and pairs, of sums over
+    what they are to be over.
+    """
+    # of a pair's rows, by rank
+    world, labels = object(), torch.tensor([[[5, 3], [2, 6]], [[0, 4], [1, 1]]])
     sums = torch.rand(2, 2, 2, dtype=torch.float64).masked_fill(labels == 0, 0)
     ranks = SimpleNamespace(group=SimpleNamespace(WORLD=world), get_world_size=lambda group: 4)
     monkeypatch.setattr(parallel, "dist", ranks)
     args, mean = SimpleNamespace(average_tokens_across_devices=True), 0.0
     for pair, of_pair in enumerate(labels):
         for row, of_row in enumerate(of_pair):
-            ranks.all_reduce = lambda x, group, n=of_row: x.fill_((labels if group is world else n).sum())
+            ranks.all_reduce = lambda x, group, n=of_row: x.fill_(
+                (labels if group is world else n).sum()
+            )
             for rank, n in enumerate(of_row.tolist()):
                 given = torch.tensor([1] * n + [-100] * (9 - n))
                 items, rows = parallel.items_of_a_mean_over_rows(
@@ -130,8 +145,10 @@ def test_a_mean_over_rows_becomes_one_over_tokens(monkeypatch):
 
 
 def test_experts_are_balanced_over_whole_rows(monkeypatch):
-    """Two layers, two ranks, masked tokens: what the ranks add up gives transformers' loss of whole rows and its gradient, of
-    which each loss holds a share where losses are added up, and all of it where they are a mean."""
+    """Two layers, two ranks, masked tokens: what the ranks add up gives transformers' loss of whole
+    rows and its gradient, of which each loss holds a share where losses are added up, and all of it
+    where they are a mean.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as stock
 
     gates = torch.randn(2, 12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -143,7 +160,11 @@ def test_experts_are_balanced_over_whole_rows(monkeypatch):
     true = gates.clone().requires_grad_()  # transformers rounds to float32 on its way
     likely, seen = true.softmax(-1), mask.double().reshape(1, 12, 1)
     picked = torch.zeros_like(true).scatter(-1, likely.topk(2).indices, 1.0).detach()
-    exact = 4 * ((seen * picked).sum((0, 1)) * (seen * likely).sum((0, 1))).sum() / (2 * seen.sum()) ** 2
+    exact = (
+        4
+        * ((seen * picked).sum((0, 1)) * (seen * likely).sum((0, 1))).sum()
+        / (2 * seen.sum()) ** 2
+    )
     exact.backward()
     monkeypatch.setattr(balance._Summed, "apply", lambda x, _: others.append(x) or x)
     balance.of_whole_rows(LoneRank(2), tuple(parts[1]), 4, 2, mask[1])
@@ -174,7 +195,9 @@ def test_undo_takes_the_balance_of_whole_rows_back():
     from transformers.models.mixtral import modeling_mixtral
 
     stock, config = modeling_mixtral.load_balancing_loss_func, tiny.config().to_dict()
-    model = tiny.patched(modeling_mixtral.MixtralForCausalLM(MixtralConfig(**config | {"num_hidden_layers": 1})))
+    model = tiny.patched(
+        modeling_mixtral.MixtralForCausalLM(MixtralConfig(**config | {"num_hidden_layers": 1}))
+    )
     with balance.counted(1):
         balance.shares_balance(type(model.model), LoneRank(2))
     assert modeling_mixtral.load_balancing_loss_func is not stock
@@ -185,17 +208,23 @@ def test_undo_takes_the_balance_of_whole_rows_back():
 def test_a_balance_of_another_kind_is_said():
     from transformers.models.doge.modeling_doge import DogeModel
 
-    with balance.counted(1), pytest.warns(UserWarning, match="balancing loss of experts .* DogeModel's own came"):
+    with (
+        balance.counted(1),
+        pytest.warns(UserWarning, match="balancing loss of experts .* DogeModel's own came"),
+    ):
         balance.shares_balance(DogeModel, LoneRank(2))
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
 def test_a_loss_that_transformers_leaves_out_is_said(name, monkeypatch):
-    monkeypatch.setattr(loss, "step_under_ulysses", lambda: ([], SimpleNamespace(args=None, **{name: print})))
+    monkeypatch.setattr(
+        loss, "step_under_ulysses", lambda: ([], SimpleNamespace(args=None, **{name: print}))
+    )
     with pytest.warns(UserWarning) as caught:
         tiny.patched(tiny.llama(num_hidden_layers=1))(**given())
     said = (
-        f"hfpatch: expected the model's own loss under sequence parallelism, {name} came, which transformers leaves out"
+        f"hfpatch: expected the model's own loss under sequence parallelism, {name} came, which "
+        "transformers leaves out"
     )
     assert [w for w in caught if str(w.message).startswith(said)]
 
@@ -216,47 +245,76 @@ def test_trls_head_counts_a_steps_tokens_too(monkeypatch):
 
 
 def test_labels_that_transformers_takes_out_are_said(monkeypatch):
-    """For label smoothing and compute_loss_func under context parallelism, where it hands on those of this rank's part."""
+    """For label smoothing and compute_loss_func under context parallelism, where it hands on those
+    of this rank's part.
+    """
     monkeypatch.setattr(loss, "context_parallel", lambda: ("group", True))
     with pytest.warns(
-        UserWarning, match="^hfpatch: expected the model's own loss under context parallelism, compute_loss_func"
+        UserWarning,
+        match=(
+            "^hfpatch: expected the model's own loss under context parallelism, compute_loss_func"
+        ),
     ):
-        tiny.patched(tiny.llama(num_hidden_layers=1))(**given(shift_labels=given()["labels"], labels=None))
+        tiny.patched(tiny.llama(num_hidden_layers=1))(
+            **given(shift_labels=given()["labels"], labels=None)
+        )
 
 
-def evaluated(monkeypatch, others=(1, 1), change=lambda model: None, least=None, **more) -> list[tuple]:
-    """[B, t] of each forward of a sharded model's layers, where two ranks evaluate the same rows of 12 tokens. others: what the
-    ranks of other groups say, when all are asked."""
-    model, seen, said = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), [], iter(others)
+def evaluated(
+    monkeypatch, others=(1, 1), change=lambda model: None, least=None, **more
+) -> list[tuple]:
+    """[B, t] of each forward of a sharded model's layers, where two ranks evaluate the same rows of
+    12 tokens. others: what the ranks of other groups say, when all are asked.
+    """
+    model, seen, said = (
+        tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(),
+        [],
+        iter(others),
+    )
     change(model)
     alone = lambda *_: None if parallel.current.sequence else LoneRank(2)  # noqa: E731
     monkeypatch.setattr(shared_rows, "left_alone_in_evaluation", alone)
     monkeypatch.setattr(shared_rows, "is_sharded", lambda _: True)
     monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
     monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    everybody = lambda group, mine, _: [min(next(said), mine[0]), *mine[1:]] if group is None else None  # noqa: E731
+    everybody = (
+        lambda group, mine, _: (  # noqa: E731
+            [min(next(said), mine[0]), *mine[1:]] if group is None else None
+        )
+    )
     monkeypatch.setattr(shared_rows, "least_of", least or everybody)
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(tuple(args[0].shape[:2]))
+    )
     with torch.no_grad():
         model(**{"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12), **more})
     return seen
 
 
-@pytest.mark.parametrize("others, forwards", [((1, 1), [(2, 6)]), ((1, 0), [(2, 6)] * 2), ((0,), [(2, 12)])])
+@pytest.mark.parametrize(
+    "others, forwards", [((1, 1), [(2, 6)]), ((1, 0), [(2, 6)] * 2), ((0,), [(2, 12)])]
+)
 def test_ranks_of_every_group_run_as_many_forwards(others, forwards, monkeypatch):
-    """For each an engine gathers weights over all of them: one that runs one forward less would leave the others waiting."""
+    """For each an engine gathers weights over all of them: one that runs one forward less would
+    leave the others waiting.
+    """
     assert evaluated(monkeypatch, others) == forwards
 
 
 @pytest.mark.parametrize("labels", [tiny.ids(2, 12), None])
 def test_labels_on_some_ranks_alone_are_refused_on_all(labels, monkeypatch):
-    """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for no loss."""
+    """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for
+    no loss.
+    """
     names = {"__name__": "transformers.trainer"}
     exec("def prediction_step(run): return run()", names)
     monkeypatch.setattr("hfpatch.parallel.shards.dist", SimpleNamespace(
-        ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_, **__: x.copy_(x.new_zeros(3))))  # fmt: skip
+        ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_,
+        **__: x.copy_(x.new_zeros(3))))  # fmt: skip
     least = shared_rows.least_of
-    with pytest.raises(ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"
+    ):
         names["prediction_step"](lambda: evaluated(monkeypatch, labels=labels, least=least))
 
 
@@ -266,7 +324,8 @@ def test_positions_may_be_none_or_of_one_row(positions, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [
-    {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, {"output_hidden_states": True}, {"use_cache": True},
+    {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, {"output_hidden_states": True},
+    {"use_cache": True},
     {"ignore_index": 0}, {"token_type_ids": torch.zeros(2, 12)}, {"change": mixing},
     {"change": lambda model: setattr(model.config, "output_hidden_states", True)},
 ])  # fmt: skip
@@ -275,7 +334,9 @@ def test_more_than_a_loss_of_rows_is_each_ranks_own(more, monkeypatch):
 
 
 def test_evaluation_of_whole_rows_asks_for_no_caller(monkeypatch):
-    monkeypatch.setattr(parallel, "evaluated_by_trainer", lambda: pytest.fail("it walks through the frames"))
+    monkeypatch.setattr(
+        parallel, "evaluated_by_trainer", lambda: pytest.fail("it walks through the frames")
+    )
     with torch.no_grad():
         assert tiny.patched(tiny.llama(num_hidden_layers=1)).eval()(**given()).loss > 0
 

@@ -1,4 +1,6 @@
-"""Layers that take keys and values of earlier ones (Gemma 3n, Gemma 4): tiled, exact, nothing of them lost or counted twice."""
+"""Layers that take keys and values of earlier ones (Gemma 3n, Gemma 4): tiled, exact, nothing of
+them lost or counted twice.
+"""
 
 import copy
 import gc
@@ -20,10 +22,14 @@ from hfpatch.layer.shared_keys import SharedKeys
 pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16,
-    "num_kv_shared_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
-    "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 128,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 64, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING,
+                                               FULL],
+    "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    "max_position_embeddings": 128,
 }  # fmt: skip
 FAMILIES = {
     "gemma4_text": {"global_head_dim": 16},
@@ -32,10 +38,13 @@ FAMILIES = {
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 TILES = hfpatch.Checkpointing(offload="host", tile=16)
 POLICIES = [
-    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("qkv",)), Policy("gpu", keep=("qkv",)),
-    Policy("host", tile=14, keep=("qkv",)), Policy("host", tile=16, save_attention=False), Policy("host", 3, False, tile=14),
+    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("qkv",)),
+    Policy("gpu", keep=("qkv",)),
+    Policy("host", tile=14, keep=("qkv",)), Policy("host", tile=16, save_attention=False),
+    Policy("host", 3, False, tile=14),
     Policy("host", 2, False, tile=4096), Policy("host", tile=16, stream_attention=True, park=True),
-    Policy("host", tile=16, again=5), Policy("host", tile=16, by_group=True, stream_attention=True, park=True),
+    Policy("host", tile=16, again=5), Policy("host", tile=16, by_group=True, stream_attention=True,
+                                             park=True),
     Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
 ]  # fmt: skip
 
@@ -43,7 +52,11 @@ POLICIES = [
 def small(name="gemma4_text", **more):
     torch.manual_seed(0)
     return (
-        AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name], **more})).double().train()
+        AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name], **more})
+        )
+        .double()
+        .train()
     )
 
 
@@ -67,7 +80,9 @@ def check(ours, stock, given, accuracy=1e-6):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiled_layers_give_later_ones_their_keys_and_take_back_the_gradients(name, policy):
-    """Gemma 3n's hidden states have four streams, which are rows of four times the width to tiles."""
+    """Gemma 3n's hidden states have four streams, which are rows of four times the width to
+    tiles.
+    """
     stock = small(name)
     ours, report = patched(stock, policy)
     assert "whole" not in report and "7 x Gemma" in report
@@ -139,7 +154,9 @@ def test_with_adapters():
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     stock = get_peft_model(small(), config)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILES, **UNFUSED)
@@ -170,9 +187,13 @@ def test_whole_layers_run_again_with_the_keys_they_had(name):
 @pytest.mark.parametrize("policy", POLICIES[:4])
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_outlives_a_step(policy, backward, monkeypatch):
-    """No cycle through the graph holds what a step made: the dict of its keys goes with it, garbage collector or not."""
+    """No cycle through the graph holds what a step made: the dict of its keys goes with it, garbage
+    collector or not.
+    """
     made, init = [], SharedKeys.__init__
-    monkeypatch.setattr(SharedKeys, "__init__", lambda self, *a: (init(self, *a), made.append(weakref.ref(self)))[0])
+    monkeypatch.setattr(
+        SharedKeys, "__init__", lambda self, *a: (init(self, *a), made.append(weakref.ref(self)))[0]
+    )
     ours, _ = patched(small(), policy)
     gc.collect()
     gc.disable()
@@ -187,7 +208,9 @@ def test_nothing_outlives_a_step(policy, backward, monkeypatch):
 
 
 def test_something_else_than_keys_runs_whole(monkeypatch):
-    """What a layer leaves for others that its attention never had is nothing that a tile can give."""
+    """What a layer leaves for others that its attention never had is nothing that a tile can
+    give.
+    """
 
     def other(self, key, value, set_item=SharedKeys.__setitem__):
         set_item(self, key, tuple(x * 1.0 for x in value))
@@ -201,7 +224,9 @@ def test_something_else_than_keys_runs_whole(monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_the_gradient_of_hidden_states_in_streams(policy):
-    """Of what a caller, or a hook, holds of a layer's output: the next layer took the rows behind its back."""
+    """Of what a caller, or a hook, holds of a layer's output: the next layer took the rows behind
+    its back.
+    """
     stock = small("gemma3n_text")
     ours, _ = patched(stock, policy)
     given, found = batch() | {"use_cache": False, "output_hidden_states": True}, []
@@ -216,7 +241,9 @@ def test_layers_over_streams_know_which_came_before(monkeypatch):
     """Whose backward comes next, and whose input is kept where only every second's is."""
     ours, _ = patched(small("gemma3n_text"), Policy("host", tile=16, every=2))
     calls, link = [], LayerRuntime.link
-    monkeypatch.setattr(LayerRuntime, "link", lambda self, call, x: (link(self, call, x), calls.append(call)))
+    monkeypatch.setattr(
+        LayerRuntime, "link", lambda self, call, x: (link(self, call, x), calls.append(call))
+    )
     loss = ours(**batch(), use_cache=False).loss
     assert [call.position for call in calls] == [0, 1, 0, 1, 0, 1, 0]
     assert all(call.previous() is before for before, call in zip(calls, calls[1:]))

@@ -1,4 +1,6 @@
-"""Layers that are stopped at their attention, with and without gradients; a layer that cannot be stopped runs whole."""
+"""Layers that are stopped at their attention, with and without gradients; a layer that cannot be
+stopped runs whole.
+"""
 
 import copy
 
@@ -22,10 +24,17 @@ BY_FORWARDS = tiny.not_with_transformers_5_0(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("gpt_oss", marks=BY_FORWARDS), pytest.param("falcon_h1", marks=pytest.mark.long)]
+    "name",
+    [
+        "llama",
+        pytest.param("gpt_oss", marks=BY_FORWARDS),
+        pytest.param("falcon_h1", marks=pytest.mark.long),
+    ],
 )
 def test_without_a_gradient_layers_run_by_tiles(name):
-    """A common block, a traced layer (sinks, windows, experts) and one with a mixer, frozen and under no_grad."""
+    """A common block, a traced layer (sinks, windows, experts) and one with a mixer, frozen and
+    under no_grad.
+    """
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE)
@@ -35,7 +44,9 @@ def test_without_a_gradient_layers_run_by_tiles(name):
     layer = ours.model.layers[-1]
     mlp = layer.feed_forward if name == "falcon_h1" else layer.mlp
     part = mlp.router if name == "gpt_oss" else mlp.gate_proj
-    part.register_forward_pre_hook(tiny.OfAnEngine(lambda _, args: found.append(args[0].numel() // args[0].shape[-1])))
+    part.register_forward_pre_hook(
+        tiny.OfAnEngine(lambda _, args: found.append(args[0].numel() // args[0].shape[-1]))
+    )
     for model in (stock, ours):
         model.config.output_router_logits = name == "gpt_oss"
     got, wanted = (m(**batch(), use_cache=False) for m in (ours, stock))
@@ -93,7 +104,9 @@ def test_a_layer_that_does_not_stop_runs_whole_and_is_said(kind, monkeypatch):
     stock = tiny.llama(attn_implementation="eager")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert any("checkpointed whole" in note and REASONS[kind] in note for note in report.notes), report
+    assert any("checkpointed whole" in note and REASONS[kind] in note for note in report.notes), (
+        report
+    )
     assert_close(step(ours, tiny.labelled())[2], step(stock, tiny.labelled())[2])
     verdict._verdict.cache_clear()
 
@@ -118,6 +131,8 @@ def test_a_layer_that_goes_another_way_later_is_refused(monkeypatch):
     assert not any("whole" in note for note in ours._hfpatch_report.notes)
     assert_close(step(ours, tiny.labelled())[2], step(stock, tiny.labelled())[2])
     ours.model.layers[1].skips = True
-    with pytest.raises(RuntimeError, match="expected a Skipping to mix tokens .* mixed tokens 0 times, not 1; call"):
+    with pytest.raises(
+        RuntimeError, match="expected a Skipping to mix tokens .* mixed tokens 0 times, not 1; call"
+    ):
         step(ours, tiny.labelled())
     verdict._verdict.cache_clear()

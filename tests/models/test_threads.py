@@ -1,4 +1,6 @@
-"""Several threads that train one model: each layer, forward or backward, is one thread's at a time."""
+"""Several threads that train one model: each layer, forward or backward, is one thread's at a
+time.
+"""
 
 import sys
 import threading
@@ -13,7 +15,10 @@ from hfpatch.compat import models as compat
 
 RECORDS = pytest.mark.skipif(
     compat._collector() is None,
-    reason="transformers 5.0 puts recording forwards into a model's modules for a call: stock's own threads meet in them",
+    reason=(
+        "transformers 5.0 puts recording forwards into a model's modules for a call: stock's own "
+        "threads meet in them"
+    ),
 )
 HOST = {"offload": "host", "tile": 8, "plain": 0}
 WAYS = {
@@ -25,7 +30,9 @@ WAYS = {
 
 
 def in_threads(run, together: bool) -> list:
-    """What run(0) and run(1) give, each in a thread of its own; together: at once, else one behind the other."""
+    """What run(0) and run(1) give, each in a thread of its own; together: at once, else one behind
+    the other.
+    """
     found = [None, None]
 
     def one(i):
@@ -66,14 +73,17 @@ def assert_close(model, wanted: dict) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_graphs_that_two_threads_made_in_one_backward(way):
-    """Each thread numbers its calls from the start, and by these numbers backward takes the layers of the two graphs in turn."""
+    """Each thread numbers its calls from the start, and by these numbers backward takes the layers
+    of the two graphs in turn.
+    """
     stock = small_model("llama")
     ours = tiny.patched(stock, checkpointing=WAYS[way])
     for i in range(2):  # what is found out at a first call counts there too
         loss_of(ours, i)
 
     def run(i):
-        _ = torch.ones((), requires_grad=True) * 1 if i else None  # one number more: its layers come first
+        # one number more: its layers come first
+        _ = torch.ones((), requires_grad=True) * 1 if i else None
         return loss_of(ours, i)
 
     sum(in_threads(run, together=False)).backward()
@@ -92,7 +102,9 @@ def restless(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=RECORDS)])
 def test_two_threads_train_one_model(family, way, backward, restless):
-    """Written out (Llama), and with modules that are called: one thread's gradients, blocks and stand-ins are no other's."""
+    """Written out (Llama), and with modules that are called: one thread's gradients, blocks and
+    stand-ins are no other's.
+    """
     stock = small_model(family)
     ours, wanted = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock)
     for _ in range(3):
@@ -109,7 +121,12 @@ def test_two_threads_train_one_model(family, way, backward, restless):
 def test_a_model_is_evaluated_while_another_thread_trains_it(way, restless):
     """What a backward has under way is no leftover of one that was cut short."""
     stock = small_model("qwen3_moe")
-    ours, wanted, done, losses = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), threading.Event(), []
+    ours, wanted, done, losses = (
+        tiny.patched(stock, checkpointing=WAYS[way]),
+        wanted_of(stock),
+        threading.Event(),
+        [],
+    )
     with torch.no_grad():
         expected = loss_of(stock, 0)
 

@@ -1,4 +1,6 @@
-"""Modules, forwards and functions of the user's own inside a layer: what they keep, and what comes, changes and goes."""
+"""Modules, forwards and functions of the user's own inside a layer: what they keep, and what comes,
+changes and goes.
+"""
 
 import itertools
 import random
@@ -23,7 +25,9 @@ CALLS = []
 
 
 class Keeper(nn.Linear):
-    """A user's own, which keeps something from call to call; `note` is what each does with the tokens it is given."""
+    """A user's own, which keeps something from call to call; `note` is what each does with the
+    tokens it is given.
+    """
 
     def __init__(self, like: nn.Linear):
         super().__init__(like.in_features, like.out_features, bias=False, dtype=like.weight.dtype)
@@ -117,7 +121,9 @@ KEEPERS = [InDeque, InFile, MeanFromNone, InClosure, InIterator, InDraws]
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, when):
-    """Asking would leave its few tokens there, or NaN, and tiles would count: its layer is not asked and runs whole."""
+    """Asking would leave its few tokens there, or NaN, and tiles would count: its layer is not
+    asked and runs whole.
+    """
     found = []
     for way in ("ours", "stock", "exact"):
         model = tiny.llama(dtype=torch.float64)
@@ -135,7 +141,9 @@ def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, w
         if way == "ours":
             reason = look(model.model.layers[0]).reason
             assert reason.startswith(f"self_attn.v_proj is a {__name__}.{kind.__name__}")
-            assert (f"checkpointed whole, their inputs offloaded: {reason}" in str(report)) == (when == "before")
+            assert (f"checkpointed whole, their inputs offloaded: {reason}" in str(report)) == (
+                when == "before"
+            )
     if isinstance(found[0], torch.Tensor):
         tiny.numerics.assert_close(*found, dtype=torch.float32)  # to which norms round
     else:
@@ -198,7 +206,8 @@ def test_a_declared_class_that_mixes_tokens_is_found_out(declared):
 
 def test_a_declaration_wants_a_class():
     with pytest.raises(
-        ValueError, match="hfpatch: expected a class of torch.nn.Module to be token-wise, Linear.* pass the"
+        ValueError,
+        match="hfpatch: expected a class of torch.nn.Module to be token-wise, Linear.* pass the",
     ):
         hfpatch.token_wise(nn.Linear(2, 2))
 
@@ -211,7 +220,9 @@ def less_their_mean(forward):
 def test_what_mixes_tokens_by_a_share_that_begins_as_zero_is_seen(trained):
     stock = tiny.llama(dtype=torch.float64)
     mlp = stock.model.layers[0].mlp
-    mlp.down_proj = tiny.Shift(mlp.down_proj, nn.Parameter(torch.zeros((), dtype=torch.float64)) if trained else 0.0)
+    mlp.down_proj = tiny.Shift(
+        mlp.down_proj, nn.Parameter(torch.zeros((), dtype=torch.float64)) if trained else 0.0
+    )
     ours = tiny.patched(stock)
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
     for model in (stock, ours):
@@ -224,7 +235,9 @@ def test_what_mixes_tokens_by_a_share_that_begins_as_zero_is_seen(trained):
 
 @pytest.mark.parametrize("where", ["class", "inside"])
 def test_what_comes_into_adapters_after_apply_sees_whole_rows(where, monkeypatch):
-    stock = peft.get_peft_model(tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"]))
+    stock = peft.get_peft_model(
+        tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"])
+    )
     ours = tiny.patched(stock)
     tiny.step(ours, tiny.labelled())
     if where == "class":
@@ -249,7 +262,9 @@ def test_a_layer_is_tiled_again_once_a_forward_that_mixes_is_gone():
     assert not look(layer).reason
 
 
-@pytest.mark.parametrize("way", [tiny.TILED, hfpatch.Checkpointing(tile=8, every=2)], ids=["tiled", "segments"])
+@pytest.mark.parametrize(
+    "way", [tiny.TILED, hfpatch.Checkpointing(tile=8, every=2)], ids=["tiled", "segments"]
+)
 def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     """The layer would run again by another forward."""
     ours = tiny.patched(tiny.llama(dtype=torch.float64), checkpointing=way, rms_norm=False)
@@ -257,7 +272,8 @@ def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     other = less_their_mean(forward)
     monkeypatch.setattr(LlamaMLP, "forward", other)
     with pytest.raises(
-        RuntimeError, match="hfpatch: expected the hooks and forwards that forward used.*after backward"
+        RuntimeError,
+        match="hfpatch: expected the hooks and forwards that forward used.*after backward",
     ):
         loss.backward()
     assert LlamaMLP.forward is other
@@ -277,13 +293,17 @@ def test_a_function_for_an_activation_that_is_exchanged():
 
 
 def test_a_hook_that_takes_a_gradient_has_nothing_recorded_twice():
-    """Its layers run whole, and again for that gradient while the forward that records router logits is under way."""
+    """Its layers run whole, and again for that gradient while the forward that records router
+    logits is under way.
+    """
     stock, factor = small_model("qwen3_moe"), nn.Parameter(torch.ones((), dtype=torch.float64))
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8, plain=0))
 
     def hook(module, args, out):
         with torch.enable_grad():
-            torch.autograd.grad((factor * (out[0] if isinstance(out, tuple) else out).detach()).mean(), factor)
+            torch.autograd.grad(
+                (factor * (out[0] if isinstance(out, tuple) else out).detach()).mean(), factor
+            )
 
     found = []
     for model in (stock, ours):

@@ -1,4 +1,6 @@
-"""The verdict: the same wherever and however a model was made, within its limits, and the process is as it was after it."""
+"""The verdict: the same wherever and however a model was made, within its limits, and the process
+is as it was after it.
+"""
 
 import copy
 import os
@@ -44,10 +46,13 @@ def expected():
 
 def state():
     return {
-        "torch": torch.get_rng_state().tolist(), "python": random.getstate(), "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(), "grad": torch.is_grad_enabled(), "threads": torch.get_num_threads(),
+        "torch": torch.get_rng_state().tolist(), "python": random.getstate(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(), "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_initialized(), "group": torch.distributed.is_initialized(),
-        "inference": torch.is_inference_mode_enabled(), "autocast": torch.is_autocast_enabled("cpu"),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
     }  # fmt: skip
 
 
@@ -107,7 +112,9 @@ def quantised():
 
 
 def adapted():
-    return peft.get_peft_model(tiny.llama(), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    return peft.get_peft_model(
+        tiny.llama(), peft.LoraConfig(target_modules=["q_proj", "down_proj"])
+    )
 
 
 @pytest.mark.parametrize("make", [meta, quantised, adapted])
@@ -119,7 +126,9 @@ class ShiftingLinear(nn.Linear):
     """tiny.Shift as a Linear."""
 
     def __init__(self, inner, share):
-        super().__init__(inner.in_features, inner.out_features, bias=False, dtype=inner.weight.dtype)
+        super().__init__(
+            inner.in_features, inner.out_features, bias=False, dtype=inner.weight.dtype
+        )
         self.weight, self.share = inner.weight, share
 
     forward = lambda self, x: tiny.Shift.forward(self, x)  # noqa: E731
@@ -167,13 +176,17 @@ def _less_their_mean(forward):
 
 
 def _last_doubled(forward):
-    return lambda *args: (y := forward(*args)) + torch.cat([torch.zeros_like(y[:, 1:]), y[:, -1:]], 1)
+    return lambda *args: (
+        (y := forward(*args)) + torch.cat([torch.zeros_like(y[:, 1:]), y[:, -1:]], 1)
+    )
 
 
 @pytest.mark.parametrize("other", [_less_their_mean, _last_doubled], ids=["mixes", "by place"])
 @pytest.mark.parametrize("when", ["before", "after", "class"])
 def test_forwards_of_the_users_own_see_whole_rows(when, other, monkeypatch):
-    """No verdict tells of them: what they make of a tile's tokens is not what they make of a row's."""
+    """No verdict tells of them: what they make of a tile's tokens is not what they make of a
+    row's.
+    """
     stock = tiny.llama(dtype=torch.float64)
 
     def replace(model):
@@ -196,7 +209,9 @@ def test_forwards_of_the_users_own_see_whole_rows(when, other, monkeypatch):
 
 def test_a_forward_on_an_adapter_sees_whole_rows():
     peft = pytest.importorskip("peft")
-    stock = peft.get_peft_model(tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"]))
+    stock = peft.get_peft_model(
+        tiny.llama(dtype=torch.float64), peft.LoraConfig(target_modules=["v_proj"])
+    )
     ours = tiny.patched(stock)
     tiny.step(ours, tiny.labelled())
     for model in (stock, ours):
@@ -234,7 +249,11 @@ def test_above_its_limits_layers_run_whole_and_it_is_said(what, monkeypatch):
         monkeypatch.setattr(verdict, "SECONDS", -1.0)
     found = asked(stock)
     reason = "a small instance would have" if what == "parameters" else "the verdict took more than"
-    assert all(reason in answer.reason for answer in found.answers) and not found.ours and not found.prefill
+    assert (
+        all(reason in answer.reason for answer in found.answers)
+        and not found.ours
+        and not found.prefill
+    )
     ours = tiny.patched(stock)
     assert "checkpointed whole" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
     tiny.assert_as_good(ours, stock, tiny.labelled())
@@ -282,7 +301,9 @@ def test_it_is_the_same_under_zero_init(tmp_path):
     here = Path(__file__).parent
     code = UNDER_ZERO_INIT.format(tests=str(here.parent), models=str(here), file=tmp_path / "store")
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert "the same" in done.stdout, done.stderr[-3000:]
 
 
@@ -294,17 +315,26 @@ class _OwnStack(LlamaModel):
 
 @pytest.mark.parametrize("name", ["own", "late"])
 def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
-    """A user's subclass asks more than a config of its __init__; Qwen2's windows begin at layer 17: packed rows were refused."""
-    config = scaled_config(Qwen2Config() if name == "late" else LlamaConfig(), 18 if name == "late" else 2)
+    """A user's subclass asks more than a config of its __init__; Qwen2's windows begin at layer 17:
+    packed rows were refused.
+    """
+    config = scaled_config(
+        Qwen2Config() if name == "late" else LlamaConfig(), 18 if name == "late" else 2
+    )
     if name == "late":
-        config.sliding_window, config.layer_types = 8, ["full_attention"] * 17 + ["sliding_attention"]
+        config.sliding_window, config.layer_types = (
+            8,
+            ["full_attention"] * 17 + ["sliding_attention"],
+        )
     stock = AutoModelForCausalLM.from_config(config).double()
     if name == "own":
         stock.model = _OwnStack(config, 3).double()
     ids = torch.randint(1, config.vocab_size, (1, 40))
     positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
     with torch.no_grad():
-        wanted = torch.cat([stock(input_ids=part, use_cache=False).logits for part in ids.split((17, 23), 1)], 1)
+        wanted = torch.cat(
+            [stock(input_ids=part, use_cache=False).logits for part in ids.split((17, 23), 1)], 1
+        )
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16))
     assert "whole" not in str(report)
@@ -316,13 +346,18 @@ def test_layers_in_a_module_that_takes_no_token_ids_are_none_to_try():
     """BERT's, as a decoder: they run whole, and the reason says why."""
     config = CONFIG_MAPPING["bert"](num_hidden_layers=2, is_decoder=True, **_SIZES)
     report = str(hfpatch.apply(AutoModelForCausalLM.from_config(config)))
-    assert "no small instance of it could be tried (a BertEncoder takes hidden states, no token ids)" in report
+    assert (
+        "no small instance of it could be tried (a BertEncoder takes hidden states, no token ids)"
+        in report
+    )
 
 
 _SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 _ODD = {  # sizes, and how many layers are tiled
-    "recurrent_gemma": ({"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64, "attention_window_size": 8}, 3),
-    "zamba": ({"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+    "recurrent_gemma": ({"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64,
+                         "attention_window_size": 8}, 3),
+    "zamba": ({"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+               "attention_hidden_size": 128,
                "attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 8}, 2),
 }  # fmt: skip
 
@@ -332,19 +367,28 @@ _ODD = {  # sizes, and how many layers are tiled
     "name",
     [
         "recurrent_gemma",
-        pytest.param("zamba", marks=tiny.not_before_transformers((5, 23), "names its kinds of layers in another list")),
+        pytest.param(
+            "zamba",
+            marks=tiny.not_before_transformers(
+                (5, 23), "names its kinds of layers in another list"
+            ),
+        ),
     ],
 )
 def test_a_stack_that_keeps_states_or_shares_weights_has_a_small_instance(name):
-    """RecurrentGemma holds the last state of its scan, graph and all, which is not to be copied; Zamba's layers with attention
-    share weights, and one alone is refused. The Mamba behind takes what attention gave: these two run whole."""
+    """RecurrentGemma holds the last state of its scan, graph and all, which is not to be copied;
+    Zamba's layers with attention share weights, and one alone is refused. The Mamba behind takes
+    what attention gave: these two run whole.
+    """
     sizes, tiled = _ODD[name]
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 4}
     stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**_SIZES, **ids, **sizes)).train()
     ours = copy.deepcopy(stock)
     options = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
-    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16), **options)
+    report = hfpatch.apply(
+        ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16), **options
+    )
     assert "no small instance" not in str(report)
     assert sum(layer._hfpatch_traits.reason is None for layer in ours.model.layers) == tiled
     batch = torch.randint(1, 64, (2, 40))
@@ -373,7 +417,9 @@ class _Watched(nn.Linear):
 
 @pytest.mark.parametrize("first", ["train", "eval"])
 def test_buffers_that_a_forward_writes_to_are_written_to_as_in_transformers(first):
-    """Tiles would count their calls, and asking leaves its few tokens, or NaN, in a running mean."""
+    """Tiles would count their calls, and asking leaves its few tokens, or NaN, in a running
+    mean.
+    """
     stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
     tiny.checkpoint(stock)
     for model in (stock, ours):
@@ -402,7 +448,9 @@ class _Counting(nn.Module):
 
 
 def test_what_makes_a_weight_is_called_as_in_transformers():
-    """As spectral norm's power iteration: a Linear with a parametrization, whose forward is torch's own."""
+    """As spectral norm's power iteration: a Linear with a parametrization, whose forward is torch's
+    own.
+    """
     stock, ours = tiny.llama(dtype=torch.float64), tiny.llama(dtype=torch.float64)
     tiny.checkpoint(stock)
     for model in (stock, ours):
@@ -413,7 +461,9 @@ def test_what_makes_a_weight_is_called_as_in_transformers():
     for model in (stock, ours):
         model.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls.zero_()
         tiny.step(model, tiny.labelled())
-    assert [m.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls for m in (stock, ours)] == [2, 2]
+    assert [
+        m.model.layers[0].self_attn.v_proj.parametrizations.weight[0].calls for m in (stock, ours)
+    ] == [2, 2]
 
 
 def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
@@ -430,16 +480,19 @@ def test_a_small_instance_of_a_base_is_trusted_for_its_own_modules_alone():
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("zamba2", marks=tiny.not_with_transformers_5_0("cannot build one")), "rwkv"]
+    "kind",
+    [pytest.param("zamba2", marks=tiny.not_with_transformers_5_0("cannot build one")), "rwkv"],
 )
 def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
-    """Zamba 2's config computes head sizes once, from the real sizes; RWKV's weights begin by a layer's share of the depth."""
+    """Zamba 2's config computes head sizes once, from the real sizes; RWKV's weights begin by a
+    layer's share of the depth.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind]())
     reasons = {answer.reason for answer in asked(model).answers}
-    assert reasons <= {None, "what mixes its tokens takes one from the other"} and (None in reasons) == (
-        kind == "zamba2"
-    )
+    assert reasons <= {None, "what mixes its tokens takes one from the other"} and (
+        None in reasons
+    ) == (kind == "zamba2")
 
 
 @tiny.not_with_transformers_5_0("cannot build GLM-4V from its own defaults")
@@ -447,11 +500,16 @@ def test_sizes_that_follow_from_others_fit_a_small_instance(kind):
     "kind",
     [
         "glm4v",
-        *(pytest.param(k, marks=pytest.mark.long) for k in ("glm_ocr", "ernie4_5_vl_moe", "mistral4", "qwen2_vl")),
+        *(
+            pytest.param(k, marks=pytest.mark.long)
+            for k in ("glm_ocr", "ernie4_5_vl_moe", "mistral4", "qwen2_vl")
+        ),
     ],
 )
 def test_what_is_rotated_fits_a_small_instance(kind):
-    """Sections of positions in time, height and width, which many configs leave to the code, add up to what a small head turns."""
+    """Sections of positions in time, height and width, which many configs leave to the code, add up
+    to what a small head turns.
+    """
     if kind not in CONFIG_MAPPING:
         pytest.skip("unknown to this transformers")
     with torch.device("meta"):

@@ -1,4 +1,6 @@
-"""Vision-language models, image and text through the wrapper: the language tower is tiled, the rest is transformers' own."""
+"""Vision-language models, image and text through the wrapper: the language tower is tiled, the rest
+is transformers' own.
+"""
 
 import copy
 
@@ -37,20 +39,25 @@ TOWER |= {
     "intermediate_ratio": 4,
 }
 TOWER |= {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
-OURS = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 61, "vision_start_token_id": 62,
-        "vision_end_token_id": 63, "boi_token_index": 61, "eoi_token_index": 62, "mm_tokens_per_image": 4}  # fmt: skip
+OURS = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 61,
+        "vision_start_token_id": 62,
+        "vision_end_token_id": 63, "boi_token_index": 61, "eoi_token_index": 62,
+        "mm_tokens_per_image": 4}  # fmt: skip
 PATCHES = {"pixel_values": (16, 96)}  # of a 16 x 16 image, two frames of three colours
 PIXELS = {"pixel_values": (1, 3, 16, 16)}
 OF_A_ROW = {"pixel_values": (1, 1, 3, 16, 16)}
-# Layers of the language tower, tokens of the image, what comes with it, whether its layers run tile by tile.
+# Layers of the language tower, tokens of the image, what comes with it, whether its layers run tile
+# by tile.
 MODELS = {
-    "qwen3_vl": (2, 4, PATCHES, True),  # three positions a token, image features added behind the first layers
+    # three positions a token, image features added behind the first layers
+    "qwen3_vl": (2, 4, PATCHES, True),
     "qwen2_5_vl": (2, 4, PATCHES, True),
     "mistral3": (2, 4, PIXELS, True),
     "llava": (2, 16, PIXELS, True),
     "llama4": (4, 4, PIXELS, True),  # the loss is computed around the model that has the head
     "idefics3": (2, 4, OF_A_ROW, True),
-    "gemma3": (6, 4, PIXELS, False),  # its image tokens see each other both ways, by a mask of its own
+    # its image tokens see each other both ways, by a mask of its own
+    "gemma3": (6, 4, PIXELS, False),
 }
 
 
@@ -68,11 +75,15 @@ def small(name):
     if name == "llama4":
         made.vision_config.intermediate_size = 128  # of four patches in one
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(made, attn_implementation="eager").double().train()
+    model = (
+        AutoModelForImageTextToText.from_config(made, attn_implementation="eager").double().train()
+    )
     with torch.no_grad():
         for p in model.parameters():
             step = torch.randn_like(p)
-            p.add_(0.1 * step) if p.dim() < 2 else p.copy_(step * min(p.shape[0], p[0].numel()) ** -0.5)
+            p.add_(0.1 * step) if p.dim() < 2 else p.copy_(
+                step * min(p.shape[0], p[0].numel()) ** -0.5
+            )
     ids = torch.randint(1, 50, (1, 40))
     ids[0, 5], ids[0, 6 : 6 + n_image] = 62, IMAGE
     labels = ids.clone()
@@ -80,7 +91,10 @@ def small(name):
     batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
     batch |= {key: torch.randn(shape, dtype=torch.float64) for key, shape in shapes.items()}
     if shapes is PATCHES:
-        batch |= {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == IMAGE).int()}
+        batch |= {
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": (ids == IMAGE).int(),
+        }
     if name == "mistral3":
         batch["image_sizes"] = torch.tensor([[16, 16]])
     if name == "gemma3":
@@ -89,7 +103,8 @@ def small(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")]
+    "name",
+    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")],
 )
 def test_an_image_and_text(name, capsys):
     stock, batch = small(name)
@@ -97,7 +112,9 @@ def test_an_image_and_text(name, capsys):
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
     stack = find_decoder(ours).stack
     tower = {id(m) for m in stack.modules()}
-    kept = [(type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower]
+    kept = [
+        (type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower
+    ]
     assert sum(a is not b for a, b in kept) == 1 + (name == "llama4"), (
         "beside the language tower the model alone is ours"
     )
@@ -125,5 +142,8 @@ def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole(loss):
     out, wanted = ours(**batch), stock(**batch)
     assert wanted.past_key_values is not None and max(found) <= 16
     out.loss.backward(), wanted.loss.backward()
-    assert_close({n: p.grad for n, p in ours.named_parameters()}, {n: p.grad for n, p in stock.named_parameters()})
+    assert_close(
+        {n: p.grad for n, p in ours.named_parameters()},
+        {n: p.grad for n, p in stock.named_parameters()},
+    )
     assert ours(**batch, use_cache=True).past_key_values is not None, "where it was asked for"

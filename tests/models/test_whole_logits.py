@@ -7,7 +7,13 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfpatch
@@ -33,7 +39,8 @@ class LargestLogits(TorchDispatchMode):
 def stock():
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=512,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
@@ -41,14 +48,17 @@ def stock():
 
 @pytest.mark.parametrize("patched", [True, False], ids=["ours", "stock"])
 def test_a_qwen3_step_never_holds_whole_logits(patched, stock, tmp_path, monkeypatch):
-    """A workspace of 128 rows stands for one that is small beside 131,072 tokens; transformers' own step is the control."""
+    """A workspace of 128 rows stands for one that is small beside 131,072 tokens; transformers' own
+    step is the control.
+    """
     monkeypatch.setattr(FusedCausalLM, "_workspace", lambda self: 128 * VOCAB * 5)
     model = copy.deepcopy(stock)
     if patched:
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=64))
     ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    args = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+    args = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=2, use_cpu=True,
+                             report_to=[], save_strategy="no",
                              disable_tqdm=True)  # fmt: skip
     with LargestLogits() as seen:
         Trainer(model=model, args=args, train_dataset=rows).train()
@@ -64,7 +74,9 @@ class Padded(Qwen3ForCausalLM):
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = getattr(self.lm_head(self.model(input_ids).last_hidden_state), self.rounds)()
         logits = (torch.tanh(logits / 3) * 3)[..., : self.words]
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        loss = self.loss_function(
+            logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
+        )
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 

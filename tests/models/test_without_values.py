@@ -1,4 +1,6 @@
-"""Tensors that have shapes alone: the meta device, and torch's fake tensors. What trains stock there trains patched."""
+"""Tensors that have shapes alone: the meta device, and torch's fake tensors. What trains stock
+there trains patched.
+"""
 
 import pytest
 import tiny
@@ -13,12 +15,17 @@ ONES = torch.ones(1, 40, dtype=torch.long)
 BATCHES = {
     "plain": {},
     "masked": {"attention_mask": ONES},
-    "packed": {"position_ids": ONES.cumsum(1), "cu_seq_lens_q": torch.tensor([0, 40], dtype=torch.int32)},
+    "packed": {
+        "position_ids": ONES.cumsum(1),
+        "cu_seq_lens_q": torch.tensor([0, 40], dtype=torch.int32),
+    },
 }
 
 
 def trained(like, **given):
-    """The loss's kind, and how many parameters have gradients, of a step on tensors that `like` makes; then an evaluation."""
+    """The loss's kind, and how many parameters have gradients, of a step on tensors that `like`
+    makes; then an evaluation.
+    """
     model = LlamaForCausalLM(tiny.config(attn_implementation="eager"))
     hfpatch.apply(model, checkpointing=given.pop("checkpointing"))
     ids, given = like(ONES), {name: like(x) for name, x in given.items()}

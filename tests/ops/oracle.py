@@ -1,4 +1,6 @@
-"""What every op's test does: one call against HF's formula in the working dtype and the plain version in float64."""
+"""What every op's test does: one call against HF's formula in the working dtype and the plain
+version in float64.
+"""
 
 import warnings
 
@@ -22,19 +24,27 @@ def as_tuple(x):
 
 
 def check(op, stock, exact, inputs, *, view=lambda *x: x, needs=None, retain=False):
-    """Outputs and gradients of op(*inputs) within the budget that stock(*inputs) and exact(*float64 inputs) give.
+    """Outputs and gradients of op(*inputs) within the budget that stock(*inputs) and exact(*float64
+    inputs) give.
 
-    inputs: leaf tensors; view: what is done to them before the call (transposes, slices), autograd included;
-    needs: which inputs require grad (all by default); retain: run backward twice and compare the second.
+    inputs: leaf tensors; view: what is done to them before the call (transposes, slices), autograd
+    included; needs: which inputs require grad (all by default); retain: run backward twice and
+    compare the second.
     """
     needs = needs or [True] * len(inputs)
 
     def run(function, dtype=None, twice=False):
-        leaves = [x.detach().to(dtype or x.dtype).clone().requires_grad_(n) for x, n in zip(inputs, needs)]
+        leaves = [
+            x.detach().to(dtype or x.dtype).clone().requires_grad_(n) for x, n in zip(inputs, needs)
+        ]
         outs = as_tuple(function(*view(*leaves)))
-        # Upstream gradients are drawn once, in the dtypes of the first run, and only cast in the others.
+        # Upstream gradients are drawn once, in the dtypes of the first run, and only cast in the
+        # others.
         first = run.first = run.first or [o.dtype for o in outs]
-        ups = [randn(*o.shape, dtype=FP64, seed=7 + i).to(d).to(o.dtype) for i, (o, d) in enumerate(zip(outs, first))]
+        ups = [
+            randn(*o.shape, dtype=FP64, seed=7 + i).to(d).to(o.dtype)
+            for i, (o, d) in enumerate(zip(outs, first))
+        ]
         pairs = [(o, u) for o, u in zip(outs, ups) if o.requires_grad]
         wanted = [x for x in leaves if x.requires_grad]
         grads = ()
@@ -59,7 +69,9 @@ def check(op, stock, exact, inputs, *, view=lambda *x: x, needs=None, retain=Fal
 
 
 def opcheck(name, *args):
-    """torch.library.opcheck of hfpatch::<name>: schema, autograd registration, fake, and AOT tracing."""
+    """torch.library.opcheck of hfpatch::<name>: schema, autograd registration, fake, and AOT
+    tracing.
+    """
     with warnings.catch_warnings():
         # torch 2.15 reads it itself while it traces.
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")

@@ -1,4 +1,6 @@
-"""The two directions of attention against the plain version, and the GPU backends' calls against their schemas."""
+"""The two directions of attention against the plain version, and the GPU backends' calls against
+their schemas.
+"""
 
 from types import SimpleNamespace
 
@@ -16,13 +18,21 @@ from tests.numerics import assert_close
 
 def inputs(B, T, H, K, E, dtype, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, T, heads, E, generator=g, dtype=torch.float64).to(dtype) for heads in (H, K, K, H)]
+    return [
+        torch.randn(B, T, heads, E, generator=g, dtype=torch.float64).to(dtype)
+        for heads in (H, K, K, H)
+    ]
 
 
 def reference(q, k, v, dout, scale, documents, dtype, sinks=None, **pattern):
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    leaves = [
+        x.detach().to(dtype).requires_grad_()
+        for x in (q, k, v, *(() if sinks is None else (sinks,)))
+    ]
     sinks = leaves[3] if sinks is not None else None
-    out, lse = A.attention_ref(*leaves[:3], scale=scale, pattern=A.Pattern(documents, **pattern), sinks_H=sinks)
+    out, lse = A.attention_ref(
+        *leaves[:3], scale=scale, pattern=A.Pattern(documents, **pattern), sinks_H=sinks
+    )
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
@@ -30,11 +40,15 @@ def check(got, plain, exact, name, dtype, T):
     if dtype != torch.float64:
         return assert_close(got, plain, exact, name, dtype=dtype)
     # float64 has no wider reference: a rounding for each of the T terms of a sum.
-    assert (got - exact).abs().max() <= max(T, 16) * 2.0**-52 * max(1.0, exact.abs().max().item()), name
+    assert (got - exact).abs().max() <= max(T, 16) * 2.0**-52 * max(
+        1.0, exact.abs().max().item()
+    ), name
 
 
-# Grouped heads 1:1, 2:1 and 4:1; T odd, one, and past one block of the CPU kernel; heads as wide as GPUs take, and wider.
-@pytest.mark.parametrize("B,T,H,K,E", [(2, 37, 4, 2, 16), (1, 1, 4, 4, 8), (1, 601, 4, 1, 32), (3, 64, 6, 3, 24),
+# Grouped heads 1:1, 2:1 and 4:1; T odd, one, and past one block of the CPU kernel; heads as wide as
+# GPUs take, and wider.
+@pytest.mark.parametrize("B,T,H,K,E", [(2, 37, 4, 2, 16), (1, 1, 4, 4, 8), (1, 601, 4, 1, 32), (3,
+                                                                                                64, 6, 3, 24),
                                        (1, 45, 2, 1, 256), (1, 45, 2, 1, 512)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_both_directions(B, T, H, K, E, dtype):
@@ -48,14 +62,23 @@ def test_both_directions(B, T, H, K, E, dtype):
         check(got, p, e, name, dtype, T)
 
 
-@pytest.mark.parametrize("documents", [None, A.Documents((0, 9, 20), torch.tensor([0, 9, 20], dtype=torch.int32))])
+@pytest.mark.parametrize(
+    "documents", [None, A.Documents((0, 9, 20), torch.tensor([0, 9, 20], dtype=torch.int32))]
+)
 def test_heads_whose_columns_lie_apart(documents):
-    """As rotations of two columns leave them (gpt-oss): torch's kernel for CPUs reads on, beyond the tensor, and says nothing."""
+    """As rotations of two columns leave them (gpt-oss): torch's kernel for CPUs reads on, beyond
+    the tensor, and says nothing.
+    """
     tensors = inputs(1, 20, 4, 2, 16, torch.float64)
     pattern, results = A.Pattern(documents), []
-    for q, k, v, dout in (tensors, [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors]):
+    for q, k, v, dout in (
+        tensors,
+        [x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors],
+    ):
         out, lse, state = A.attention_forward(q, k, v, scale=0.25, pattern=pattern, backend="cpu")
-        grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, pattern=pattern, backend="cpu")
+        grads = A.attention_backward(
+            dout, q, k, v, out, lse, state, scale=0.25, pattern=pattern, backend="cpu"
+        )
         results.append((out, lse, *grads))
     for ours, side_by_side in zip(*results):
         assert torch.equal(ours, side_by_side)
@@ -64,11 +87,15 @@ def test_heads_whose_columns_lie_apart(documents):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_documents(dtype):
     q, k, v, dout = inputs(2, 20, 4, 2, 16, dtype)
-    documents = A.Documents((0, 3, 4, 20, 33, 40), torch.tensor([0, 3, 4, 20, 33, 40], dtype=torch.int32))
+    documents = A.Documents(
+        (0, 3, 4, 20, 33, 40), torch.tensor([0, 3, 4, 20, 33, 40], dtype=torch.int32)
+    )
     assert documents.longest == 16
     exact = reference(q, k, v, dout, 0.25, documents, torch.float64)
     plain = reference(q, k, v, dout, 0.25, documents, dtype)
-    out, lse, state = A.attention_forward(q, k, v, scale=0.25, pattern=A.Pattern(documents), backend="cpu")
+    out, lse, state = A.attention_forward(
+        q, k, v, scale=0.25, pattern=A.Pattern(documents), backend="cpu"
+    )
     grads = A.attention_backward(
         dout, q, k, v, out, lse, state, scale=0.25, pattern=A.Pattern(documents), backend="cpu"
     )
@@ -80,7 +107,8 @@ def test_documents(dtype):
 def _hidden():
     hidden = torch.zeros(2, 45, dtype=torch.bool)
     hidden[0, 7:9], hidden[1, 40:], hidden[0, 30] = True, True, True  # holes and right padding
-    # What sees nobody: a row's first tokens, a document of one, the end of a hole longer than the window.
+    # What sees nobody: a row's first tokens, a document of one, the end of a hole longer than the
+    #     window.
     hidden[1, :2], hidden[0, 3], hidden[1, 20:33] = True, True, True
     return hidden
 
@@ -91,18 +119,24 @@ def _blind():
     return blind
 
 
-# Each alone and all together; the window ends within a block and crosses documents; v narrower and wider than q.
+# Each alone and all together; the window ends within a block and crosses documents; v narrower and
+# wider than q.
 @pytest.mark.parametrize("E_v", [16, 8, 24])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents", "documents hidden_BT",
+@pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents",
+                                   "documents hidden_BT",
                                    "blind_BT", "documents window hidden_BT softcap blind_BT"])  # fmt: skip
 @pytest.mark.parametrize("sinks", [False, True])
 def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
-    monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)  # 7 queries a block
+    # 7 queries a block
+    monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)
     q, k, v, dout = inputs(2, 45, 4, 2, 16, dtype)
-    v, dout = (torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout))
+    v, dout = (
+        torch.nn.functional.pad(x[..., :E_v], (0, max(0, E_v - 16)), value=0.5) for x in (v, dout)
+    )
     bounds = (0, 3, 4, 45, 60, 90)
-    every = {"documents": A.Documents(bounds, torch.tensor(bounds, dtype=torch.int32)), "window": 9, "softcap": 2.0,
+    every = {"documents": A.Documents(bounds, torch.tensor(bounds, dtype=torch.int32)), "window": 9,
+             "softcap": 2.0,
              "hidden_BT": _hidden(), "blind_BT": _blind()}  # fmt: skip
     pattern = {name: every[name] for name in names.split()}
     documents = pattern.pop("documents", None)
@@ -110,10 +144,19 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     exact = reference(q, k, v, dout, 0.25, documents, torch.float64, sink, **pattern)
     plain = reference(q, k, v, dout, 0.25, documents, dtype, sink, **pattern)
     if sinks:
-        # What reaches the sink's gradient is the attention output as it is kept, in the working dtype.
+        # What reaches the sink's gradient is the attention output as it is kept, in the working
+        # dtype.
         products = (dout.float() * plain[0].float()).sum(-1).transpose(1, 2)
-        plain = (*plain[:-1], -(torch.exp(sink.float()[:, None] - plain[1]) * products).sum((0, 2)).to(dtype))
-    asked = {"scale": 0.25, "pattern": A.Pattern(documents, **pattern), "sinks_H": sink, "backend": backend}
+        plain = (
+            *plain[:-1],
+            -(torch.exp(sink.float()[:, None] - plain[1]) * products).sum((0, 2)).to(dtype),
+        )
+    asked = {
+        "scale": 0.25,
+        "pattern": A.Pattern(documents, **pattern),
+        "sinks_H": sink,
+        "backend": backend,
+    }
     out, lse, state = A.attention_forward(q, k, v, **asked)
     grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
     assert [g.dtype for g in grads] == [dtype] * len(grads)
@@ -121,24 +164,39 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     seen = asked["pattern"].allowed(range(45), range(45), 2, 45, "cpu").any(-1)
     lse, *theirs = (torch.where(seen, x, 0) for x in (A._per_head(lse, 2, 45), plain[1], exact[1]))
     plain, exact = ((x[0], y, *x[2:]) for x, y in zip((plain, exact), theirs))
-    for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact):
+    for name, got, p, e in zip(
+        ("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact
+    ):
         check(got, p, e, name, dtype, 45)
 
 
 @pytest.mark.parametrize("E_v", [16, 8])
-@pytest.mark.parametrize("names", ["softcap", "hidden_BT", "blind_BT", "documents window hidden_BT softcap blind_BT"])
+@pytest.mark.parametrize(
+    "names", ["softcap", "hidden_BT", "blind_BT", "documents window hidden_BT softcap blind_BT"]
+)
 def test_flex_attention_in_torchs_plain_code(names, E_v, monkeypatch):
-    """What a GPU compiles: its masks by blocks of 16, its score function and its backward from out and lse, with sinks."""
+    """What a GPU compiles: its masks by blocks of 16, its score function and its backward from out
+    and lse, with sinks.
+    """
     monkeypatch.setattr(flex, "SIZE", 16)
     test_patterns(names, torch.float64, E_v, names != "hidden_BT", monkeypatch, "flex")
 
 
 def test_blocks_of_a_flex_mask():
-    """No block that is seen is left out, and those said to be seen whole are; nothing of [T, T] is made."""
-    documents = A.Documents((0, 130, 512, 700, 1024), torch.tensor((0, 130, 512, 700, 1024), dtype=torch.int32))
+    """No block that is seen is left out, and those said to be seen whole are; nothing of [T, T] is
+    made.
+    """
+    documents = A.Documents(
+        (0, 130, 512, 700, 1024), torch.tensor((0, 130, 512, 700, 1024), dtype=torch.int32)
+    )
     hidden = torch.zeros(2, 512, dtype=torch.bool)
     hidden[1, 300] = True
-    for pattern in (A.CAUSAL, A.Pattern(window=200), A.Pattern(documents, hidden_BT=hidden), A.Pattern(documents, 100)):
+    for pattern in (
+        A.CAUSAL,
+        A.Pattern(window=200),
+        A.Pattern(documents, hidden_BT=hidden),
+        A.Pattern(documents, 100),
+    ):
         allowed = pattern.allowed(range(512), range(512), 2, 512, "cpu").expand(2, 1, -1, -1)
         blocks = allowed.unflatten(3, (4, 128)).unflatten(2, (4, 128)).transpose(3, 4)
         some, whole = flex._blocks_of(
@@ -150,14 +208,18 @@ def test_blocks_of_a_flex_mask():
 
 
 def test_what_fills_up_a_length_sees_itself_alone():
-    """Behind a row's tokens: without a start it was computed against all of them, the most of a window's work at 131,073 tokens."""
+    """Behind a row's tokens: without a start it was computed against all of them, the most of a
+    window's work at 131,073 tokens.
+    """
     _, *seen_by = flex._mask(None, 64, None, 1, 4097, 4608, torch.device("cpu"))
     some, whole = flex._blocks_of(*seen_by)
     assert (some | whole).sum(-1).max() == 4 == 512 // flex.SIZE
 
 
 def test_flex_attention_compiled(monkeypatch):
-    """As a GPU runs it, but for the compiler's last step: traced for a length rounded up, the backward by itself."""
+    """As a GPU runs it, but for the compiler's last step: traced for a length rounded up, the
+    backward by itself.
+    """
     q, k, v, dout = inputs(1, 45, 4, 2, 16, torch.float64)
     pattern, kinds = A.Pattern(window=9, softcap=2.0), []
     wanted = [*flex.flex_forward(q, k, v, pattern, 0.25)]
@@ -199,7 +261,9 @@ def test_what_flex_attention_is_found_to_do_stands_for_the_process(monkeypatch):
 
 
 def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
-    """Its functions under the names of the operators; without its package the backend says that it cannot run."""
+    """Its functions under the names of the operators; without its package the backend says that it
+    cannot run.
+    """
     q, k, v, dout = inputs(1, 37, 4, 2, 16, torch.bfloat16)
     with pytest.raises(RuntimeError, match="FlashAttention-3"):
         A.attention_forward(q, k, v, scale=0.25, backend="fa3")
@@ -211,7 +275,22 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
         return out, lse, None, None, 0, 0, None, None, None
 
     def backward(
-        dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        seed,
+        offset,
+        *,
+        scale=None,
     ):
         called.append((cum_q, cum_k, max_q, max_k, dropout_p, is_causal, scale))
         return R._cpu_backward(dout, q, k, v, out, lse, (), scale)
@@ -219,15 +298,25 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
     from torch.nn.attention import _fa3
 
     monkeypatch.setattr(_fa3, "_fa3_import_module", lambda path: called.append(path))
-    monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_forward_impl_default", forward)
+    monkeypatch.setattr(
+        _fa3, "_fa3_scaled_dot_product_flash_attention_forward_impl_default", forward
+    )
     monkeypatch.setattr(_fa3, "_fa3_scaled_dot_product_flash_attention_backward_impl", backward)
     results = []
     for backend in ("fa3", "cpu"):
         monkeypatch.setattr(A, "supported", lambda *_: None)
         out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=backend)
-        results.append((out, *A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, backend=backend)))
+        results.append(
+            (
+                out,
+                *A.attention_backward(dout, q, k, v, out, lse, state, scale=0.25, backend=backend),
+            )
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results))
-    assert called[1::2] == [((1, 4, 37, 16), 0.0, True, 0.25), (None, None, 37, 37, 0.0, True, 0.25)]
+    assert called[1::2] == [
+        ((1, 4, 37, 16), 0.0, True, 0.25),
+        (None, None, 37, 37, 0.0, True, 0.25),
+    ]
 
 
 # Sinks read and write lse, which each has in a shape of its own.
@@ -236,8 +325,14 @@ def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
 def test_gpu_backends_call_their_ops_by_schema(backend, sinks):
     """On meta tensors: the arguments fit, and the gradients have the shapes of their inputs."""
     dtype = torch.float32 if backend == "efficient" else torch.bfloat16
-    q, k, v, dout = (x.to("meta") for x in inputs(2, 37, 4, 4 if backend == "cudnn" else 2, 16, dtype))
-    asked = {"scale": 0.25, "backend": backend, "sinks_H": torch.empty(4, device="meta") if sinks else None}
+    q, k, v, dout = (
+        x.to("meta") for x in inputs(2, 37, 4, 4 if backend == "cudnn" else 2, 16, dtype)
+    )
+    asked = {
+        "scale": 0.25,
+        "backend": backend,
+        "sinks_H": torch.empty(4, device="meta") if sinks else None,
+    }
     out, lse, state = A.attention_forward(q, k, v, **asked)
     assert out.shape == q.shape and A._per_head(lse, 2, 37).shape == (2, 4, 37)
     grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
@@ -267,7 +362,13 @@ def test_varlen_call_binds_to_each_version(version, monkeypatch):
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, *rest, **options):
         seen.update(options, cu_q=cu_q, max_q=max_q)
         seed = torch.zeros(2, dtype=torch.uint64)
-        return q.clone(), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32), seed, seed.clone(), q.new_zeros(0)
+        return (
+            q.clone(),
+            q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32),
+            seed,
+            seed.clone(),
+            q.new_zeros(0),
+        )
 
     library.impl("forward", forward, "CompositeExplicitAutograd")
     namespace = getattr(torch.ops, f"stub{version.replace('.', '_')}")
@@ -289,7 +390,8 @@ def test_varlen_call_binds_to_each_version(version, monkeypatch):
 
 
 def test_groups_keep_a_gpu_full_and_memory_small():
-    # 128k tokens: one KV head's four query heads are 4,096 blocks; 1k tokens: 32, so all heads go together.
+    # 128k tokens: one KV head's four query heads are 4,096 blocks; 1k tokens: 32, so all heads go
+    #     together.
     assert heads_per_group(1, 131072, 32, 8) == 1
     assert heads_per_group(1, 16384, 32, 8) == 1
     assert heads_per_group(1, 8192, 32, 8) == 2
@@ -299,7 +401,9 @@ def test_groups_keep_a_gpu_full_and_memory_small():
 
 
 def on_cuda(tokens, dtype=torch.bfloat16, batch=1):
-    return SimpleNamespace(device=torch.device("cuda", 1), dtype=dtype, shape=(batch, tokens, 4, 16))
+    return SimpleNamespace(
+        device=torch.device("cuda", 1), dtype=dtype, shape=(batch, tokens, 4, 16)
+    )
 
 
 def test_what_is_picked_without_a_trial(monkeypatch):
@@ -330,7 +434,8 @@ def test_what_is_picked_without_a_trial(monkeypatch):
     assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
 
 
-# What plans cost, what else there is, and what is picked for the first lengths and for all after them.
+# What plans cost, what else there is, and what is picked for the first lengths and for all after
+# them.
 @pytest.mark.parametrize("seconds, plans, few, many", [
     ({"flash": 3e-3, "cudnn": 2e-3}, {"cudnn": 0.7}, "cudnn", "flash"),
     ({"flash": 3e-3, "cudnn": 2e-3}, {}, "cudnn", "cudnn"),
@@ -351,8 +456,8 @@ def test_a_process_of_many_lengths_takes_what_plans_nothing(seconds, plans, few,
 class Played:
     """Backends whose seconds are counted, not taken; the CPU's kernel computes.
 
-    seconds: by name those of forward and backward, None where it cannot run; wrong: names that give other numbers; plans: by name
-    those of a length's first forward.
+    seconds: by name those of forward and backward, None where it cannot run; wrong: names that give
+    other numbers; plans: by name those of a length's first forward.
     """
 
     def __init__(self, monkeypatch, seconds: dict, wrong=(), plans=None, groups: int = 1):
@@ -396,8 +501,9 @@ class Played:
             R.tried.cache_clear()
 
 
-# Of H100s with FlashAttention-3 and without, and an A100: seconds of (forward, backward) of each backend, None where it cannot run;
-# what is picked. One that is fast and wrong is left out, one direction alone does not decide, the first call compiles.
+# Of H100s with FlashAttention-3 and without, and an A100: seconds of (forward, backward) of each
+# backend, None where it cannot run; what is picked. One that is fast and wrong is left out, one
+# direction alone does not decide, the first call compiles.
 @pytest.mark.parametrize(
     "seconds, wrong, fastest",
     [
@@ -415,7 +521,8 @@ def test_the_fastest_that_is_right_is_picked(seconds, wrong, fastest, groups, mo
     found, missing = played.try_all(), {name for name, found in seconds.items() if found is None}
     assert found.fastest() == found.fastest(many_lengths=True) == fastest
     assert set(found.left_out) == missing | set(wrong)
-    assert set(played.heads) <= {(4, 2)} and len(played.heads) == 4 * (3 - len(missing))  # all heads forward
+    # all heads forward
+    assert set(played.heads) <= {(4, 2)} and len(played.heads) == 4 * (3 - len(missing))
     assert len(played.waits) == 8 * (3 - len(missing)) + len(missing)  # before and after each
     assert R.trial_peaks == {torch.device("cpu"): 77}
 
@@ -432,14 +539,18 @@ def test_a_trial_says_what_it_found(monkeypatch, capfd):
     assert capfd.readouterr().err.endswith("10.00 ms; cudnn is taken; fa3 gave other numbers.\n")
 
 
-# (B, T, H, K, E) -> parts: 128k of Llama in one; on the bound and above it; one KV head for all queries, heads of 256; a batch.
+# (B, T, H, K, E) -> parts: 128k of Llama in one; on the bound and above it; one KV head for all
+# queries, heads of 256; a batch.
 @pytest.mark.parametrize("shape, parts", [
-    ((1, 131_072, 32, 8, 128), 1), ((1, 524_287, 32, 8, 128), 1), ((1, 524_288, 32, 8, 128), 2), ((1, 524_288, 32, 8, 64), 2),
+    ((1, 131_072, 32, 8, 128), 1), ((1, 524_287, 32, 8, 128), 1), ((1, 524_288, 32, 8, 128), 2),
+    ((1, 524_288, 32, 8, 64), 2),
     ((1, 262_144, 32, 8, 256), 2), ((4, 131_072, 32, 8, 128), 2), ((1, 1 << 22, 32, 8, 128), 16),
     ((1, 524_288, 32, 1, 128), 2), ((1, 1 << 20, 12, 3, 256), 3), ((1, 1 << 26, 8, 8, 128), 8),
 ])  # fmt: skip
 def test_a_backward_of_2_to_the_31_goes_by_parts(shape, parts, monkeypatch):
-    """Whatever the policy: of all heads at once, or of one group. On meta tensors, through the call that every path makes."""
+    """Whatever the policy: of all heads at once, or of one group. On meta tensors, through the call
+    that every path makes.
+    """
     B, T, H, K, E = shape
     assert A.parts_of_heads(*shape) == parts
     seen = []
@@ -449,13 +560,19 @@ def test_a_backward_of_2_to_the_31_goes_by_parts(shape, parts, monkeypatch):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     monkeypatch.setitem(R.BACKENDS, "flash", (None, backward))
-    q, k, v, dout = (torch.empty(B, T, h, E, dtype=torch.bfloat16, device="meta") for h in (H, K, K, H))
+    q, k, v, dout = (
+        torch.empty(B, T, h, E, dtype=torch.bfloat16, device="meta") for h in (H, K, K, H)
+    )
     lse = torch.empty(B, H, T, device="meta")
     grads = A.attention_backward(dout, q, k, v, q, lse, (), scale=1.0, backend="flash")
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and len(seen) == parts
     for q, k, lse in seen:
         assert q.numel() < 2**31 and B * T * q.shape[1] < 524_288 * 32 or q.shape[1] == 1
-        assert q.shape[1] == H // parts and k.shape[1] == max(1, K // parts) and lse.shape[1] == q.shape[1]
+        assert (
+            q.shape[1] == H // parts
+            and k.shape[1] == max(1, K // parts)
+            and lse.shape[1] == q.shape[1]
+        )
         assert lse.is_contiguous()
 
 
@@ -463,17 +580,25 @@ def test_a_backward_of_2_to_the_31_goes_by_parts(shape, parts, monkeypatch):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_parts_of_heads_add_up(H, K, parts, sinks, monkeypatch):
     q, k, v, dout = inputs(2, 37, H, K, 16, torch.float64)
-    asked = {"scale": 0.25, "sinks_H": torch.randn(H, dtype=torch.float64) if sinks else None, "backend": "cpu"}
+    asked = {
+        "scale": 0.25,
+        "sinks_H": torch.randn(H, dtype=torch.float64) if sinks else None,
+        "backend": "cpu",
+    }
     out, lse, state = A.attention_forward(q, k, v, **asked)
     whole = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
     monkeypatch.setattr(A, "MOST_ROWS", 2 * 37 * (H // parts) + 1)
     assert A.parts_of_heads(2, 37, H, K, 16) == parts
-    for ours, exact in zip(A.attention_backward(dout, q, k, v, out, lse, state, **asked), whole, strict=True):
+    for ours, exact in zip(
+        A.attention_backward(dout, q, k, v, out, lse, state, **asked), whole, strict=True
+    ):
         assert (ours - exact).abs().max() <= 37 * H * 2.0**-52 * exact.abs().max()
 
 
 def test_widened_heads_go_to_fa2():
-    """A backend is tried at the head dimension that the layer has: of others it may know none (cuDNN's backward: up to 128)."""
+    """A backend is tried at the head dimension that the layer has: of others it may know none
+    (cuDNN's backward: up to 128).
+    """
     q = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16, device="meta")
     wide = q.new_empty(1, 256, 4, 136)
     hidden = A.Pattern(hidden_BT=torch.zeros(1, 256, dtype=torch.bool, device="meta"))
@@ -483,29 +608,45 @@ def test_widened_heads_go_to_fa2():
 
 
 def test_backend_of_each_device():
-    for head_dim, reason in ((128, None), (256, None), (260, "head_dim 260 is not a multiple of 8")):
+    for head_dim, reason in (
+        (128, None),
+        (256, None),
+        (260, "head_dim 260 is not a multiple of 8"),
+    ):
         assert A.supported(head_dim, torch.bfloat16, torch.device("cuda")) == reason
     reason = A.supported(512, torch.bfloat16, torch.device("cuda"))
-    assert "head_dim 512 needs torch's efficient attention, and it raises" in reason  # there is no such device here
-    assert "packed" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None)))
+    # there is no such device here
+    assert "head_dim 512 needs torch's efficient attention, and it raises" in reason
+    assert "packed" in A.supported(
+        128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
+    )
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
-    for pattern in (A.Pattern(softcap=30.0), A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool))):
+    for pattern in (
+        A.Pattern(softcap=30.0),
+        A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool)),
+    ):
         reason = A.supported(256, torch.bfloat16, torch.device("cuda"), pattern)
         assert "need flex_attention, and it raises" in reason  # there is no such device here
 
 
 class _Efficient:
-    """torch's efficient attention as its kernel has it: no grouped heads, an lse of whole blocks of 32 tokens."""
+    """torch's efficient attention as its kernel has it: no grouped heads, an lse of whole blocks of
+    32 tokens.
+    """
 
     def __init__(self, wrong: float = 1.0):
         self.wrong, self.columns = wrong, []
 
     def _plain(self, q, k, v, scale):
         T = q.shape[2]
-        scores = (q @ k.transpose(2, 3) * scale).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), float("-inf"))
+        scores = (q @ k.transpose(2, 3) * scale).masked_fill(
+            ~torch.ones(T, T, dtype=torch.bool).tril(), float("-inf")
+        )
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
-    def _scaled_dot_product_efficient_attention(self, q, k, v, bias, with_lse, dropout, causal, *, scale):
+    def _scaled_dot_product_efficient_attention(
+        self, q, k, v, bias, with_lse, dropout, causal, *, scale
+    ):
         assert q.shape[1] == k.shape[1] and with_lse and causal and not dropout
         self.columns.append(q.shape[3])
         out, lse = self._plain(q, k, v, scale)
@@ -531,19 +672,27 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     q, k, v, dout = (torch.randn(2, 40, h, 264, dtype=torch.float64) for h in (4, 2, 2, 4))
     hidden = torch.zeros(2, 40, dtype=torch.bool)
     hidden[0, :7] = True
-    documents = A.Pattern(A.Documents((0, 33, 34, 40, 80), torch.tensor([0, 33, 34, 40, 80], dtype=torch.int32)))
+    documents = A.Pattern(
+        A.Documents((0, 33, 34, 40, 80), torch.tensor([0, 33, 34, 40, 80], dtype=torch.int32))
+    )
     for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden), documents):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         wanted, _ = A.attention_ref(*leaves, scale=0.1, pattern=pattern)
         expected = torch.autograd.grad(wanted, leaves, dout)
         for backend in ("flash", "cudnn"):
-            out, lse, state = A.attention_forward(q, k, v, scale=0.1, pattern=pattern, backend=backend)
-            grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=0.1, pattern=pattern, backend=backend)
+            out, lse, state = A.attention_forward(
+                q, k, v, scale=0.1, pattern=pattern, backend=backend
+            )
+            grads = A.attention_backward(
+                dout, q, k, v, out, lse, state, scale=0.1, pattern=pattern, backend=backend
+            )
             for got, value in zip((out, *grads), (wanted.detach(), *expected)):
                 assert (got - value).norm() <= 1e-12 * value.norm()
     assert played.columns == 2 * [264] + 2 * [272] + 2 * 4 * [264]
 
-    wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512))
+    wide = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512)
+    )
     for module in (A, R):
         monkeypatch.setattr(module, "has_flash", lambda device: True)
     assert A.pick(wide, wide) == "efficient"
@@ -568,8 +717,9 @@ def test_the_efficient_kernel_is_tried_before_it_is_trusted(wrong, said, monkeyp
 
 @pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
-    """FA2 raises there, and the efficient kernel knows no bf16: such layers run whole, in plain torch, and fp16 rows of any length
-    in the kernel that is left."""
+    """FA2 raises there, and the efficient kernel knows no bf16: such layers run whole, in plain
+    torch, and fp16 rows of any length in the kernel that is left.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(R, "tried", lambda *_: R.Trial({"flash": 1.0}, {}, {}))
@@ -592,7 +742,9 @@ def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
 
 
 def test_documents_are_told_apart_where_they_lie(monkeypatch):
-    """A tensor made of Python's numbers comes to a GPU by a copy for which the host waits for all that the device does."""
+    """A tensor made of Python's numbers comes to a GPU by a copy for which the host waits for all
+    that the device does.
+    """
     there = A.Pattern(A.Documents((0, 4, 8), torch.arange(3, dtype=torch.int32) * 4))
     monkeypatch.delattr(torch, "tensor")
     allowed = there.allowed(range(4, 6), range(8), 1, 8, torch.device("cpu"))
@@ -601,7 +753,9 @@ def test_documents_are_told_apart_where_they_lie(monkeypatch):
 
 @pytest.mark.parametrize("window", [16, 192])
 def test_a_window_costs_a_window(window):
-    """Twice the tokens, twice the products, forward and backward: of a block at most its own length and a window are keys."""
+    """Twice the tokens, twice the products, forward and backward: of a block at most its own length
+    and a window are keys.
+    """
 
     def products(tokens):
         q, k = torch.randn(1, tokens, 2, 8), torch.randn(1, tokens, 1, 8)

@@ -1,4 +1,6 @@
-"""cross_entropy over given logits: what linear_cross_entropy computes, from logits that the caller holds."""
+"""cross_entropy over given logits: what linear_cross_entropy computes, from logits that the caller
+holds.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,15 @@ import torch
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from tests.ops.oracle import opcheck
-from tests.ops.test_linear_cross_entropy import DEVICE, DTYPES, OPTIONS, exact, near, options_for, plain
+from tests.ops.test_linear_cross_entropy import (
+    DEVICE,
+    DTYPES,
+    OPTIONS,
+    exact,
+    near,
+    options_for,
+    plain,
+)
 
 
 def make(shape, dtype, ignored=0.4):
@@ -31,7 +41,14 @@ def test_values_and_gradients(name, dtype, shape):
     ):
         out = op(x, labels, **options_for(name, shape[-1]), **extra)
         up = torch.randn(out.loss.shape, generator=torch.Generator().manual_seed(0)).to(out.loss)
-        runs.append([out.loss.detach(), *torch.autograd.grad((out.loss * up).sum(), x), out.accuracy, out.predicted])
+        runs.append(
+            [
+                out.loss.detach(),
+                *torch.autograd.grad((out.loss * up).sum(), x),
+                out.accuracy,
+                out.predicted,
+            ]
+        )
     for what, got, usual, best in zip(("loss", "d_logits"), *runs):
         near(got, usual, best, what, dtype if what == "d_logits" else got.dtype)
     if "softcap" not in OPTIONS[name]:  # which makes words equal
@@ -41,7 +58,9 @@ def test_values_and_gradients(name, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("right", [False, True])
 def test_peaked(right, dtype):
-    """Logits about 100: neither the loss of a word that is nearly sure nor its gradient has an error of lse's rounding."""
+    """Logits about 100: neither the loss of a word that is nearly sure nor its gradient has an
+    error of lse's rounding.
+    """
     logits, labels = make((2, 33, 101), dtype)
     logits = logits.detach().mul(30).requires_grad_()
     labels = logits.argmax(-1).where(labels != -100, labels) if right else labels
@@ -80,7 +99,9 @@ def test_logits_of_any_layout_and_no_label():
 
 def test_gradcheck():
     logits, labels = make((2, 4, 7), torch.float64)
-    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, **options_for("all", 7)), (logits,))
+    assert torch.autograd.gradcheck(
+        lambda x: cross_entropy(x, labels, **options_for("all", 7)), (logits,)
+    )
 
 
 def test_second_derivative_is_refused():

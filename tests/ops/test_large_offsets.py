@@ -1,7 +1,9 @@
-"""Row offsets past 2^31 elements, on views whose rows lie far apart in memory that is never touched between them.
+"""Row offsets past 2^31 elements, on views whose rows lie far apart in memory that is never touched
+between them.
 
-600,000 rows of 4096 are 2.46e9 elements; four rows 8e8 elements apart reach as far, in five pages of memory. The same file runs
-the plain version, the kernels under the interpreter, and on a GPU is not needed: scripts/gpu has real tensors of that size.
+600,000 rows of 4096 are 2.46e9 elements; four rows 8e8 elements apart reach as far, in five pages
+of memory. The same file runs the plain version, the kernels under the interpreter, and on a GPU is
+not needed: scripts/gpu has real tensors of that size.
 """
 
 import mmap
@@ -15,7 +17,9 @@ APART = 800_000_001  # odd, and 3 of them pass 2^31
 
 
 def far_apart(values: torch.Tensor) -> torch.Tensor:
-    """values [N, D] as rows APART elements apart, in an anonymous mapping whose untouched pages take no memory."""
+    """values [N, D] as rows APART elements apart, in an anonymous mapping whose untouched pages
+    take no memory.
+    """
     N, D = values.shape
     memory = mmap.mmap(-1, ((N - 1) * APART + D) * values.element_size())
     view = torch.frombuffer(memory, dtype=values.dtype).as_strided((N, D), (APART, 1))
@@ -26,7 +30,10 @@ def both(function, *inputs):
     """Results and gradients of function on inputs near and far apart."""
     results = []
     for place in (lambda x: x.clone(), far_apart):
-        leaves = [place(x).requires_grad_() if x.dim() == 2 else x.clone().requires_grad_() for x in inputs]
+        leaves = [
+            place(x).requires_grad_() if x.dim() == 2 else x.clone().requires_grad_()
+            for x in inputs
+        ]
         out = function(*leaves)
         outs = out if isinstance(out, tuple) else (out,)
         grads = torch.autograd.grad(outs, leaves, [torch.ones_like(o) for o in outs])

@@ -1,4 +1,5 @@
-"""Values and gradients of linear_cross_entropy against float64, every option, every dtype, one chunk and many.
+"""Values and gradients of linear_cross_entropy against float64, every option, every dtype, one
+chunk and many.
 
 Runs three ways: plain torch on a CPU, the kernel under TRITON_INTERPRET=1, the kernel on a GPU.
 """
@@ -48,19 +49,30 @@ def make(shape, vocab_size, dtype, ignored=0.4, seed=0):
     bias = torch.randn(vocab_size, generator=g)
     labels = torch.randint(0, vocab_size, shape[:-1], generator=g)
     labels[torch.rand(shape[:-1], generator=g) < ignored] = -100
-    return *(t.to(DEVICE, dtype).requires_grad_() for t in (hidden, weight, bias)), labels.to(DEVICE)
+    return *(t.to(DEVICE, dtype).requires_grad_() for t in (hidden, weight, bias)), labels.to(
+        DEVICE
+    )
 
 
 def plain(tensors):
-    """Leaves for the plain run. float64 has no finer oracle: its plain run is float32, see `near`."""
-    return [(t.detach().float() if t.dtype == torch.float64 else t.detach()).requires_grad_() for t in tensors]
+    """Leaves for the plain run. float64 has no finer oracle: its plain run is float32, see
+    `near`.
+    """
+    return [
+        (t.detach().float() if t.dtype == torch.float64 else t.detach()).requires_grad_()
+        for t in tensors
+    ]
 
 
 def near(got, usual, best, what, dtype):
-    """assert_close in the working dtype; in float64, within the float32 budget scaled by the ratio of the steps."""
+    """assert_close in the working dtype; in float64, within the float32 budget scaled by the ratio
+    of the steps.
+    """
     if dtype != torch.float64:
         return assert_close(got, usual, best, what, dtype)
-    allowed = budget(usual, best, torch.float32) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    allowed = (
+        budget(usual, best, torch.float32) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    )
     error = (got - best).abs().max().item() if best.numel() else 0.0
     assert got.shape == best.shape and got.dtype == dtype
     assert error <= allowed, f"{what}: error {error:.3e} exceeds the budget {allowed:.3e}"
@@ -71,24 +83,31 @@ def exact(tensors):
 
 
 def check(inputs, labels, options, result_of=lambda out: out, seed=1, **only_ours):
-    """Loss and gradients of ours within the budget that the reference in the working dtype and in float64 gives."""
+    """Loss and gradients of ours within the budget that the reference in the working dtype and in
+    float64 gives.
+    """
     runs = []
     for op, tensors, extra in (
         (linear_cross_entropy, inputs, only_ours),
         (linear_cross_entropy_ref, plain(inputs), {}),
         (linear_cross_entropy_ref, exact(inputs), {}),
     ):
-        out = op(*tensors[:2], labels, bias=tensors[2] if len(tensors) > 2 else None, **options, **extra)
+        out = op(
+            *tensors[:2], labels, bias=tensors[2] if len(tensors) > 2 else None, **options, **extra
+        )
         loss = out if isinstance(out, torch.Tensor) else out.loss
         upstream = torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed)).to(loss)
         runs.append([loss.detach(), *torch.autograd.grad(loss, tensors, upstream)])
     dtype = inputs[0].dtype
     for what, got, usual, best in zip(("loss", "dX", "dW", "dbias"), *runs):
-        assert got.dtype == usual.dtype or dtype == torch.float64, f"{what}: {got.dtype}, expected {usual.dtype}"
+        assert got.dtype == usual.dtype or dtype == torch.float64, (
+            f"{what}: {got.dtype}, expected {usual.dtype}"
+        )
         near(got, usual, best, what, got.dtype if what == "loss" else dtype)
 
 
-# 33 tokens and 101 words: nothing divides anything. 10 to 20 rows fit MANY_CHUNKS: several chunks, the last short.
+# 33 tokens and 101 words: nothing divides anything. 10 to 20 rows fit MANY_CHUNKS: several chunks,
+#     the last short.
 @pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -97,7 +116,8 @@ def test_values_and_gradients(name, dtype, workspace):
     check(inputs, labels, options_for(name, 101), workspace_bytes=workspace)
 
 
-# A model that is sure of its words, and right: logits about 100, losses far below one rounding step of their lse.
+# A model that is sure of its words, and right: logits about 100, losses far below one rounding step
+#     of their lse.
 @pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
 @pytest.mark.parametrize("name", ["mean", "none", "weights"])
 def test_peaked(name, dtype):
@@ -105,21 +125,30 @@ def test_peaked(name, dtype):
     with torch.no_grad():
         inputs[1].mul_(50)
         best = F.linear(*inputs).argmax(-1)
-    check(inputs, best.where(labels != -100, labels), options_for(name, 101), workspace_bytes=MANY_CHUNKS)
+    check(
+        inputs,
+        best.where(labels != -100, labels),
+        options_for(name, 101),
+        workspace_bytes=MANY_CHUNKS,
+    )
 
 
 # Tiny: one token, one word, one hidden; a 1-D hidden, a scalar label; two batch dimensions.
 @pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
-@pytest.mark.parametrize("shape,vocab_size", [((1, 1, 1), 1), ((1, 2, 3), 2), ((8,), 5), ((2, 2, 3, 8), 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape,vocab_size", [((1, 1, 1), 1), ((1, 2, 3), 2), ((8,), 5), ((2, 2, 3, 8), 9)], ids=str
+)
 def test_tiny(shape, vocab_size, dtype):
     *inputs, labels = make(shape, vocab_size, dtype, ignored=0.0)
     check(inputs, labels, {})
 
 
-# Every branch of the block loop: part of a block, a full block, one lane more than a block; then Llama's vocabulary.
+# Every branch of the block loop: part of a block, a full block, one lane more than a block; then
+#     Llama's vocabulary.
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(
-    "vocab_size, weighted", [(7, False), (128, False), (8193, False), (128256, False), (7, True), (8193, True)]
+    "vocab_size, weighted",
+    [(7, False), (128, False), (8193, False), (128256, False), (7, True), (8193, True)],
 )
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_chunk_ops(vocab_size, dtype, softcap, weighted):
@@ -129,12 +158,16 @@ def test_chunk_ops(vocab_size, dtype, softcap, weighted):
     class_weight = torch.rand(vocab_size, generator=generator).to(DEVICE) if weighted else None
     factors = torch.randn(6, 3, generator=generator).to(DEVICE)
     scale, temperature = 0.7, 1.5
-    inner, outer = (scale / softcap, softcap / temperature) if softcap else (0.0, scale / temperature)
+    inner, outer = (
+        (scale / softcap, softcap / temperature) if softcap else (0.0, scale / temperature)
+    )
 
     def run(x):
         wide = torch.promote_types(x.dtype, torch.float32)
         fwd, bwd = x.clone(), x.clone()
-        loss, lse = (torch.full(size, torch.nan, dtype=wide, device=DEVICE) for size in ((3,), (2, 3)))
+        loss, lse = (
+            torch.full(size, torch.nan, dtype=wide, device=DEVICE) for size in ((3,), (2, 3))
+        )
         best, stats = (
             torch.full((3,), 9, dtype=torch.int32, device=DEVICE),
             torch.full((3, 3), torch.nan, device=DEVICE),
@@ -143,9 +176,13 @@ def test_chunk_ops(vocab_size, dtype, softcap, weighted):
         options = (-100, 0.1, inner, outer, 0.02, True)
         cross_entropy_chunk_(fwd, labels, total, class_weight, loss, lse, best, None, *options)
         nothing = (loss.clone(), lse.clone(), None)
-        cross_entropy_chunk_(x.clone(), labels, total, None, *nothing, stats, -100, 0.0, inner, outer, 0.0, False)
+        cross_entropy_chunk_(
+            x.clone(), labels, total, None, *nothing, stats, -100, 0.0, inner, outer, 0.0, False
+        )
         c, f = lse[1].neg().exp(), factors
-        rows = torch.stack([lse[0], f[0] * c, f[1], f[2], stats[0] - lse[1], f[4] * c, f[5] * c.square()]).to(wide)
+        rows = torch.stack(
+            [lse[0], f[0] * c, f[1], f[2], stats[0] - lse[1], f[4] * c, f[5] * c.square()]
+        ).to(wide)
         cross_entropy_chunk_bwd_(bwd, labels, rows, class_weight, -100, inner, outer)
         return fwd, bwd, loss, outer * lse[0] + lse[1], *stats, best
 
@@ -154,10 +191,14 @@ def test_chunk_ops(vocab_size, dtype, softcap, weighted):
         z = (softcap * torch.tanh(x * scale / softcap) if softcap else x * scale) / temperature
         keep, lse, log_p = labels != -100, z.logsumexp(1), z.log_softmax(1)
         p, w = log_p.exp(), None if class_weight is None else class_weight.to(z)
-        loss = (F.cross_entropy(z, labels, w, reduction="none", label_smoothing=0.1) + 0.02 * lse.square()) * keep
+        loss = (
+            F.cross_entropy(z, labels, w, reduction="none", label_smoothing=0.1)
+            + 0.02 * lse.square()
+        ) * keep
         d_fwd = torch.autograd.grad(loss.sum() * 0.25, x, retain_graph=True)[0]
         stats = [t * keep for t in (-(p * log_p).sum(1), z.mean(1), p.square().sum(1))]
-        # The terms one by one: P lse, -Y z_y, -U w.z, H (sum_j p_j^0 log p_j)..., each with its factor a row.
+        # The terms one by one: P lse, -Y z_y, -U w.z, H (sum_j p_j^0 log p_j)..., each with its
+        #     factor a row.
         f = factors.to(z)
         entropy = -(p * log_p).sum(1)
         terms = f[0] * lse - f[1] * z.gather(1, labels.clamp(0)[:, None])[:, 0]
@@ -169,20 +210,33 @@ def test_chunk_ops(vocab_size, dtype, softcap, weighted):
 
     got = run(logits)
     names = "d_logits", "d_logits again", "loss", "lse", "entropy", "mean", "square"
-    for what, ours, usual, best in zip(names, got, autograd(logits.float()), autograd(logits.double())):
+    for what, ours, usual, best in zip(
+        names, got, autograd(logits.float()), autograd(logits.double())
+    ):
         assert_close(ours, usual.to(dtype) if what == "d_logits" else usual, best, what, ours.dtype)
     if not softcap:  # which makes words equal
         assert torch.equal(got[7].long(), logits.argmax(1).where(labels != -100, -1))
-    assert torch.equal(got[0][1], torch.zeros_like(got[0][1])) and torch.equal(got[1][1], torch.zeros_like(got[1][1]))
+    assert torch.equal(got[0][1], torch.zeros_like(got[0][1])) and torch.equal(
+        got[1][1], torch.zeros_like(got[1][1])
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scale_multiplies_in_float32(dtype):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     for factor in (1.0, 1.0 / 3.0, 0.0):
-        got, factor = x.clone(), torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
+        got, factor = (
+            x.clone(),
+            torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE),
+        )
         scale_(got, factor)
-        near(got, (x.float() * factor.float()).to(dtype), x.double() * factor.double(), "x * factor", dtype)
+        near(
+            got,
+            (x.float() * factor.float()).to(dtype),
+            x.double() * factor.double(),
+            "x * factor",
+            dtype,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -192,13 +246,16 @@ def test_accuracy_and_prediction(dtype, reduction):
     options = {"z_loss": 0.01, "softcap": 4.0, "reduction": reduction}
     ref = linear_cross_entropy_ref(*plain(inputs)[:2], labels, bias=plain(inputs)[2], **options)
     out = linear_cross_entropy(
-        *inputs[:2], labels, bias=inputs[2], return_accuracy=True, return_predicted=True, workspace_bytes=MANY_CHUNKS,
+        *inputs[:2], labels, bias=inputs[2], return_accuracy=True, return_predicted=True,
+        workspace_bytes=MANY_CHUNKS,
         **options,
     )  # fmt: skip
     assert torch.equal(out.accuracy, ref.accuracy) and torch.equal(out.predicted, ref.predicted)
     assert out.predicted.dtype == labels.dtype and out.accuracy.dtype == torch.bool
     assert not out.accuracy.requires_grad and out.loss.requires_grad
-    alone = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], return_predicted=True, **options)
+    alone = linear_cross_entropy(
+        *inputs[:2], labels, bias=inputs[2], return_predicted=True, **options
+    )
     assert alone.accuracy is None and torch.equal(alone.predicted, out.predicted)
 
 
@@ -212,7 +269,9 @@ def test_num_valid_drops_ignored_tokens(given, overwrite, monkeypatch):
     best_in = exact(inputs)
     best = linear_cross_entropy_ref(*best_in[:2], labels, bias=best_in[2], shift=True).loss
     rows, real = [], torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda b, x, w, **k: (rows.append(x.shape[0]), real(b, x, w, **k))[1])
+    monkeypatch.setattr(
+        torch, "addmm", lambda b, x, w, **k: (rows.append(x.shape[0]), real(b, x, w, **k))[1]
+    )
     got = linear_cross_entropy(
         inputs[0] * 1,
         inputs[1],
@@ -225,7 +284,9 @@ def test_num_valid_drops_ignored_tokens(given, overwrite, monkeypatch):
     )
     if num_valid is not None or DEVICE == "cpu":
         assert sum(rows) == (num_valid or valid)
-    for g, p, b in zip(*(torch.autograd.grad(*a) for a in ((got, inputs), (usual, inputs), (best, best_in)))):
+    for g, p, b in zip(
+        *(torch.autograd.grad(*a) for a in ((got, inputs), (usual, inputs), (best, best_in)))
+    ):
         assert_close(g, p, b)
 
 
@@ -240,17 +301,25 @@ def test_num_valid_too_small_raises():
 @pytest.mark.parametrize("num_valid", [None, 0])
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_no_valid_label(tokens, num_valid, num_items):
-    """As in transformers: nan for a mean over nothing, 0 with num_items; the gradients are zeros and not nan."""
+    """As in transformers: nan for a mean over nothing, 0 with num_items; the gradients are zeros
+    and not nan.
+    """
     *inputs, labels = make((1, tokens, 8), 9, torch.float32, ignored=2.0)
-    loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], num_valid=num_valid, num_items=num_items)
-    stock = F.cross_entropy(F.linear(*inputs).view(-1, 9), labels.view(-1), reduction="sum" if num_items else "mean")
+    loss = linear_cross_entropy(
+        *inputs[:2], labels, bias=inputs[2], num_valid=num_valid, num_items=num_items
+    )
+    stock = F.cross_entropy(
+        F.linear(*inputs).view(-1, 9), labels.view(-1), reduction="sum" if num_items else "mean"
+    )
     assert torch.equal(loss, stock / (num_items or 1)) or (loss.isnan() and stock.isnan())
     for grad, tensor in zip(torch.autograd.grad(loss, inputs), inputs):
         assert torch.equal(grad, torch.zeros_like(tensor))
 
 
 def test_shift_never_crosses_rows():
-    """Two rows at once give what each gives alone: row 0 is never asked for the first token of row 1."""
+    """Two rows at once give what each gives alone: row 0 is never asked for the first token of row
+    1.
+    """
     hidden, weight, _, labels = make((2, 5, 8), 9, torch.float32, ignored=0.0)
     both = linear_cross_entropy(hidden, weight, labels, shift=True, reduction="none")
     for row in range(2):
@@ -266,7 +335,9 @@ def test_shift_equals_transformers():
         stock = loss_utils.ForCausalLMLoss(logits, labels, 17, num_items_in_batch=items)
         ours = linear_cross_entropy(hidden, weight, labels, shift=True, num_items=items)
         assert ours.dtype == stock.dtype == torch.float32
-        best = linear_cross_entropy_ref(*exact((hidden, weight)), labels, shift=True, num_items=items).loss
+        best = linear_cross_entropy_ref(
+            *exact((hidden, weight)), labels, shift=True, num_items=items
+        ).loss
         assert_close(ours.detach(), stock.detach(), best.detach(), dtype=torch.float32)
 
 
@@ -288,18 +359,25 @@ def test_autocast_gives_what_stock_gives(auto, hidden_dtype, workspace):
     assert losses[0].dtype == losses[1].dtype == torch.float32
     assert_close(losses[0].detach(), losses[1].detach(), best.detach(), "loss")
     scale = 1024.0
-    grads = [torch.autograd.grad(t * scale, i) for t, i in ((losses[0], inputs), (losses[1], inputs), (best, best_in))]
+    grads = [
+        torch.autograd.grad(t * scale, i)
+        for t, i in ((losses[0], inputs), (losses[1], inputs), (best, best_in))
+    ]
     for what, got, plain, truth in zip(("dX", "dW", "dbias"), *grads):
         assert got.dtype == plain.dtype, what
         assert_close(got, plain, truth, what, auto)
 
 
 def test_fp16_gradients_wait_for_the_grad_scaler():
-    """One token in a million: its gradient vanishes in float16 unless the scaler's 65,536 is in it from the start."""
+    """One token in a million: its gradient vanishes in float16 unless the scaler's 65,536 is in it
+    from the start.
+    """
     hidden, weight, _, labels = make((1, 64, 4), 64, torch.float16, ignored=0.0)
     best_in, items = exact((hidden, weight)), {"num_items": 1 << 20}
     truth = torch.autograd.grad(linear_cross_entropy_ref(*best_in, labels, **items).loss, best_in)
-    ours = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **items) * 65536.0, (hidden, weight))
+    ours = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, **items) * 65536.0, (hidden, weight)
+    )
     stock = torch.autograd.grad(
         linear_cross_entropy_ref(hidden, weight, labels, **items).loss * 65536.0, (hidden, weight)
     )
@@ -312,7 +390,11 @@ def test_equal_to_torch_linear_cross_entropy():
         pytest.skip(f"torch {torch.__version__} has no F.linear_cross_entropy (2.13 does)")
     hidden, weight, bias, labels = make((64, 16), 33, torch.float32)
     theirs = F.linear_cross_entropy(
-        hidden, weight, labels, linear_bias=bias, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+        hidden,
+        weight,
+        labels,
+        linear_bias=bias,
+        options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16),
     )
     ours = linear_cross_entropy(hidden, weight, labels, bias=bias, workspace_bytes=MANY_CHUNKS)
     best_in = exact((hidden, weight, bias))

@@ -8,7 +8,15 @@ import torch
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tests.numerics import assert_close
 from tests.ops.oracle import opcheck
-from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, OPTIONS, exact, make, options_for
+from tests.ops.test_linear_cross_entropy import (
+    DEVICE,
+    MANY_CHUNKS,
+    ONE_CHUNK,
+    OPTIONS,
+    exact,
+    make,
+    options_for,
+)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -16,12 +24,15 @@ from tests.ops.test_linear_cross_entropy import DEVICE, MANY_CHUNKS, ONE_CHUNK, 
 def test_gradcheck(name, workspace):
     *inputs, labels = make((2, 6, 4), 7, torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, workspace_bytes=workspace, **options_for(name, 7)),
+        lambda h, w, b: linear_cross_entropy(
+            h, w, labels, bias=b, workspace_bytes=workspace, **options_for(name, 7)
+        ),
         inputs,
     )
 
 
-# Frozen hidden with a training head (Liger gives no dW there), frozen head, frozen everything: each of the eight.
+# Frozen hidden with a training head (Liger gives no dW there), frozen head, frozen everything: each
+# of the eight.
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("which", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_any_subset_requires_grad(which, reduction):
@@ -34,8 +45,12 @@ def test_any_subset_requires_grad(which, reduction):
     assert ours.requires_grad == any(which)
     if any(which):
         full = exact(inputs)
-        best = linear_cross_entropy_ref(*full[:2], labels, bias=full[2], reduction=reduction).loss.sum()
-        usual = linear_cross_entropy_ref(*inputs[:2], labels, bias=inputs[2], reduction=reduction).loss.sum()
+        best = linear_cross_entropy_ref(
+            *full[:2], labels, bias=full[2], reduction=reduction
+        ).loss.sum()
+        usual = linear_cross_entropy_ref(
+            *inputs[:2], labels, bias=inputs[2], reduction=reduction
+        ).loss.sum()
         ours.backward()
         got = [None if t.grad is None else t.grad.clone() for t in inputs]
         for t in inputs:
@@ -51,10 +66,14 @@ def test_any_subset_requires_grad(which, reduction):
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_second_backward_under_retain_graph(options, overwrite):
-    """The gradients kept from the forward are not scaled twice, whatever the upstream, whichever the last backward."""
+    """The gradients kept from the forward are not scaled twice, whatever the upstream, whichever
+    the last backward.
+    """
     *leaves, labels = make((2, 20, 8), 11, torch.float32)
     inputs = [leaves[0] * 1.0, *leaves[1:]]
-    loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], inplace_hidden=overwrite, **options).sum()
+    loss = linear_cross_entropy(
+        *inputs[:2], labels, bias=inputs[2], inplace_hidden=overwrite, **options
+    ).sum()
     first = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     second = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     kept = [g.clone() for g in first]
@@ -77,7 +96,9 @@ def test_double_backward_is_refused_with_a_sentence(dtype):
 def test_two_losses_of_one_head_accumulate():
     *inputs, labels = make((2, 20, 8), 11, torch.float32)
     for half in (slice(0, 10), slice(10, 20)):
-        (linear_cross_entropy(inputs[0][:, half], inputs[1], labels[:, half], num_items=30) * 0.5).backward()
+        (
+            linear_cross_entropy(inputs[0][:, half], inputs[1], labels[:, half], num_items=30) * 0.5
+        ).backward()
     whole = torch.autograd.grad(linear_cross_entropy(*inputs[:2], labels, num_items=60), inputs[:2])
     torch.testing.assert_close([t.grad for t in inputs[:2]], list(whole))
 
@@ -86,7 +107,9 @@ class TestInplaceHidden:
     def test_same_gradients_and_hidden_holds_dx(self):
         *leaves, labels = make((2, 40, 16), 33, torch.float32)
         hidden = leaves[0] * 1.0
-        usual = torch.autograd.grad(linear_cross_entropy(leaves[0] * 1.0, leaves[1], labels), leaves[:2])
+        usual = torch.autograd.grad(
+            linear_cross_entropy(leaves[0] * 1.0, leaves[1], labels), leaves[:2]
+        )
         loss = linear_cross_entropy(hidden, leaves[1], labels, inplace_hidden=True)
         for got, expected in zip(torch.autograd.grad(loss, leaves[:2]), usual):
             assert torch.equal(got, expected)
@@ -106,7 +129,11 @@ class TestInplaceHidden:
         linear_cross_entropy(private, weight, labels, inplace_hidden=True, reduction="none")
         view = (hidden * 1.0).expand(3, 8, 4)
         linear_cross_entropy(view, weight, labels.expand(3, 8), inplace_hidden=True)
-        assert torch.equal(hidden, before) and torch.equal(private, before) and torch.equal(view[2], before[0])
+        assert (
+            torch.equal(hidden, before)
+            and torch.equal(private, before)
+            and torch.equal(view[2], before[0])
+        )
 
 
 def test_non_contiguous_inputs():
@@ -125,8 +152,12 @@ def test_non_contiguous_inputs():
 
 def test_int32_labels_and_expanded_upstream():
     hidden, weight, _, labels = make((2, 9, 8), 11, torch.float32)
-    got = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels.int(), reduction="none").sum(), hidden)
-    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, reduction="sum"), hidden)
+    got = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels.int(), reduction="none").sum(), hidden
+    )
+    expected = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, reduction="sum"), hidden
+    )
     torch.testing.assert_close(got, expected)
 
 
@@ -147,7 +178,9 @@ def test_opcheck_of_the_small_ops():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("case", ["mean", "all, none", "autocast"])
 def test_runs_outside_a_compiled_graph(case):
-    """What stands before and behind the loss is compiled; the loss gives what it gives in eager code."""
+    """What stands before and behind the loss is compiled; the loss gives what it gives in eager
+    code.
+    """
     *inputs, labels = make((2, 20, 8), 11, torch.float32)
 
     def step(hidden, weight, bias, labels):
@@ -157,7 +190,9 @@ def test_runs_outside_a_compiled_graph(case):
         return (loss * 3.0).sum()
 
     graphs = []
-    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph)(*inputs, labels)
+    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph)(
+        *inputs, labels
+    )
     eager = step(*inputs, labels)
     traced = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert traced and not [target for target in traced if target.startswith("hfpatch.")]
@@ -191,7 +226,12 @@ def test_runs_outside_a_compiled_graph(case):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments_are_named(change, message):
-    call = {"hidden": torch.zeros(1, 3, 4), "weight": torch.zeros(11, 4), "labels": [[1, 2, 3]], **change}
+    call = {
+        "hidden": torch.zeros(1, 3, 4),
+        "weight": torch.zeros(11, 4),
+        "labels": [[1, 2, 3]],
+        **change,
+    }
     call["labels"] = torch.tensor(call["labels"])
     with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
         linear_cross_entropy(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
@@ -204,4 +244,6 @@ def test_ignore_index_may_be_a_word(ignore_index):
     hidden, weight, _, labels = make((1, 30, 8), 11, torch.float32, ignored=0.0)
     labels[0, ::3] = ignore_index
     ours = linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index)
-    torch.testing.assert_close(ours, linear_cross_entropy_ref(hidden, weight, labels, ignore_index=ignore_index).loss)
+    torch.testing.assert_close(
+        ours, linear_cross_entropy_ref(hidden, weight, labels, ignore_index=ignore_index).loss
+    )

@@ -1,4 +1,6 @@
-"""What linear_cross_entropy allocates, on real and on fake tensors, and how exact dW stays over many chunks."""
+"""What linear_cross_entropy allocates, on real and on fake tensors, and how exact dW stays over
+many chunks.
+"""
 
 import math
 import weakref
@@ -19,12 +21,17 @@ from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_
 
 pytestmark = pytest.mark.skipif(
     INTERPRET,
-    reason="tests of the loop, not of the kernel; Triton's interpreter keeps its arguments and truncates bf16",
+    reason=(
+        "tests of the loop, not of the kernel; Triton's interpreter keeps its arguments and "
+        "truncates bf16"
+    ),
 )
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of all storages alive that were made inside, now and at most; works on real and on fake tensors."""
+    """Bytes of all storages alive that were made inside, now and at most; works on real and on fake
+    tensors.
+    """
 
     def __init__(self):
         super().__init__()
@@ -32,7 +39,11 @@ class PeakBytes(TorchDispatchMode):
         self.alive = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {
+            id(t.untyped_storage())
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -53,8 +64,20 @@ class PeakBytes(TorchDispatchMode):
         self.alive[key] = weakref.ref(storage, died)
 
 
-def stage(tokens, hidden_size, vocab_size, dtype=torch.bfloat16, *, frozen=(), backward=True, ignored=0, **options):
-    """Runs forward and backward of the loss stage; returns (peak bytes beyond hidden and weight, after forward)."""
+def stage(
+    tokens,
+    hidden_size,
+    vocab_size,
+    dtype=torch.bfloat16,
+    *,
+    frozen=(),
+    backward=True,
+    ignored=0,
+    **options,
+):
+    """Runs forward and backward of the loss stage; returns (peak bytes beyond hidden and weight,
+    after forward).
+    """
     leaf = torch.randn(1, tokens, hidden_size, dtype=dtype, requires_grad="hidden" not in frozen)
     weight = torch.randn(vocab_size, hidden_size, dtype=dtype, requires_grad="weight" not in frozen)
     labels = torch.randint(0, vocab_size, (1, tokens))
@@ -69,7 +92,8 @@ def stage(tokens, hidden_size, vocab_size, dtype=torch.bfloat16, *, frozen=(), b
     return follow.peak, after
 
 
-# Llama's proportions at 1/8 of each size: 32,768 tokens, D 4096, V 128,256, 512 MiB shrink to 4096, 512, 16032, 8 MiB.
+# Llama's proportions at 1/8 of each size: 32,768 tokens, D 4096, V 128,256, 512 MiB shrink to 4096,
+# 512, 16032, 8 MiB.
 SHAPE, WORKSPACE = (4096, 512, 16032), 8 << 20
 
 
@@ -79,7 +103,9 @@ def bytes_of(tokens, hidden_size, vocab_size):
 
 @pytest.mark.parametrize("ignored", [0, 1000])
 def test_loss_stage_stays_within_its_budget(ignored):
-    """hidden + dX + workspace + one (float32) dW; where hidden is overwritten, dX takes nothing beyond it."""
+    """hidden + dX + workspace + one (float32) dW; where hidden is overwritten, dX takes nothing
+    beyond it.
+    """
     hidden, dw32, dw16 = bytes_of(*SHAPE)
     with FakeTensorMode():
         kwargs = {"workspace_bytes": WORKSPACE, "ignored": ignored, "num_valid": SHAPE[0] - ignored}
@@ -96,7 +122,8 @@ def test_real_and_fake_runs_allocate_the_same():
     with FakeTensorMode():
         fake = stage(512, 64, 1003, workspace_bytes=1 << 18)
         assert stage(512, 64, 1003, workspace_bytes=1 << 18) == fake
-    # The real run looks at its labels (a count, a range check): a few bytes a token, long gone at the peak.
+    # The real run looks at its labels (a count, a range check): a few bytes a token, long gone at
+    # the peak.
     assert fake[0] == pytest.approx(real[0], rel=0.01) and fake[1] == real[1]
 
 
@@ -116,9 +143,18 @@ def test_one_chunk_or_frozen_weight_needs_no_float32_sum(dtype):
     with FakeTensorMode(), as_on_cuda():
         peak, _ = stage(tokens, hidden_size, vocab_size, dtype)
         assert peak <= logits + dw + dx + slack
-        peak, _ = stage(tokens, hidden_size, vocab_size, dtype, frozen=("weight",), workspace_bytes=1 << 17)
+        peak, _ = stage(
+            tokens, hidden_size, vocab_size, dtype, frozen=("weight",), workspace_bytes=1 << 17
+        )
         assert peak <= (1 << 17) + dx + slack
-        peak, _ = stage(tokens, hidden_size, vocab_size, dtype, frozen=("weight", "hidden"), workspace_bytes=1 << 17)
+        peak, _ = stage(
+            tokens,
+            hidden_size,
+            vocab_size,
+            dtype,
+            frozen=("weight", "hidden"),
+            workspace_bytes=1 << 17,
+        )
         assert peak <= (1 << 17) + slack
 
 
@@ -129,14 +165,25 @@ def test_evaluation_computes_no_gradient():
 
 
 def test_ends_without_a_look_at_the_device():
-    """Under fake tensors a value read by the host raises: with num_valid given, nothing in the op reads one."""
+    """Under fake tensors a value read by the host raises: with num_valid given, nothing in the op
+    reads one.
+    """
     with FakeTensorMode():
         for reduction in ("mean", "none"):
             hidden = torch.randn(2, 64, 8, requires_grad=True)
-            weight, labels = torch.randn(11, 8, requires_grad=True), torch.zeros(2, 64, dtype=torch.int64)
+            weight, labels = (
+                torch.randn(11, 8, requires_grad=True),
+                torch.zeros(2, 64, dtype=torch.int64),
+            )
             items = torch.tensor(5) if reduction == "mean" else None
             linear_cross_entropy(
-                hidden, weight, labels, num_valid=40, num_items=items, shift=True, reduction=reduction
+                hidden,
+                weight,
+                labels,
+                num_valid=40,
+                num_items=items,
+                shift=True,
+                reduction=reduction,
             ).sum().backward()
             assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
 
@@ -145,15 +192,25 @@ def test_chunks_cost_no_more_for_one_token_more():
     row, workspace = 128256 * 2, 512 << 20
     sizes = [len(chunk_bounds(tokens, row, workspace)) for tokens in range(126_976, 135_169)]
     assert sizes == sorted(sizes)
-    assert len(chunk_bounds(131_073, row, workspace)) == len(chunk_bounds(131_072, row, workspace)) == 64
-    assert len(chunk_bounds(2048, row, workspace)) == 1 and len(chunk_bounds(4096, row, workspace)) == 2
+    assert (
+        len(chunk_bounds(131_073, row, workspace))
+        == len(chunk_bounds(131_072, row, workspace))
+        == 64
+    )
+    assert (
+        len(chunk_bounds(2048, row, workspace)) == 1
+        and len(chunk_bounds(4096, row, workspace)) == 2
+    )
 
 
-# A100, H100 and B200 at the widths of Llama 3.2 1B and 3B, 8B, Llama 2 13B and 70B, with the default workspace.
+# A100, H100 and B200 at the widths of Llama 3.2 1B and 3B, 8B, Llama 2 13B and 70B, with the
+# default workspace.
 @pytest.mark.parametrize("processors", [108, 132, 148])
 @pytest.mark.parametrize("hidden_size", [2048, 3072, 4096, 5120, 8192])
 def test_chunks_fill_the_processors(processors, hidden_size):
-    """Within a sixteenth of the best of all lengths, by the count of rounds of tiles; longest where that is as good."""
+    """Within a sixteenth of the best of all lengths, by the count of rounds of tiles; longest where
+    that is as good.
+    """
     tokens, across, a_pass = 131_072, hidden_size // 256, loop.ROWS_OF_A_PASS
 
     def seconds(size):
@@ -163,7 +220,9 @@ def test_chunks_fill_the_processors(processors, hidden_size):
 
     found = loop.rows_that_fill(2048, tokens, hidden_size, processors, a_pass)
     least = min(map(seconds, range(128, 2049, 128)))
-    assert found % 128 == 0 and (seconds(found) == least if found < 2048 else 15 * seconds(found) <= 16 * least)
+    assert found % 128 == 0 and (
+        seconds(found) == least if found < 2048 else 15 * seconds(found) <= 16 * least
+    )
     # As profiles/kernels/README.md has them.
     shorter = {
         (108, 2048): 1664,
@@ -177,13 +236,19 @@ def test_chunks_fill_the_processors(processors, hidden_size):
 
 
 def test_chunks_are_those_of_the_device_they_run_on(monkeypatch):
-    """By what its driver says of it; a simulation's, a CPU's and ranks' that share the vocabulary go by memory alone."""
+    """By what its driver says of it; a simulation's, a CPU's and ranks' that share the vocabulary
+    go by memory alone.
+    """
     asked = []
     properties = lambda index: asked.append(index) or SimpleNamespace(multi_processor_count=3)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     _launch._cuda_sm_count.cache_clear()
     there = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-    assert loop.processors_of(there) == 3 and asked == [1] and loop.processors_of(torch.zeros(1)) is None
+    assert (
+        loop.processors_of(there) == 3
+        and asked == [1]
+        and loop.processors_of(torch.zeros(1)) is None
+    )
     _launch._cuda_sm_count.cache_clear()
     tokens, weight = 3072, torch.randn(11, 8, requires_grad=True)
     labels, lengths, real = torch.arange(tokens) % 11, [], loop.cross_entropy_chunk_
@@ -195,7 +260,8 @@ def test_chunks_are_those_of_the_device_they_run_on(monkeypatch):
         hidden = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         linear_cross_entropy(hidden, weight, labels, workspace_bytes=workspace).backward()
         grads.append(hidden.grad)
-    assert lengths == [512] * 6 + [384] * 7 + [384]  # four tiles take two rounds of three processors
+    # four tiles take two rounds of three processors
+    assert lengths == [512] * 6 + [384] * 7 + [384]
     assert torch.equal(*grads)
 
 
@@ -210,7 +276,9 @@ def test_chunks_cover_every_token_once_within_the_budget(tokens, most):
 
 
 def test_dw_in_bf16_keeps_its_precision_over_32_chunks():
-    """Relative error at most 2e-3, one rounding; a sum kept in bf16 over 32 chunks is off by 5e-3 and more."""
+    """Relative error at most 2e-3, one rounding; a sum kept in bf16 over 32 chunks is off by 5e-3
+    and more.
+    """
     torch.manual_seed(0)
     tokens, hidden_size, vocab_size = 4096, 64, 250
     hidden = torch.randn(tokens, hidden_size).bfloat16()

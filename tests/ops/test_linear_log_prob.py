@@ -10,7 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
-from tests.ops.test_linear_cross_entropy import DTYPES, MANY_CHUNKS, ONE_CHUNK, exact, make, near, plain
+from tests.ops.test_linear_cross_entropy import (
+    DTYPES,
+    MANY_CHUNKS,
+    ONE_CHUNK,
+    exact,
+    make,
+    near,
+    plain,
+)
 from tests.ops.test_linear_cross_entropy_memory import PeakBytes
 
 NAMES = LinearLogProbOutput._fields
@@ -23,8 +31,13 @@ OPTIONS = {
 
 
 def check(inputs, labels, options, wanted=NAMES, **only_ours):
-    """The wanted outputs, and the gradients of all of them at once under a random upstream gradient per token."""
-    ups = {n: torch.randn(labels.shape, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(FLOATS)}
+    """The wanted outputs, and the gradients of all of them at once under a random upstream gradient
+    per token.
+    """
+    ups = {
+        n: torch.randn(labels.shape, generator=torch.Generator().manual_seed(i))
+        for i, n in enumerate(FLOATS)
+    }
     runs, results = [], []
     for op, tensors, extra in (
         (linear_log_prob, inputs, {"outputs": wanted, **only_ours}),
@@ -47,7 +60,8 @@ def check(inputs, labels, options, wanted=NAMES, **only_ours):
         assert torch.equal(results[0].is_top1, results[1].is_top1)
 
 
-# 33 tokens and 101 words: nothing divides anything; MANY_CHUNKS leaves chunks of some ten rows, the last one short.
+# 33 tokens and 101 words: nothing divides anything; MANY_CHUNKS leaves chunks of some ten rows, the
+#     last one short.
 @pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "many chunks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -62,10 +76,13 @@ def test_each_output_alone(wanted):
     check(inputs, labels, OPTIONS["all"], (wanted,))
 
 
-# Where logits are large, one rounding of lse or z is many roundings of a probability that is nearly 1.
+# Where logits are large, one rounding of lse or z is many roundings of a probability that is nearly
+# 1.
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.07}, {"softcap": 30.0}, {"softcap": 50.0, "scale": 0.37}], ids=str
+    "options",
+    [{}, {"temperature": 0.07}, {"softcap": 30.0}, {"softcap": 50.0, "scale": 0.37}],
+    ids=str,
 )
 @pytest.mark.parametrize("wanted", NAMES[:-1])
 def test_peaked(wanted, options, dtype):
@@ -81,10 +98,16 @@ def test_words_ruled_out_have_no_entropy_and_no_gradient():
     labels %= 5
     with torch.no_grad():
         inputs[2][5:] = -torch.inf
-    out = linear_log_prob(*inputs[:2], labels, bias=inputs[2], outputs=("log_prob", "entropy", "sum_sq_prob"))
-    grads = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum() + out.sum_sq_prob.sum(), inputs)
+    out = linear_log_prob(
+        *inputs[:2], labels, bias=inputs[2], outputs=("log_prob", "entropy", "sum_sq_prob")
+    )
+    grads = torch.autograd.grad(
+        out.log_prob.sum() + out.entropy.sum() + out.sum_sq_prob.sum(), inputs
+    )
     short = [inputs[0], *(t[:5] for t in inputs[1:])]
-    same = linear_log_prob(*short[:2], labels, bias=short[2], outputs=("log_prob", "entropy", "sum_sq_prob"))
+    same = linear_log_prob(
+        *short[:2], labels, bias=short[2], outputs=("log_prob", "entropy", "sum_sq_prob")
+    )
     torch.testing.assert_close(out[:2], same[:2])
     assert all(g.isfinite().all() for g in grads) and not grads[1][5:].any()
 
@@ -92,7 +115,9 @@ def test_words_ruled_out_have_no_entropy_and_no_gradient():
 def test_ignored_tokens_cost_no_matmul_and_are_zero(monkeypatch):
     hidden, weight, bias, labels = make((3, 64, 8), 9, torch.float32, ignored=0.7)
     rows, real = [], torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda b, x, w, **k: (rows.append(x.shape[0]), real(b, x, w, **k))[1])
+    monkeypatch.setattr(
+        torch, "addmm", lambda b, x, w, **k: (rows.append(x.shape[0]), real(b, x, w, **k))[1]
+    )
     valid = int((labels != -100).sum())
     out = linear_log_prob(hidden, weight, labels, bias=bias, outputs=NAMES, num_valid=valid)
     torch.autograd.grad(out.entropy.sum(), hidden)
@@ -106,7 +131,14 @@ def test_gradcheck(workspace):
 
     def outputs(h, w, b):
         return linear_log_prob(
-            h, w, labels, bias=b, outputs=FLOATS, workspace_bytes=workspace, softcap=2.0, temperature=0.8
+            h,
+            w,
+            labels,
+            bias=b,
+            outputs=FLOATS,
+            workspace_bytes=workspace,
+            softcap=2.0,
+            temperature=0.8,
         )[:5]
 
     assert torch.autograd.gradcheck(outputs, inputs)
@@ -115,7 +147,9 @@ def test_gradcheck(workspace):
 @pytest.mark.parametrize("which", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
 def test_any_subset_requires_grad(which):
     *inputs, labels = make((2, 20, 8), 11, torch.float32)
-    full = torch.autograd.grad(linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.square().sum(), inputs)
+    full = torch.autograd.grad(
+        linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.square().sum(), inputs
+    )
     for tensor, wanted in zip(inputs, which):
         tensor.requires_grad_(bool(wanted))
     out = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob
@@ -140,7 +174,9 @@ def test_runs_outside_a_compiled_graph():
     *inputs, labels = make((2, 20, 8), 11, torch.float32)
 
     def step(hidden, weight, bias, labels):
-        out = linear_log_prob(hidden * 2.0, weight, labels, bias=bias, outputs=NAMES, **OPTIONS["all"])
+        out = linear_log_prob(
+            hidden * 2.0, weight, labels, bias=bias, outputs=NAMES, **OPTIONS["all"]
+        )
         return sum((t.float() * (i + 1)).sum() for i, t in enumerate(out) if t is not None)
 
     compiled = torch.compile(step, backend="eager")(*inputs, labels)
@@ -153,17 +189,24 @@ def test_runs_outside_a_compiled_graph():
 @pytest.mark.parametrize("outputs", [("log_prob",), NAMES])
 @pytest.mark.skipif(INTERPRET, reason="of the loop, not of the kernel")
 def test_stays_within_its_budget(outputs):
-    """The workspace in the forward; in the backward the workspace, dX and one float32 dW, as the loss op takes."""
+    """The workspace in the forward; in the backward the workspace, dX and one float32 dW, as the
+    loss op takes.
+    """
     tokens, hidden_size, vocab_size, workspace = 4096, 512, 16032, 8 << 20
     with FakeTensorMode(), as_on_cuda():
         hidden = torch.randn(1, tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(vocab_size, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(1, tokens, dtype=torch.int64)
         with PeakBytes() as follow:
-            out = linear_log_prob(hidden, weight, labels, outputs=outputs, workspace_bytes=workspace, num_valid=tokens)
+            out = linear_log_prob(
+                hidden, weight, labels, outputs=outputs, workspace_bytes=workspace, num_valid=tokens
+            )
             assert follow.peak <= workspace and follow.now <= 64 * tokens
             sum(t.sum() for t in out[:5] if t is not None).backward()
-    assert follow.peak <= workspace + tokens * hidden_size * 2 + vocab_size * hidden_size * 4 + 64 * tokens
+    assert (
+        follow.peak
+        <= workspace + tokens * hidden_size * 2 + vocab_size * hidden_size * 4 + 64 * tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,20 +219,29 @@ def test_stays_within_its_budget(outputs):
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    call = {"hidden": torch.zeros(1, 3, 4), "weight": torch.zeros(11, 4), "labels": torch.ones(1, 3).long(), **change}
+    call = {
+        "hidden": torch.zeros(1, 3, 4),
+        "weight": torch.zeros(11, 4),
+        "labels": torch.ones(1, 3).long(),
+        **change,
+    }
     with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
         linear_log_prob(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.7], ids=["all", "few"])
 def test_the_gradient_may_be_written_over_hidden(ignored):
-    """Once the graph goes, never while another backward may come; the values are those of a gradient of its own."""
+    """Once the graph goes, never while another backward may come; the values are those of a
+    gradient of its own.
+    """
     hidden, weight, bias, labels = make((3, 64, 8), 9, torch.float32, ignored=ignored)
     runs = []
     for inplace in (False, True):
         x, seen = hidden * 1.0, []
         x.register_hook(lambda g, seen=seen: seen.append((g.clone(), g.data_ptr())))
-        out = linear_log_prob(x, weight, labels, bias=bias, workspace_bytes=MANY_CHUNKS * 8, inplace_hidden=inplace)
+        out = linear_log_prob(
+            x, weight, labels, bias=bias, workspace_bytes=MANY_CHUNKS * 8, inplace_hidden=inplace
+        )
         log_prob = out.log_prob.sum()
         first = torch.autograd.grad(log_prob, (x, weight, bias), retain_graph=True)
         second = torch.autograd.grad(log_prob, (x, weight, bias))

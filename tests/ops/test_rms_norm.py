@@ -1,4 +1,6 @@
-"""rms_norm and add_rms_norm: the orders of transformers' families, their gradients, and what breaks naive kernels."""
+"""rms_norm and add_rms_norm: the orders of transformers' families, their gradients, and what breaks
+naive kernels.
+"""
 
 from typing import NamedTuple
 
@@ -29,7 +31,9 @@ class Family(NamedTuple):
         return torch.func.functional_call(module, dict(zip(["weight"], weight)), (x,))
 
     def both(self):
-        """ops.rms_norm, the stock module and the oracle, each a function of x and, where there is one, the weight."""
+        """ops.rms_norm, the stock module and the oracle, each a function of x and, where there is
+        one, the weight.
+        """
         options = {"offset": self.offset, "cast": self.cast}
         op = lambda x, w=None: rms_norm(x, w, EPS, **options)  # noqa: E731
         return op, self.stock, lambda x, w=None: rms_norm_ref(x, w, EPS, **options)
@@ -47,7 +51,9 @@ FAMILIES = {
     "olmo2": Family("olmo2", "Olmo2RMSNorm", 0.0, "after"),
     "t5": Family("t5", "T5LayerNorm", 0.0, "weight"),
     "deepseek_v4": Family("deepseek_v4", "DeepseekV4UnweightedRMSNorm", 0.0, "rstd", False),
-    "gemma3n": Family("gemma3n", "Gemma3nRMSNorm", 0.0, "after", False, {"dim": 1, "with_scale": False}),
+    "gemma3n": Family(
+        "gemma3n", "Gemma3nRMSNorm", 0.0, "after", False, {"dim": 1, "with_scale": False}
+    ),
 }
 LLAMA = FAMILIES["llama"]
 
@@ -56,7 +62,8 @@ def weights(family, width, dtype):
     return (randn(width, dtype=dtype, seed=1),) if family.weight else ()
 
 
-# 1, 7: odd and tiny; 96: no power of two; 128: a norm over one head; 4096: Llama-8B; 33 rows: no block divides it.
+# 1, 7: odd and tiny; 96: no power of two; 128: a norm over one head; 4096: Llama-8B; 33 rows: no
+#     block divides it.
 SHAPES = [(1, 1), (2, 3, 7), (33, 96), (5, 128), (9, 4096)]
 
 
@@ -70,9 +77,12 @@ def test_values_and_gradients(shape, dtype, family):
 
 
 # The budget cannot tell the orders apart, since rounding less is always within it: the bits can.
-@pytest.mark.parametrize("x_dtype, w_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16)])
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16)]
+)
 @pytest.mark.parametrize("family", [
-    pytest.param(f, id=n, marks=[tiny.not_with_transformers_5_0("divides by a root there")] if n == "gemma3n" else [])
+    pytest.param(f, id=n, marks=[tiny.not_with_transformers_5_0("divides by a root there")]
+                 if n == "gemma3n" else [])
     for n, f in FAMILIES.items()
 ])  # fmt: skip
 def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
@@ -86,16 +96,20 @@ def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
         if w or cast != "weight"
         for out in [rms_norm(x, *(w or (None,)), EPS, offset=family.offset, cast=cast)]
     }
-    # The kernel's rsqrt may err by a bit of float32, which shifts a rounding now and then (of float32: a third).
+    # The kernel's rsqrt may err by a bit of float32, which shifts a rounding now and then (of
+    # float32: a third).
     allowed = 0.0 if not INTERPRET and DEVICE == "cpu" else 0.01 if stock.dtype != FP32 else 1.0
     assert differ[family.cast] <= allowed
     if x_dtype == w_dtype:
         alike = {"before", "weight"} if family.cast in ("before", "weight") else {family.cast}
         alike |= {"before", "after"} if not w and family.cast == "after" else set()
-        assert all(share > 0.05 for cast, share in differ.items() if cast not in alike), "the test can tell"
+        assert all(share > 0.05 for cast, share in differ.items() if cast not in alike), (
+            "the test can tell"
+        )
 
 
-# 5120: masked half of a block; 8192 and 16384: 70B and 405B, whose backward takes the piecewise kernel past 8192.
+# 5120: masked half of a block; 8192 and 16384: 70B and 405B, whose backward takes the piecewise
+#     kernel past 8192.
 @pytest.mark.parametrize("width", [5120, 8192, 16384, 12289])
 def test_wide(width):
     x, w = randn(6, width, dtype=BF16), randn(width, dtype=BF16, seed=1)
@@ -103,7 +117,8 @@ def test_wide(width):
     check(*LLAMA.both_add(), (x, randn(6, width, dtype=BF16, seed=2), w))
 
 
-# A program of the backward walks several steps of rows, the last one short: 4 programs stand for a GPU's hundreds.
+# A program of the backward walks several steps of rows, the last one short: 4 programs stand for a
+#     GPU's hundreds.
 @pytest.mark.parametrize("width", [96, 12289])
 def test_many_rows(width):
     rows = (300 if width == 96 else 71) if DEVICE == "cpu" else 9001
@@ -113,9 +128,15 @@ def test_many_rows(width):
 
 # The settings of autocast training: fp32 parameters, half activations or an fp32 residual stream.
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("x_dtype, r_dtype, w_dtype", [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32)])
+@pytest.mark.parametrize(
+    "x_dtype, r_dtype, w_dtype", [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32)]
+)
 def test_mixed_dtypes(x_dtype, r_dtype, w_dtype, family):
-    x, r, w = randn(5, 64, dtype=x_dtype), randn(5, 64, dtype=r_dtype, seed=2), weights(family, 64, w_dtype)
+    x, r, w = (
+        randn(5, 64, dtype=x_dtype),
+        randn(5, 64, dtype=r_dtype, seed=2),
+        weights(family, 64, w_dtype),
+    )
     check(*family.both(), (x, *w))
     check(*family.both_add(), (x, r, *w))
 
@@ -184,7 +205,10 @@ def test_large_values_and_the_eps():
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_gradcheck(family):
-    x, r, w = (randn(*s, dtype=FP64, seed=i).requires_grad_() for i, s in enumerate([(3, 4, 8), (3, 4, 8), (8,)]))
+    x, r, w = (
+        randn(*s, dtype=FP64, seed=i).requires_grad_()
+        for i, s in enumerate([(3, 4, 8), (3, 4, 8), (8,)])
+    )
     w = (w,) if family.weight else ()
     assert torch.autograd.gradcheck(family.both()[0], (x, *w))
     assert torch.autograd.gradcheck(family.both_add()[0], (x, r, *w))
@@ -192,14 +216,28 @@ def test_gradcheck(family):
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
 def test_opcheck():
-    x, r, w = randn(3, 5, 8).requires_grad_(), randn(3, 5, 8, seed=2).requires_grad_(), randn(8).requires_grad_()
+    x, r, w = (
+        randn(3, 5, 8).requires_grad_(),
+        randn(3, 5, 8, seed=2).requires_grad_(),
+        randn(8).requires_grad_(),
+    )
     opcheck("rms_norm", x, w, 1e-6, 0.0, "before")
     opcheck("rms_norm", x, None, 1e-6, 0.0, "rstd")
     opcheck("rms_norm", x.to(BF16).detach(), w, 1e-6, 0.0, "weight")
     opcheck("add_rms_norm", x, r, w, 1e-6, 1.0, "after")
     rstd = randn(3, 5)
     for need_dx, need_dw in ((True, True), (False, True), (True, False)):
-        opcheck("rms_norm_bwd", x.detach(), r.detach(), x.detach(), w.detach(), rstd, 0.0, need_dx, need_dw)
+        opcheck(
+            "rms_norm_bwd",
+            x.detach(),
+            r.detach(),
+            x.detach(),
+            w.detach(),
+            rstd,
+            0.0,
+            need_dx,
+            need_dw,
+        )
     opcheck("rms_norm_bwd", x.detach(), None, x.detach(), None, rstd, 0.0, True, False)
 
 
@@ -209,7 +247,11 @@ def test_compiles_without_a_break():
         y, total = add_rms_norm(x, r, w, EPS)
         return rms_norm(y * total, w, EPS).sum()
 
-    args = [randn(3, 5, 8).requires_grad_(), randn(3, 5, 8, seed=2).requires_grad_(), randn(8).requires_grad_()]
+    args = [
+        randn(3, 5, 8).requires_grad_(),
+        randn(3, 5, 8, seed=2).requires_grad_(),
+        randn(8).requires_grad_(),
+    ]
     eager = torch.autograd.grad(f(*args), args)
     graph = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*args), args)
     for got, want in zip(graph, eager):
@@ -231,5 +273,7 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="of one shape"):
         add_rms_norm(randn(3, 8), randn(1, 8), randn(8))
     for weight, cast in ((randn(8), "later"), (None, "weight")):
-        with pytest.raises(ValueError, match=f"expects cast to be one of before, after, .*came '{cast}'"):
+        with pytest.raises(
+            ValueError, match=f"expects cast to be one of before, after, .*came '{cast}'"
+        ):
             rms_norm(randn(3, 8), weight, cast=cast)

@@ -1,4 +1,6 @@
-"""rope: transformers' apply_rotary_pos_emb, its gradients, layouts read as they lie, the caller's tensors untouched."""
+"""rope: transformers' apply_rotary_pos_emb, its gradients, layouts read as they lie, the caller's
+tensors untouched.
+"""
 
 import pytest
 import torch
@@ -23,11 +25,14 @@ def both(cos, sin, **options):
 
 
 def heads_last(q, k):
-    """[B, T, H, E] leaves seen as [B, H, T, E]: what a projection's output looks like to HF's attention."""
+    """[B, T, H, E] leaves seen as [B, H, T, E]: what a projection's output looks like to HF's
+    attention.
+    """
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-# (B, T, H, K, E): one of each; odd counts; heads that are no power of two, E of 80 and 96; Llama-8B and -1B heads.
+# (B, T, H, K, E): one of each; odd counts; heads that are no power of two, E of 80 and 96; Llama-8B
+# and -1B heads.
 SHAPES = [
     (1, 1, 1, 1, 2),
     (2, 5, 3, 1, 6),
@@ -44,22 +49,32 @@ SHAPES = [
 def test_values_and_gradients(shape, dtype, layout):
     B, T, H, K, E = shape
     if layout == "BTHE":
-        q, k, view = randn(B, T, H, E, dtype=dtype), randn(B, T, K, E, dtype=dtype, seed=1), heads_last
+        q, k, view = (
+            randn(B, T, H, E, dtype=dtype),
+            randn(B, T, K, E, dtype=dtype, seed=1),
+            heads_last,
+        )
     else:
-        q, k, view = randn(B, H, T, E, dtype=dtype), randn(B, K, T, E, dtype=dtype, seed=1), lambda q, k: (q, k)
+        q, k, view = (
+            randn(B, H, T, E, dtype=dtype),
+            randn(B, K, T, E, dtype=dtype, seed=1),
+            lambda q, k: (q, k),
+        )
     for batch in {1, B}:
         check(*both(*cos_sin(batch, T, E, dtype)), (q, k), view=view, retain=True)
 
 
 def test_halves_that_differ():
-    # HF repeats the first half of cos and sin; where the halves differ, negating the sine would be a wrong gradient.
+    # HF repeats the first half of cos and sin; where the halves differ, negating the sine would be
+    # a wrong gradient.
     q, k = randn(2, 5, 3, 8), randn(2, 5, 1, 8, seed=1)
     check(*both(randn(1, 5, 8, seed=2), randn(1, 5, 8, seed=3)), (q, k), view=heads_last)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_mixed_dtypes(dtype):
-    # Under autocast q and k are half and HF's cos is float32: so are the results, and the gradients are half again.
+    # Under autocast q and k are half and HF's cos is float32: so are the results, and the gradients
+    # are half again.
     q, k = randn(2, 5, 4, 8, dtype=dtype), randn(2, 5, 2, 8, dtype=dtype, seed=1)
     with torch.autocast(DEVICE, dtype):
         check(*both(*cos_sin(1, 5, 8)), (q, k), view=heads_last)
@@ -91,7 +106,10 @@ def test_layouts(layout):
     views = {
         "fused": lambda q, k: (q[:, :, :3, :8].transpose(1, 2), q[:, :, 3:, :8].transpose(1, 2)),
         "strided": lambda q, k: (q[..., ::2].transpose(1, 2), k[..., ::2].transpose(1, 2)),
-        "expanded": lambda q, k: (q[..., :8].transpose(1, 2), k[:, :, :1, :8].expand(-1, -1, 4, -1).transpose(1, 2)),
+        "expanded": lambda q, k: (
+            q[..., :8].transpose(1, 2),
+            k[:, :, :1, :8].expand(-1, -1, 4, -1).transpose(1, 2),
+        ),
     }
     q, k = randn(2, 5, 4, 16), randn(2, 5, 4, 16, seed=1)
     check(*both(*cos_sin(2, 5, 8)), (q, k), view=views[layout], needs=[True, layout != "fused"])
@@ -127,7 +145,10 @@ def test_zero_length():
 
 
 def test_gradcheck_twice():
-    q, k = randn(2, 3, 5, 6, dtype=FP64).requires_grad_(), randn(2, 1, 5, 6, dtype=FP64, seed=1).requires_grad_()
+    q, k = (
+        randn(2, 3, 5, 6, dtype=FP64).requires_grad_(),
+        randn(2, 1, 5, 6, dtype=FP64, seed=1).requires_grad_(),
+    )
     op, _, _ = both(*cos_sin(2, 5, 6, FP64))
     assert torch.autograd.gradcheck(op, (q, k))
     assert torch.autograd.gradgradcheck(op, (q, k))
@@ -160,7 +181,9 @@ def test_compiles_without_a_break(inplace):
 
     inputs = [randn(2, 5, 4, 8).requires_grad_(), randn(2, 5, 2, 8, seed=1).requires_grad_()]
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(f(*inputs), inputs)):
+    for got, want in zip(
+        torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(f(*inputs), inputs)
+    ):
         torch.testing.assert_close(got, want)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*inputs), f(*inputs))
@@ -168,6 +191,10 @@ def test_compiles_without_a_break(inplace):
 
 def test_wrong_shapes_are_refused():
     cos, sin = cos_sin(1, 5, 8)
-    for q, k in ((randn(2, 4, 5, 8), randn(2, 2, 4, 8)), (randn(2, 4, 5, 6), randn(2, 2, 5, 6)), (randn(4, 5, 8),) * 2):
+    for q, k in (
+        (randn(2, 4, 5, 8), randn(2, 2, 4, 8)),
+        (randn(2, 4, 5, 6), randn(2, 2, 5, 6)),
+        (randn(4, 5, 8),) * 2,
+    ):
         with pytest.raises(ValueError, match="hfpatch: rope expects q"):
             rope(q, k, cos, sin)

@@ -53,11 +53,17 @@ def test_nan_stays_nan(activation):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_far_ends_stay_finite(activation):
-    gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4], device=DEVICE).requires_grad_()
+    gate = torch.tensor(
+        [-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4], device=DEVICE
+    ).requires_grad_()
     y = swiglu(gate, torch.ones_like(gate), activation=activation)
     (dgate,) = torch.autograd.grad(y.sum(), gate)
-    torch.testing.assert_close(y, torch.tensor([0.0, 0, 0, 0, 88, 200, 1e4], device=DEVICE), rtol=1e-6, atol=1e-30)
-    torch.testing.assert_close(dgate, torch.tensor([0, 0, 0, 0.5, 1, 1, 1], device=DEVICE), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(
+        y, torch.tensor([0.0, 0, 0, 0, 88, 200, 1e4], device=DEVICE), rtol=1e-6, atol=1e-30
+    )
+    torch.testing.assert_close(
+        dgate, torch.tensor([0, 0, 0, 0.5, 1, 1, 1], device=DEVICE), rtol=1e-6, atol=1e-30
+    )
 
 
 @pytest.mark.parametrize("gate_dtype, up_dtype", [(BF16, FP32), (FP32, BF16), (FP16, FP32)])
@@ -76,7 +82,8 @@ def test_any_subset_of_gradients(needs):
     check(*both("silu"), (randn(5, 64), randn(5, 64, seed=1)), needs=needs)
 
 
-# The halves of one projection, rows that are not dense, and tensors whose last dimension is strided.
+# The halves of one projection, rows that are not dense, and tensors whose last dimension is
+# strided.
 @pytest.mark.parametrize("width", [14, 2600])
 @pytest.mark.parametrize("layout", ["halves", "transposed", "strided", "expanded"])
 def test_layouts(layout, width):
@@ -118,7 +125,9 @@ def test_compiles_without_a_break():
     f = lambda g, u: swiglu(g * 2, u, activation="gelu_new").sum()  # noqa: E731
     inputs = [randn(3, 5, seed=i).requires_grad_() for i in (0, 1)]
     eager = torch.autograd.grad(f(*inputs), inputs)
-    graph = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    graph = torch.autograd.grad(
+        torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), inputs
+    )
     for got, want in zip(graph, eager):
         torch.testing.assert_close(got, want)
 

@@ -1,4 +1,6 @@
-"""What users have today, beside hfpatch: planned seconds by the counts in profiles/plan/peers.csv, and README's table of them."""
+"""What users have today, beside hfpatch: planned seconds by the counts in profiles/plan/peers.csv,
+and README's table of them.
+"""
 
 import importlib.util
 from functools import cache
@@ -17,8 +19,15 @@ ours = cache(peers.ours)
 def test_no_peer_that_fits_is_ahead_at_any_length(gpu):
     found = peers.counted()
     for tokens in peers.LENGTHS:
-        fitting = {name: s for name in peers.PEERS if (s := peers.seconds(found[name, tokens], gpu)) is not None}
-        assert ours(tokens, gpu).fits and ours(tokens, gpu).step_seconds <= min(fitting.values()), (tokens, fitting)
+        fitting = {
+            name: s
+            for name in peers.PEERS
+            if (s := peers.seconds(found[name, tokens], gpu)) is not None
+        }
+        assert ours(tokens, gpu).fits and ours(tokens, gpu).step_seconds <= min(fitting.values()), (
+            tokens,
+            fitting,
+        )
 
 
 def test_the_readme_has_the_planned_seconds(monkeypatch):

@@ -28,14 +28,17 @@ from hfpatch.planner.plan import plan
 from hfpatch.planner.show import _points, policy_text
 
 GiB = 2**30
-KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "mfu", "policy",
+KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",
+        "tokens_per_second", "mfu", "policy",
         "suggestions")  # fmt: skip
 RUN = {"seq_len": 131072, "gpu": "a100-80gb", "host_ram": "256GiB"}
 
 
 @pytest.mark.parametrize("name, dtype", [("adamw", "bfloat16"), ("adamw-fp32", "float32")])
 def test_trainers_own_optimizer_can_be_planned(name, dtype):
-    """Weights and states are those that torch's AdamW makes; auto never chooses an optimizer that rounds updates away."""
+    """Weights and states are those that torch's AdamW makes; auto never chooses an optimizer that
+    rounds updates away.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
@@ -44,15 +47,24 @@ def test_trainers_own_optimizer_can_be_planned(name, dtype):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    states = [
+        value for state in optimizer.state.values() for key, value in state.items() if key != "step"
+    ]
     shape = ModelShape.from_config(model.config)
     assert resident(name, shape, 1).optimizer == sum(value.nbytes for value in states)
     # fp32 weights have a bf16 copy under autocast, of which a tiled layer drops its own.
-    for whole, copied in ((True, shape.parameters), (False, max(shape.layer_parameters, shape.embedding_parameters))):
-        weights = sum(p.nbytes for p in model.parameters()) + (2 * copied if dtype == "float32" else 0)
+    for whole, copied in (
+        (True, shape.parameters),
+        (False, max(shape.layer_parameters, shape.embedding_parameters)),
+    ):
+        weights = sum(p.nbytes for p in model.parameters()) + (
+            2 * copied if dtype == "float32" else 0
+        )
         assert resident(name, shape, 1, "off" if whole else None).parameters == weights
     assert plan("llama-3.2-1b", **RUN | {"seq_len": 8192}, placement=name).fits
-    assert name not in candidates("auto", 1) and name in str(plan("llama-3.2-1b", **RUN, placement=name))
+    assert name not in candidates("auto", 1) and name in str(
+        plan("llama-3.2-1b", **RUN, placement=name)
+    )
 
 
 def test_the_job_this_is_for_fits():
@@ -72,13 +84,20 @@ def test_stock_does_not_fit_and_is_told_what_would():
     changes = {s["change"].split()[0] for s in found.suggestions}
     assert {"--checkpointing", "--seq-len"} <= changes
     assert all(s["cost"] for s in found.suggestions)
-    length = next(int(s["change"].split()[1]) for s in found.suggestions if s["change"].startswith("--seq-len"))
+    length = next(
+        int(s["change"].split()[1])
+        for s in found.suggestions
+        if s["change"].startswith("--seq-len")
+    )
     again = RUN | {"seq_len": length}
     assert plan("llama-3.1-8b", checkpointing="stock-checkpointing", **again).fits
-    assert not plan("llama-3.1-8b", checkpointing="stock-checkpointing", **again | {"seq_len": length + 1024}).fits
+    assert not plan(
+        "llama-3.1-8b", checkpointing="stock-checkpointing", **again | {"seq_len": length + 1024}
+    ).fits
 
 
-# Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by placement.
+# Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
+#     placement.
 @pytest.mark.parametrize("run", [
     {"gpu": "rtx4090", "host_ram": "64GiB", "seq_len": 131072},
     {"gpu": "a100-40gb", "host_ram": "64GiB", "seq_len": 262144, "placement": "gpu8bit"},
@@ -88,7 +107,8 @@ def test_stock_does_not_fit_and_is_told_what_would():
 def test_suggestions_hold(run):
     found = plan("llama-3.1-8b", **run)
     assert not found.fits and found.suggestions
-    names = {"--gpu": "gpu", "--gpus": "gpus", "--host-ram": "host_ram", "--placement": "placement", "--batch": "batch",
+    names = {"--gpu": "gpu", "--gpus": "gpus", "--host-ram": "host_ram", "--placement": "placement",
+             "--batch": "batch",
              "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
     for suggestion in found.suggestions:
         flag, value = suggestion["change"].split()[:2]
@@ -109,7 +129,9 @@ def test_more_of_anything_never_costs_less():
     assert peak(seq_len=16384) < peak(seq_len=65536) < peak() < peak(batch=2)
     assert peak(placement="gpu8bit-fused") < peak()
     assert plan("llama-3.2-3b", **RUN).step_seconds < plan("llama-3.1-8b", **RUN).step_seconds
-    slow, quick = (plan("llama-3.1-8b", **RUN | {"gpu": g}).step_seconds for g in ("a100-80gb", "h100"))
+    slow, quick = (
+        plan("llama-3.1-8b", **RUN | {"gpu": g}).step_seconds for g in ("a100-80gb", "h100")
+    )
     assert quick < slow
 
 
@@ -122,7 +144,9 @@ def test_longest_sequence_is_the_longest():
 
 def test_the_longest_sequence_of_gpus_that_share_it_fits_their_host():
     settings = Checkpointing(offload="host", every=1, tile=8192, plain=0, keep=())
-    found = plan("llama-3.1-8b", **RUN | {"gpus": 2}, sp_size=2, checkpointing=settings, max_seq_len=True)
+    found = plan(
+        "llama-3.1-8b", **RUN | {"gpus": 2}, sp_size=2, checkpointing=settings, max_seq_len=True
+    )
     (way,) = found.longest
     assert 0.8 * found.host_usable_bytes < way["host_peak_bytes"] <= found.host_usable_bytes
 
@@ -131,7 +155,9 @@ def test_the_longest_sequence_of_gpus_that_share_it_fits_their_host():
 def test_every_placement_answers(gpus):
     for row in PLACEMENTS.values():
         if row.one if gpus == 1 else row.many:
-            found = plan("llama-3.1-8b", **RUN | {"gpus": gpus, "placement": row.name, "host_ram": "2TiB"})
+            found = plan(
+                "llama-3.1-8b", **RUN | {"gpus": gpus, "placement": row.name, "host_ram": "2TiB"}
+            )
             assert found.placement == row.name and found.step_seconds > 0
             assert found.tokens_per_second == pytest.approx(gpus * 131072 / found.step_seconds)
 
@@ -151,7 +177,9 @@ def test_every_gpu_answers():
 
 
 def test_settings_reach_the_policy(tmp_path):
-    settings = Checkpointing(offload=str(tmp_path), every=2, save_attention=False, tile=2048, plain=0)
+    settings = Checkpointing(
+        offload=str(tmp_path), every=2, save_attention=False, tile=2048, plain=0
+    )
     found = plan("llama-3.1-8b", **RUN, checkpointing=settings)
     assert found.policy == {
         "offload": "disk",
@@ -173,22 +201,31 @@ def test_settings_reach_the_policy(tmp_path):
 
 
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
-    """What goes into files takes the disk's seconds, which the machine's GPUs share; the search writes less there."""
+    """What goes into files takes the disk's seconds, which the machine's GPUs share; the search
+    writes less there.
+    """
     asked = {"every": 1, "save_attention": True, "tile": 4096, "plain": 0, "keep": ()}
     found = {
         gpus: plan("llama-3.1-8b", **RUN | {"gpus": gpus}, placement="fsdp2",
                    checkpointing=Checkpointing(offload=str(tmp_path), **asked))
         for gpus in (8, 16)
     }  # fmt: skip
-    out = 32 * (2 * 2 * 4096 + 4 * 32) * 131072  # inputs, attention outputs and lse of each of eight ranks
+    # inputs, attention outputs and lse of each of eight ranks
+    out = 32 * (2 * 2 * 4096 + 4 * 32) * 131072
     more = found[16].seconds["copy_wait"] - found[8].seconds["copy_wait"]
-    assert more == pytest.approx(8 * (out / DISK_WRITES + (found[8].link_bytes - out) / DISK_READS), rel=0.01)
+    assert more == pytest.approx(
+        8 * (out / DISK_WRITES + (found[8].link_bytes - out) / DISK_READS), rel=0.01
+    )
 
-    free = {name: plan("llama-3.1-8b", **RUN | {"seq_len": 65536, "gpu": "h100"}, checkpointing=Checkpointing(offload=place))
+    free = {name: plan("llama-3.1-8b", **RUN | {"seq_len": 65536, "gpu": "h100"},
+                       checkpointing=Checkpointing(offload=place))
             for name, place in (("host", "host"), ("disk", str(tmp_path)))}  # fmt: skip
     assert free["disk"].seconds["copy_wait"] < 0.05 * free["disk"].step_seconds
     assert free["disk"].step_seconds > free["host"].step_seconds
-    assert not free["disk"].policy["save_attention"] and "longer to write than to make" in free["disk"].why
+    assert (
+        not free["disk"].policy["save_attention"]
+        and "longer to write than to make" in free["disk"].why
+    )
 
 
 def test_models_in_every_form(tmp_path):
@@ -196,17 +233,28 @@ def test_models_in_every_form(tmp_path):
 
     values = preset_config("llama-tiny")
     (tmp_path / "config.json").write_text(json.dumps(values))
-    forms = ["llama-tiny", values, LlamaConfig(**values), str(tmp_path), str(tmp_path / "config.json")]
+    forms = [
+        "llama-tiny",
+        values,
+        LlamaConfig(**values),
+        str(tmp_path),
+        str(tmp_path / "config.json"),
+    ]
     peaks = {plan(form, seq_len=4096).gpu_peak_bytes for form in forms}
     assert len(peaks) == 1
 
 
 def test_hub_ids_answer_without_a_network(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    code = "from hfpatch.cli.main import main; raise SystemExit(main(['plan', '--seq-len', '8k', '--model', '{}']))"
+    code = (
+        "from hfpatch.cli.main import main; raise SystemExit(main(['plan', '--seq-len', '8k', "
+        "'--model', '{}']))"
+    )
 
     def ask(name):
-        return subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-c", code.format(name)], capture_output=True, text=True
+        )
 
     assert "Qwen/Qwen3-8B, 1 x 8,192 tokens" in ask("Qwen/Qwen3-8B").stdout
     done = ask("owner/name")
@@ -215,10 +263,13 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"model": "nonesuch"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"), ({"placement": "moon"}, "zero3-offload"),
+    ({"model": "nonesuch"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"),
+    ({"placement": "moon"}, "zero3-offload"),
     ({"placement": "fsdp2"}, "several GPUs"), ({"seq_len": 0}, "seq_len"), ({"batch": -1}, "batch"),
-    ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"), ({"checkpointing": "maybe"}, "checkpointing must be"),
-    ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"), ({"model": 3}, "int came"), ({"gpu": 3}, "h100"),
+    ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"),
+    ({"checkpointing": "maybe"}, "checkpointing must be"),
+    ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"),
+    ({"model": 3}, "int came"), ({"gpu": 3}, "h100"),
     ({"adapters": 16}, "16 came"), ({"max_seq_len": 8192}, "8192 came"),
 ])  # fmt: skip
 def test_errors_are_one_sentence(change, words, monkeypatch):
@@ -245,7 +296,17 @@ def test_command_json_and_exit_codes(capsys):
 def test_command_sweep_and_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sweep.png"
-    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--sweep", "8192,131072", "--png", str(picture)]
+    arguments = [
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "h100",
+        "--sweep",
+        "8192,131072",
+        "--png",
+        str(picture),
+    ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert out.count("131,072") == 3 and "\x1b" not in out
@@ -254,46 +315,89 @@ def test_command_sweep_and_picture(capsys, tmp_path):
 
 
 def test_command_simulates_too(capsys, tmp_path):
-    assert cli.main(["plan", "--model", "llama-160m", "--seq-len", "16384", "--simulate", "--json"]) == 0
+    assert (
+        cli.main(["plan", "--model", "llama-160m", "--seq-len", "16384", "--simulate", "--json"])
+        == 0
+    )
     answer = json.loads(capsys.readouterr().out)
-    assert answer["simulated_beyond_bytes"] == pytest.approx(answer["gpu_bytes"]["activations"], rel=0.03)
+    assert answer["simulated_beyond_bytes"] == pytest.approx(
+        answer["gpu_bytes"]["activations"], rel=0.03
+    )
     # Checkpoints in files: none is written, and none counts as host memory.
-    arguments = ["plan", "--model", "llama-tiny", "--seq-len", "1024", "--simulate", "--checkpointing", str(tmp_path)]
+    arguments = [
+        "plan",
+        "--model",
+        "llama-tiny",
+        "--seq-len",
+        "1024",
+        "--simulate",
+        "--checkpointing",
+        str(tmp_path),
+    ]
     assert cli.main([*arguments, "--checkpointing", "tile=256", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["policy"]["offload"] == "disk" and not answer["contradicted"] and not any(tmp_path.iterdir())
+    assert (
+        answer["policy"]["offload"] == "disk"
+        and not answer["contradicted"]
+        and not any(tmp_path.iterdir())
+    )
 
 
 def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     import hfpatch.planner.simulated as simulated
 
     monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (6 * GiB, 0))
-    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k", "--host-ram", "256GiB", "--simulate",
+    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k",
+                 "--host-ram", "256GiB", "--simulate",
                  "--checkpointing", "least"]  # fmt: skip
     assert cli.main(arguments) == 3
     out = capsys.readouterr().out
-    assert "fits" in out.splitlines()[0] and "contradicts the plan" in out and "6.0 GiB of activations" in out
+    assert (
+        "fits" in out.splitlines()[0]
+        and "contradicts the plan" in out
+        and "6.0 GiB of activations" in out
+    )
     monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (60 * GiB, 0))
     assert cli.main(arguments) == 3
     assert "does NOT fit" in capsys.readouterr().out
-    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 60 * GiB))  # of 16 planned
+    # of 16 planned
+    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 60 * GiB))
     assert cli.main(arguments) == 3 and "contradicts the plan" in capsys.readouterr().out
     monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 0))
     assert cli.main(arguments) == 0
 
 
 def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatch):
-    """On a named GPU flex_attention is assumed to pass its trial, said so, and the simulator agrees with the closed form; of this
-    machine's GPU it is asked, and layers are planned whole where it does not serve."""
+    """On a named GPU flex_attention is assumed to pass its trial, said so, and the simulator agrees
+    with the closed form; of this machine's GPU it is asked, and layers are planned whole where it
+    does not serve.
+    """
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit", "--json"]
+    arguments = [
+        "plan",
+        "--model",
+        str(tmp_path),
+        "--seq-len",
+        "8192",
+        "--placement",
+        "gpu8bit",
+        "--json",
+    ]
     assert cli.main([*arguments, "--checkpointing", "least", "--simulate"]) == 0
     named = json.loads(capsys.readouterr().out)
-    assert named["closed_form"] and named["policy"]["tile"] and "assumed: flex_attention" in named["why"]
-    assert named["simulated_beyond_bytes"] == pytest.approx(named["gpu_bytes"]["activations"], rel=0.05)
+    assert (
+        named["closed_form"]
+        and named["policy"]["tile"]
+        and "assumed: flex_attention" in named["why"]
+    )
+    assert named["simulated_beyond_bytes"] == pytest.approx(
+        named["gpu_bytes"]["activations"], rel=0.05
+    )
     answers = {50.0: None}
-    monkeypatch.setattr("hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: answers.get(softcap))
+    monkeypatch.setattr(
+        "hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: answers.get(softcap)
+    )
     measured = dataclasses.replace(GPUS["h100"], measured=True)
     monkeypatch.setattr("hfpatch.planner.measure.measure_this", lambda: measured)
     asked = {"seq_len": 8192, "gpu": "this", "host_ram": "64GiB", "placement": "gpu8bit"}
@@ -301,7 +405,9 @@ def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatc
     assert here.closed_form and here.policy["tile"] and "assumed" not in here.why
     answers[50.0] = "soft caps of scores need flex_attention, and it raises KeyError on this device"
     whole = plan(small, **asked)
-    assert whole.gpu_bytes["activations"] > here.gpu_bytes["activations"] and whole.why.startswith("simulated")
+    assert whole.gpu_bytes["activations"] > here.gpu_bytes["activations"] and whole.why.startswith(
+        "simulated"
+    )
     assert whole.policy.startswith("layers run whole (soft caps of scores need flex_attention")
     assert "runs on fake tensors" in capsys.readouterr().err
 
@@ -309,38 +415,69 @@ def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatc
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     from hfpatch.lab.simulate.rivals import build
 
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
-    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit", "--json",
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "2048", "--placement", "gpu8bit",
+                 "--json",
                  "--checkpointing", "stock-checkpointing"]  # fmt: skip
     assert cli.main(arguments) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["gpu_bytes"]["parameters"] == 2 * sum(p.numel() for p in build(values).parameters())
+    assert answer["gpu_bytes"]["parameters"] == 2 * sum(
+        p.numel() for p in build(values).parameters()
+    )
     assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
     bytes_moved = answer["seconds"]["elementwise"] * GPUS["h100"].bandwidth
     assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
 
 
 def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
-    """The placements of each of its plans, under which heads go as they must, at one simulation a length."""
+    """The placements of each of its plans, under which heads go as they must, at one simulation a
+    length.
+    """
     from hfpatch.planner import simulated
 
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 2,
               "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     runs, run = [], simulated._run
     monkeypatch.setattr(simulated, "_run", lambda *args: runs.append(args[2]) or run(*args))
-    arguments = ["plan", "--model", str(tmp_path), "--gpus", "4", "--sp-size", "4", "--sweep", "1024,2048", "--json"]
+    arguments = [
+        "plan",
+        "--model",
+        str(tmp_path),
+        "--gpus",
+        "4",
+        "--sp-size",
+        "4",
+        "--sweep",
+        "1024,2048",
+        "--json",
+    ]
     assert cli.main(arguments) == 0
     plans = json.loads(capsys.readouterr().out)
-    assert {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"} and len(plans) == 4 and runs == [256, 512]
+    assert (
+        {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"}
+        and len(plans) == 4
+        and runs == [256, 512]
+    )
 
 
 def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
-    """Of Jamba, whose layers with experts are fifteen times the others, 67 GiB less than nothing was gathered."""
-    for shape in map(ModelShape.from_config, (preset_config("deepseek-ai/DeepSeek-V3"), preset_config("llama-3.2-1b"))):
-        sharded = resident("fsdp2", shape, 8).parameters - 4 * -(-shape.parameters // 8) - 4 * shape.layer_parameters
+    """Of Jamba, whose layers with experts are fifteen times the others, 67 GiB less than nothing
+    was gathered.
+    """
+    for shape in map(
+        ModelShape.from_config,
+        (preset_config("deepseek-ai/DeepSeek-V3"), preset_config("llama-3.2-1b")),
+    ):
+        sharded = (
+            resident("fsdp2", shape, 8).parameters
+            - 4 * -(-shape.parameters // 8)
+            - 4 * shape.layer_parameters
+        )
         assert sharded == 2 * (shape.parameters - shape.body_parameters) > 0
 
 
@@ -349,12 +486,16 @@ def test_files_of_a_model_without_closed_forms(whole, tmp_path, monkeypatch):
     """They take the drive's seconds and no host memory, also where layers run whole."""
     from hfpatch.planner import simulated
 
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
     if whole:
         step = simulated._taken
         monkeypatch.setattr(simulated, "_taken", lambda *a: (*step(*a)[:2], {"a reason": 2}))
-    held, filed = (plan(values, seq_len=4096, checkpointing=Checkpointing(offload=o)) for o in ("host", str(tmp_path)))
+    held, filed = (
+        plan(values, seq_len=4096, checkpointing=Checkpointing(offload=o))
+        for o in ("host", str(tmp_path))
+    )
     written = held.host_peak_bytes - filed.host_peak_bytes
     assert written > 2 * 4096 * 64 * 2 and isinstance(filed.policy, str) == whole
     shared = dataclasses.replace(GPUS["h100"], sharing=1000)
@@ -367,20 +508,28 @@ def test_files_of_a_model_without_closed_forms(whole, tmp_path, monkeypatch):
 def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
     monkeypatch.setattr("hfpatch.planner.simulated.OPERATIONS", 500)
     values = {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
-    with pytest.raises(ValueError, match="^hfpatch: expected a step of at most 512 operations, plain code"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected a step of at most 512 operations, plain code"
+    ):
         plan(values, seq_len=512)
 
 
 @pytest.mark.parametrize("limit", [2_500, 3_600, 14_000, 60_000])
 def test_the_longest_sequence_is_found_where_memory_grows_by_the_square(limit):
-    """Scores that attention writes out: a line through lengths that do not fit comes down to one that does in a few steps more."""
+    """Scores that attention writes out: a line through lengths that do not fit comes down to one
+    that does in a few steps more.
+    """
     from hfpatch.planner.simulated import _longest
 
     tried = []
 
     def at(tokens):
         tried.append(tokens)
-        took = {"gpu_usable_bytes": limit**2, "gpu_peak_bytes": tokens**2, "host_usable_bytes": None}
+        took = {
+            "gpu_usable_bytes": limit**2,
+            "gpu_peak_bytes": tokens**2,
+            "host_usable_bytes": None,
+        }
         return SimpleNamespace(seq_len=tokens, fits=tokens <= limit, **took)
 
     found = _longest(at, at(131072))
@@ -388,8 +537,11 @@ def test_the_longest_sequence_is_found_where_memory_grows_by_the_square(limit):
 
 
 def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
-    """LoRA's gradients are the adapters' alone, and memory at the longest length, and a little above it, is as is said."""
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    """LoRA's gradients are the adapters' alone, and memory at the longest length, and a little
+    above it, is as is said.
+    """
+    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
     card = dataclasses.replace(GPUS["h100"], memory_bytes=2 * GiB)
     asked = {"gpu": card, "checkpointing": "stock", "adapters": Adapters(8)}
@@ -399,54 +551,84 @@ def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
     assert found.gpu_bytes["gradients"] <= 2 * trained and not found.closed_form
     assert found.gpu_bytes["parameters"] > 2 * trained and found.adapters["rank"] == 8
     longest = plan(values, seq_len=found.max_seq_len, **asked)
-    assert longest.fits and not plan(values, seq_len=found.max_seq_len * 33 // 32 + 1024, **asked).fits
+    assert (
+        longest.fits and not plan(values, seq_len=found.max_seq_len * 33 // 32 + 1024, **asked).fits
+    )
 
 
-# A pattern of two kinds of layers: what a few of them take says what all of them take, to the byte of what is
-# beyond gradients.
+# A pattern of two kinds of layers: what a few of them take says what all of them take, to the byte
+# of what is beyond gradients.
 @pytest.mark.parametrize("policy", [Policy("host", tile=256), "stock"])
 def test_a_few_layers_tell_all(policy, monkeypatch):
     from hfpatch.lab.simulate.rivals import build
     from hfpatch.planner import simulated
 
-    values = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 9, "num_attention_heads": 4, "head_dim": 16,
-              "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "pad_token_id": None}  # fmt: skip
+    values = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 9,
+              "num_attention_heads": 4, "head_dim": 16,
+              "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
+              "pad_token_id": None}  # fmt: skip
     layers = simulated._layers(build(values))
     counted = simulated.Counted.of(build(values), layers)
-    assert simulated.depths(layers) == (3, 5, 2, 2) and simulated.depths(layers, every=3)[:3] == (0, 9, 0)
+    assert simulated.depths(layers) == (3, 5, 2, 2) and simulated.depths(layers, every=3)[:3] == (
+        0,
+        9,
+        0,
+    )
     memory, flops, reasons = simulated._step(values, counted, 1, 512, policy)
     monkeypatch.setattr(simulated, "depths", lambda layers, every: (0, 9, 0, 2))
     whole, their_flops, their_reasons = simulated._step(values, counted, 1, 512, policy)
     rounding = 512 * sum(
         1 for layer in layers[5:] for _ in layer.parameters()
     )  # of the gradients that were not followed
-    assert 0 <= max(m.total for m in whole.moments) - max(m.total for m in memory.moments) < rounding
+    assert (
+        0 <= max(m.total for m in whole.moments) - max(m.total for m in memory.moments) < rounding
+    )
     assert max(m.beyond for m in memory.moments) == max(m.beyond for m in whole.moments)
     assert (memory.host, flops, reasons) == (whole.host, their_flops, their_reasons)
 
 
 def test_a_long_step_is_told_by_two_shorter_ones():
-    """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square that attention adds."""
+    """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square
+    that attention adds.
+    """
     from hfpatch.planner.simulated import _stretched
 
     def step(tokens):
-        moments = (Moment("late", 900, layer=50 + 7 * tokens), Moment("early", 0, layer=10 + 9 * tokens))
-        flops = Flops(11.0 * tokens, tokens**2 / 2, 5 * tokens**2 / 4, 9.0 * tokens, 3.0 * tokens**2)
+        moments = (
+            Moment("late", 900, layer=50 + 7 * tokens),
+            Moment("early", 0, layer=10 + 9 * tokens),
+        )
+        flops = Flops(
+            11.0 * tokens, tokens**2 / 2, 5 * tokens**2 / 4, 9.0 * tokens, 3.0 * tokens**2
+        )
         return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}
 
     asked = []
-    found, flops, whole = _stretched(lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096)
+    found, flops, whole = _stretched(
+        lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
+    )
     wanted, their_flops, _ = step(131072)
     assert found == wanted and whole == {"a reason": 2} and max(asked) == 16384
     assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
 
 
 def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):
-    """Gemma 3's is described by closed forms, as is Qwen3-VL's by those of Qwen3; files leave out what their class assumes."""
-    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    """Gemma 3's is described by closed forms, as is Qwen3-VL's by those of Qwen3; files leave out
+    what their class assumes.
+    """
+    vision = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     for kind, preset in (("gemma3", "google/gemma-3-12b"), ("qwen3_vl", "Qwen/Qwen3-8B")):
         text = preset_config(preset)
-        said = {n: v for n, v in text.items() if n not in ("model_type", "_name_or_path", "tie_word_embeddings")}
+        said = {
+            n: v
+            for n, v in text.items()
+            if n not in ("model_type", "_name_or_path", "tie_word_embeddings")
+        }
         values = {
             "model_type": kind,
             "tie_word_embeddings": text["tie_word_embeddings"],
@@ -454,7 +636,21 @@ def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):
             "vision_config": vision,
         }
         (tmp_path / "config.json").write_text(json.dumps(values))
-        assert cli.main(["plan", "--model", str(tmp_path), "--placement", "gpu8bit", "--seq-len", "32k", "--json"]) == 0
+        assert (
+            cli.main(
+                [
+                    "plan",
+                    "--model",
+                    str(tmp_path),
+                    "--placement",
+                    "gpu8bit",
+                    "--seq-len",
+                    "32k",
+                    "--json",
+                ]
+            )
+            == 0
+        )
         answer = json.loads(capsys.readouterr().out)
         assert answer["gpu_bytes"] == plan(text, seq_len=32768, placement="gpu8bit").gpu_bytes
         assert answer["model"].endswith("(language tower)") and answer["closed_form"]
@@ -468,18 +664,23 @@ def test_frontier_and_least():
     assert points[-1]["step_seconds"] <= 1.005 * found.step_seconds < least.step_seconds
     assert "least" in least.why
     (line,) = (line for line in str(found).splitlines() if line.startswith("frontier"))
-    assert line.endswith(f"{found.step_seconds:.1f} s in {found.gpu_peak_bytes / GiB:.1f} GiB (chosen)")
+    assert line.endswith(
+        f"{found.step_seconds:.1f} s in {found.gpu_peak_bytes / GiB:.1f} GiB (chosen)"
+    )
     assert f"{points[0]['step_seconds']:.1f} s" in line and line.count(" s in ") < len(points)
     roomy = str(plan("llama-3.1-8b", seq_len=32768, gpu="h200", placement="gpu8bit"))
     (line,) = (line for line in roomy.splitlines() if line.startswith("frontier"))
     said = [float(word.split(" s in ")[0].split()[-1]) for word in line.split(",")]
     *before, chosen = said
-    assert len(said) > 3 and all(a > b for a, b in pairwise(before))  # no step twice, with a little more memory
+    # no step twice, with a little more memory
+    assert len(said) > 3 and all(a > b for a, b in pairwise(before))
     assert before[-1] >= chosen
 
 
 def test_what_a_plan_prices_is_priced_once(monkeypatch):
-    """The choice and the frontier try the same policies, and know the same of what may be pinned."""
+    """The choice and the frontier try the same policies, and know the same of what may be
+    pinned.
+    """
     priced = []
     monkeypatch.setattr(
         choice,
@@ -487,32 +688,50 @@ def test_what_a_plan_prices_is_priced_once(monkeypatch):
         lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes),
     )
     asked = Checkpointing(offload="host", keep=("qkv", "mid", "gate_up"), plain=0)
-    found = plan("llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked)
+    found = plan(
+        "llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked
+    )
     assert len(priced) == len(set(priced)) > 10
-    assert any(point["policy"]["keep"] == asked.keep for point in found.frontier[-1:]) and found.fits
+    assert (
+        any(point["policy"]["keep"] == asked.keep for point in found.frontier[-1:]) and found.fits
+    )
 
 
 def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():
     steps = [(5, 16.3), (14, 14.2), (30, 14.15), (75, 14.1)]
     points = [{"gpu_peak_bytes": n * GiB, "step_seconds": seconds} for n, seconds in steps]
     chosen = SimpleNamespace(frontier=points, gpu_peak_bytes=77 * GiB, step_seconds=14.1)
-    assert _points(chosen) == ["16.3 s in 5.0 GiB", "14.2 s in 14.0 GiB", "14.1 s in 77.0 GiB (chosen)"]
-    # A whole step's peak stands at another moment than that of what layers keep: none is larger and slower than one before.
+    assert _points(chosen) == [
+        "16.3 s in 5.0 GiB",
+        "14.2 s in 14.0 GiB",
+        "14.1 s in 77.0 GiB (chosen)",
+    ]
+    # A whole step's peak stands at another moment than that of what layers keep: none is larger and
+    # slower than one before.
     chosen.frontier = [points[0], {"gpu_peak_bytes": 15 * GiB, "step_seconds": 15.0}, *points[1:]]
-    assert _points(chosen) == ["16.3 s in 5.0 GiB", "14.2 s in 14.0 GiB", "14.1 s in 77.0 GiB (chosen)"]
+    assert _points(chosen) == [
+        "16.3 s in 5.0 GiB",
+        "14.2 s in 14.0 GiB",
+        "14.1 s in 77.0 GiB (chosen)",
+    ]
 
 
 def test_a_policy_is_said_in_words():
     said = policy_text(vars(Policy(plain=1, again=1, park=True)))
     assert said.startswith(
-        "1 layer keeps everything; the others keep their input and attention in all but 1 on the host, in"
+        "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
+        "host, in"
     )
     assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
     found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(offload="host", every=4))
-    assert "keep one input in 4 on the host" in policy_text(found.policy) and "in 4, as asked" in found.why
     assert (
-        "are not kept, as asked" in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
+        "keep one input in 4 on the host" in policy_text(found.policy)
+        and "in 4, as asked" in found.why
+    )
+    assert (
+        "are not kept, as asked"
+        in plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(save_attention=False)).why
     )
 
 
@@ -520,19 +739,30 @@ def test_a_policy_is_said_in_words():
 def test_the_first_step_is_planned_within_a_minute_beside_its_own(tokens):
     found = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": tokens})
     seconds = found.first_step
-    assert seconds["pinning"] == pytest.approx((found.host_peak_bytes - 4 * GiB) / PIN_BYTES_PER_SECOND)
-    assert seconds["compiling"] > 0 < seconds["attention_choice"] and sum(seconds.values()) <= FIRST_STEP_BUDGET
+    assert seconds["pinning"] == pytest.approx(
+        (found.host_peak_bytes - 4 * GiB) / PIN_BYTES_PER_SECOND
+    )
+    assert (
+        seconds["compiling"] > 0 < seconds["attention_choice"]
+        and sum(seconds.values()) <= FIRST_STEP_BUDGET
+    )
     assert "beyond the budget" not in str(found)
     assert f"first step      {found.step_seconds + sum(seconds.values()):.1f} s" in str(found)
-    stock = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 2048}, checkpointing="stock")
+    stock = plan(
+        "llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 2048}, checkpointing="stock"
+    )
     assert not any(stock.first_step.values())
 
 
 def test_a_first_step_beyond_its_budget_is_said():
     """At 524,288 tokens inputs and attention outputs are 266 GiB, pinned once."""
-    found = plan("llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 1 << 19, "host_ram": "2000GiB"})
+    found = plan(
+        "llama-3.1-8b", **RUN | {"placement": "gpu8bit", "seq_len": 1 << 19, "host_ram": "2000GiB"}
+    )
     over = sum(found.first_step.values()) - FIRST_STEP_BUDGET
-    assert over > 1 and f"; {over:.0f} s beyond the budget of a step and 60 s, once a run" in str(found)
+    assert over > 1 and f"; {over:.0f} s beyond the budget of a step and 60 s, once a run" in str(
+        found
+    )
 
 
 def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
@@ -540,7 +770,10 @@ def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
     from hfpatch.planner import measure
 
     told = SimpleNamespace(name="NVIDIA H100 SXM", multi_processor_count=132)
-    rates = {f: float(i + 1) for i, f in enumerate(("peak_flops", "bandwidth", "link", "attention_forward", "peer"))}
+    rates = {
+        f: float(i + 1)
+        for i, f in enumerate(("peak_flops", "bandwidth", "link", "attention_forward", "peer"))
+    }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     monkeypatch.setattr(measure, "gpu_limit", lambda device: 79 * GiB)
@@ -555,8 +788,11 @@ def test_this_machines_gpu_is_known_by_all_that_torch_tells(monkeypatch):
     found = measure.measure_this()
     assert dtypes == [torch.float16, torch.bfloat16]
     assert (found.name, found.processors, found.memory_bytes) == ("NVIDIA H100 SXM", 132, 79 * GiB)
-    assert (found.matmul_flops, found.link_rate, found.peer_rate) == (1.0, 3.0, 5.0)  # measured: no share of them
-    assert found.data_sheet_flops == GPUS["h100"].peak_flops, "MFU is the share that the callback gives"
+    # measured: no share of them
+    assert (found.matmul_flops, found.link_rate, found.peer_rate) == (1.0, 3.0, 5.0)
+    assert found.data_sheet_flops == GPUS["h100"].peak_flops, (
+        "MFU is the share that the callback gives"
+    )
 
 
 def test_starts_at_once():
@@ -570,13 +806,23 @@ def test_starts_at_once():
 
 def test_no_placement_is_planned_behind_the_first_that_fits(monkeypatch):
     module, planned = sys.modules["hfpatch.planner.plan"], []
-    monkeypatch.setattr(module, "evaluate", lambda _, name: planned.append(name) or SimpleNamespace(fits=name == "b"))
+    monkeypatch.setattr(
+        module,
+        "evaluate",
+        lambda _, name: planned.append(name) or SimpleNamespace(fits=name == "b"),
+    )
     assert module._best(None, "abc").fits and planned == ["a", "b"]
 
 
 def test_a_plan_is_its_caller_s_own():
-    """Plans are remembered: settings that hold lists have a hash, and what a caller does to an answer is not in the next."""
-    asked = {"seq_len": 8192, "placement": "gpu8bit", "checkpointing": Checkpointing(keep=["qkv"], plain=0)}
+    """Plans are remembered: settings that hold lists have a hash, and what a caller does to an
+    answer is not in the next.
+    """
+    asked = {
+        "seq_len": 8192,
+        "placement": "gpu8bit",
+        "checkpointing": Checkpointing(keep=["qkv"], plain=0),
+    }
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-3.1-8b", **asked)
     expected = json.dumps(first.to_dict())
@@ -588,8 +834,13 @@ def test_a_plan_is_its_caller_s_own():
 @pytest.mark.parametrize("base", ["bf16", "4bit"])
 def test_an_optimizer_walks_no_frozen_weight(base):
     """As the callback plans the same run, which is told what is trained alone."""
-    shape = dataclasses.replace(ModelShape.from_config(preset_config("llama-3.1-8b")), adapters=Adapters(16, base))
-    stays, memory = resident("gpu8bit", shape, 1, Policy()), step_memory(shape, Policy(), batch=1, tokens=8192)
+    shape = dataclasses.replace(
+        ModelShape.from_config(preset_config("llama-3.1-8b")), adapters=Adapters(16, base)
+    )
+    stays, memory = (
+        resident("gpu8bit", shape, 1, Policy()),
+        step_memory(shape, Policy(), batch=1, tokens=8192),
+    )
     alone = Resident(shape.trained_parameters * shape.trained_itemsize(2), None, stays.optimizer)
     gpu = GPUS["rtx4090"]
     assert optimizer_seconds(gpu, memory, stays) == optimizer_seconds(gpu, memory, alone) < 1e-3

@@ -22,10 +22,15 @@ def shared(seq_len=M, **more):
 def test_a_million_tokens_fit_on_eight():
     plan, rows = shared(), hfpatch.plan("llama-3.1-8b", seq_len=M, **EIGHT)
     assert plan.fits and plan.seq_len == M and not rows.fits
-    assert "--sp-size 2" in [s["change"] for s in rows.suggestions] and ", 8 GPUs a sequence): fits" in str(plan)
-    assert "rope_float64=True" in str(plan) and "float64" not in str(hfpatch.plan("llama-3.1-8b", seq_len=131072))
+    assert "--sp-size 2" in [
+        s["change"] for s in rows.suggestions
+    ] and ", 8 GPUs a sequence): fits" in str(plan)
+    assert "rope_float64=True" in str(plan) and "float64" not in str(
+        hfpatch.plan("llama-3.1-8b", seq_len=131072)
+    )
     assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
-    # Eight rows side by side take as long in attention as one after the other on eight: an eighth of a row each.
+    # Eight rows side by side take as long in attention as one after the other on eight: an eighth
+    #     of a row each.
     assert 8 * plan.seconds["attention"] == pytest.approx(rows.seconds["attention"], rel=0.3)
     part = hfpatch.plan("llama-3.1-8b", seq_len=M // 8, **EIGHT)
     assert plan.seconds["matmul"] == pytest.approx(part.seconds["matmul"], rel=0.1)
@@ -42,12 +47,16 @@ def test_the_longest_sequences():
 
 
 def test_what_goes_between_the_gpus():
-    """q, k, v and out in forward; q, dout, out, k, v and dq, dk, dv in backward: once each, seven of eight parts."""
+    """q, k, v and out in forward; q, dout, out, k, v and dq, dk, dv in backward: once each, seven
+    of eight parts.
+    """
     from dataclasses import replace
 
     shape = replace(resolve("llama-3.1-8b")[1], ranks=8)
     each = 2 * 32 * (M // 8) * 128 * 7 / 8
-    assert sent_bytes(shape, M // 8, 2, forwards=1) == pytest.approx(each * (32 + 16 + 32 + 3 * 32 + 16 + 32 + 16))
+    assert sent_bytes(shape, M // 8, 2, forwards=1) == pytest.approx(
+        each * (32 + 16 + 32 + 3 * 32 + 16 + 32 + 16)
+    )
     assert gpu_row("h100").peer_rate == LINK_SHARE * 450e9
     assert gpu_row("l40s").peer_rate == gpu_row("l40s").link_rate
 
@@ -55,7 +64,8 @@ def test_what_goes_between_the_gpus():
 @pytest.mark.parametrize("arguments, said", [
     ({"sp_size": 3, "gpus": 8}, "--sp-size divides --gpus"),
     ({"sp_size": 64, "gpus": 64, "placement": "zero3"}, "do not go evenly.*or --placement fsdp2"),
-    ({"sp_size": 64, "gpus": 64, "adapters": Adapters(16)}, "do not go evenly.*another --sp-size.$"),
+    ({"sp_size": 64, "gpus": 64, "adapters": Adapters(16)},
+     "do not go evenly.*another --sp-size.$"),
     ({"sp_size": 0}, "sp_size must be a positive"),
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(arguments, said):
@@ -68,10 +78,13 @@ def test_uneven_heads_are_planned_under_fsdp2_alone():
     plan = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=8, **EIGHT)
     assert plan.fits and plan.placement == "fsdp2"
     even = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=4, **{**EIGHT, "gpus": 4})
-    assert plan.seconds["attention"] == pytest.approx(even.seconds["attention"] / 2 * 32 / 28, rel=0.01)
+    assert plan.seconds["attention"] == pytest.approx(
+        even.seconds["attention"] / 2 * 32 / 28, rel=0.01
+    )
 
 
-OTHERS = {"model_type": "helium", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+OTHERS = {"model_type": "helium", "hidden_size": 256, "intermediate_size": 512,
+          "num_hidden_layers": 2, "head_dim": 64,
           "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512,
           "max_position_embeddings": 1 << 17}  # fmt: skip
 
@@ -83,14 +96,20 @@ def test_a_model_without_closed_form_is_simulated_on_one_rank():
     assert shared.seq_len == 1 << 14 and shared.sp_size == 4 and not shared.closed_form
     for kind in ("matmul", "attention"):
         assert 4 * shared.seconds[kind] == pytest.approx(one.seconds[kind], rel=0.01)
-    # Of two layers, their input and attention output in 16 bits: once for all ranks, not once a rank.
-    assert shared.host_peak_bytes - one.host_peak_bytes == pytest.approx(-3 * 2 * 2 * 2 * 2**14 * 256, rel=0.05)
+    # Of two layers, their input and attention output in 16 bits: once for all ranks, not once a
+    #     rank.
+    assert shared.host_peak_bytes - one.host_peak_bytes == pytest.approx(
+        -3 * 2 * 2 * 2 * 2**14 * 256, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("config, more, said", [
-    (OTHERS, {"checkpointing": "stock"}, "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
-    ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, {}, "mixes tokens by something"),
-    ({"model_type": "mamba", "num_hidden_layers": 2}, {}, "tokens meet in attention alone, one that carries states came"),
+    (OTHERS, {"checkpointing": "stock"},
+     "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
+    ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, {},
+     "mixes tokens by something"),
+    ({"model_type": "mamba", "num_hidden_layers": 2}, {},
+     "tokens meet in attention alone, one that carries states came"),
 ])  # fmt: skip
 def test_what_shares_no_rows_is_not_planned(config, more, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
@@ -108,4 +127,7 @@ def test_the_command(capsys):
     # Heads that do not go evenly are planned under FSDP2, in a sweep of all placements as well.
     words = "--model Qwen/Qwen2.5-7B --gpus 8 --sp-size 8 --sweep 128k --json"
     assert command.main(parser.parse_args(words.split())) == 0
-    assert {p["placement"] for p in json.loads(capsys.readouterr().out)} == {"fsdp2", "fsdp2-offload"}
+    assert {p["placement"] for p in json.loads(capsys.readouterr().out)} == {
+        "fsdp2",
+        "fsdp2-offload",
+    }

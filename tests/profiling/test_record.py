@@ -15,7 +15,9 @@ class Fails(nn.Module):
 
 
 class Net(nn.Module):
-    """first, then a module that raises and is forgiven, then second: what checkpointing's early stop looks like."""
+    """first, then a module that raises and is forgiven, then second: what checkpointing's early
+    stop looks like.
+    """
 
     def __init__(self):
         super().__init__()
@@ -35,7 +37,9 @@ def owned():
     net = Net()
     x = torch.ones(256, 64)
     with record.module_markers(net):
-        with torch.profiler.profile(activities=[CPU], profile_memory=True, acc_events=True) as profiler:
+        with torch.profiler.profile(
+            activities=[CPU], profile_memory=True, acc_events=True
+        ) as profiler:
             with record.phase("forward"):
                 loss = net(x)
             with record.phase("backward"):
@@ -53,36 +57,63 @@ def test_modules_in_forward_and_backward(owned):
     blocks, phases, end = owned
     assert [name for name, *_ in phases] == ["forward", "backward"] and end >= phases[1][2]
     assert of(blocks, 256 * 128 * 4, "forward") == ["second"]
-    assert of(blocks, 256 * 32 * 4, "forward") == ["first", ""], "x + 1 is the model's own: what raised is shut"
-    assert of(blocks, 128 * 32 * 4, "backward") == ["second"], "a weight gradient, by the sequence number"
+    assert of(blocks, 256 * 32 * 4, "forward") == ["first", ""], (
+        "x + 1 is the model's own: what raised is shut"
+    )
+    assert of(blocks, 128 * 32 * 4, "backward") == ["second"], (
+        "a weight gradient, by the sequence number"
+    )
     assert of(blocks, 64 * 32 * 4, "backward") == ["first"]
 
 
 def test_lives(owned):
     blocks, phases, _ = owned
     [out] = [b for b in blocks if b.bytes == 256 * 128 * 4 and b.phase == "forward"]
-    assert out.category == "loss" and out.died is not None and out.died <= phases[0][2], "sum() keeps no input"
-    saved = [b for b in blocks if b.bytes == 256 * 32 * 4 and b.phase == "forward" and b.module == ""]
+    assert out.category == "loss" and out.died is not None and out.died <= phases[0][2], (
+        "sum() keeps no input"
+    )
+    saved = [
+        b for b in blocks if b.bytes == 256 * 32 * 4 and b.phase == "forward" and b.module == ""
+    ]
     assert saved[0].died > phases[1][1], "the second layer keeps its input for the backward"
     gradients = [b for b in blocks if b.bytes == 64 * 32 * 4 and b.phase == "backward"]
     assert gradients[0].died is None
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11's own
+# torch 2.11's own
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_operators_add_up_to_the_outermost(owned):
-    """Own times leave nothing out and count nothing twice: their sum is that of the calls nobody else made."""
+    """Own times leave nothing out and count nothing twice: their sum is that of the calls nobody
+    else made.
+    """
     net = Net()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         net(torch.ones(256, 64))
     events = record.Events(profiler)
-    roots = [n for n in profiler.profiler.kineto_results.experimental_event_tree() if n.typed[0].name == "TorchOp"]
+    roots = [
+        n
+        for n in profiler.profiler.kineto_results.experimental_event_tree()
+        if n.typed[0].name == "TorchOp"
+    ]
     whole = sum(n.duration_time_ns for n in roots) / 1e9
-    assert sum(seconds for _, seconds in events.operator_seconds()) == pytest.approx(whole, rel=1e-6)
+    assert sum(seconds for _, seconds in events.operator_seconds()) == pytest.approx(
+        whole, rel=1e-6
+    )
 
 
 def test_spans_nest():
     spans = record.Spans([(0, 10, "a"), (2, 6, "b"), (6, 8, "c"), (0, 1, "d")])
-    assert [spans.at(t) for t in (-1, 0.5, 1.5, 2, 5, 6, 8, 9, 10)] == [None, "d", "a", "b", "b", "c", "a", "a", None]
+    assert [spans.at(t) for t in (-1, 0.5, 1.5, 2, 5, 6, 8, 9, 10)] == [
+        None,
+        "d",
+        "a",
+        "b",
+        "b",
+        "c",
+        "a",
+        "a",
+        None,
+    ]
 
 
 def test_an_address_used_again_is_not_the_checkpoint():

@@ -32,17 +32,26 @@ def runs():
 
 
 def test_markdown_has_every_part(runs):
-    text = markdown(runs, command="hfpatch profile --model x", commit="abc1234", notes=["Liger is out."])
+    text = markdown(
+        runs, command="hfpatch profile --model x", commit="abc1234", notes=["Liger is out."]
+    )
     lead = text.splitlines()[2]
-    assert lead.count(". ") == 2 and lead.startswith("hfpatch peaks at 10.0 MiB"), "three sentences open the report"
+    assert lead.count(". ") == 2 and lead.startswith("hfpatch peaks at 10.0 MiB"), (
+        "three sentences open the report"
+    )
     for part in (
         "`hfpatch profile --model x`", "commit abc1234", "Liger is out.", "hf (did not finish)",
-        "| **peak** | **17.0 MiB** | **10.0 MiB** | **0 B** |", "| planned / peak here |  | 1.100 |  |",
-        "| seconds a step (median, without the profiler) |  | 500 ms |  |", "| tokens a second |  | 256 |  |",
-        "fragmentation (reserved, not allocated) |  | 2.00 MiB", "pinned host memory, peak |  | 3.00 MiB",
-        "waiting for copies |  | 20 ms", "| matmul |  | 300 ms |  |", "`trace.json.gz` (2.00 KiB, one step)",
+        "| **peak** | **17.0 MiB** | **10.0 MiB** | **0 B** |",
+        "| planned / peak here |  | 1.100 |  |",
+        "| seconds a step (median, without the profiler) |  | 500 ms |  |",
+        "| tokens a second |  | 256 |  |",
+        "fragmentation (reserved, not allocated) |  | 2.00 MiB",
+        "pinned host memory, peak |  | 3.00 MiB",
+        "waiting for copies |  | 20 ms", "| matmul |  | 300 ms |  |",
+        "`trace.json.gz` (2.00 KiB, one step)",
         "out of memory: tried", "killed by the system", "a.py:2",
-        "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x <LlamaMLP>\n```",
+        "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x "
+        "<LlamaMLP>\n```",
     ):  # fmt: skip
         assert part in text, part
 
@@ -53,9 +62,16 @@ def test_what_takes_the_same_stands_in_one_order_in_every_report():
         {"category": "activations", "phase": "forward", "bytes": 4},
     )
     run = Run(
-        impl="hf", seq_len=128, rows=[{"module": n, **lasting} for n in names], families=dict.fromkeys(names, 1.0)
+        impl="hf",
+        seq_len=128,
+        rows=[{"module": n, **lasting} for n in names],
+        families=dict.fromkeys(names, 1.0),
     )
-    assert [name.strip("`") for name, _ in module_table([run])] == [name for name, _ in family_table([run])] == names
+    assert (
+        [name.strip("`") for name, _ in module_table([run])]
+        == [name for name, _ in family_table([run])]
+        == names
+    )
 
 
 class Checker(HTMLParser):
@@ -89,12 +105,18 @@ def test_page_stands_alone(runs):
     assert "@import" not in text and "url(" not in text
     assert "prefers-color-scheme: dark" in text
     said = " ".join(checker.text)
-    assert "peak 17.0 MiB" in said and "peak 10.0 MiB" in said and "15 MiB" in said, "peaks and axis are labelled"
+    assert "peak 17.0 MiB" in said and "peak 10.0 MiB" in said and "15 MiB" in said, (
+        "peaks and axis are labelled"
+    )
     assert "tried <b>5 GiB</b>" in said, "what an error says is text, not markup"
-    assert "<h3>hfpatch: what <code>hfpatch.apply</code> did</h3><pre>hfpatch on" in text and "<LlamaMLP>" in said
+    assert (
+        "<h3>hfpatch: what <code>hfpatch.apply</code> did</h3><pre>hfpatch on" in text
+        and "<LlamaMLP>" in said
+    )
 
 
-# A panel is at least nine tenths of its own units wide before the next one wraps below it, all of one size; long names break.
+# A panel is at least nine tenths of its own units wide before the next one wraps below it, all of
+# one size; long names break.
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_panels_wrap_before_their_text_is_small(count):
     text = page.chart([a_run(impl=f"impl{i}") for i in range(count)])
@@ -102,8 +124,13 @@ def test_panels_wrap_before_their_text_is_small(count):
     (least,) = (float(b) for b in re.findall(r"--panel: (\d+)px", text))
     assert len(views) == count and len(set(views)) == 1 and least >= 0.9 * views[0][2]
     assert min(2, count) * least < 1100
-    assert "grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--panel)), 1fr))" in page.STYLE
-    assert text.count(">0 B<") == count, "each has its own memory axis: it may stand alone in its row"
+    assert (
+        "grid-template-columns: repeat(auto-fit, minmax(min(100%, var(--panel)), 1fr))"
+        in page.STYLE
+    )
+    assert text.count(">0 B<") == count, (
+        "each has its own memory axis: it may stand alone in its row"
+    )
 
 
 def test_the_line_of_a_block_breaks_where_its_name_does():
@@ -117,7 +144,9 @@ def test_the_line_of_a_block_breaks_where_its_name_does():
 def test_blocks_of_which_no_line_is_known_have_no_column_of_lines():
     text = page._table(("bytes", "line"), [("256.0 MiB", ""), ("1 B", "")], "top")
     assert "line" not in text and text.count("<td>") == 2
-    assert page._table(("figure", "hf"), [("steps", "")]).count("<td>") == 2, "a run that has none is still a run"
+    assert page._table(("figure", "hf"), [("steps", "")]).count("<td>") == 2, (
+        "a run that has none is still a run"
+    )
 
 
 def test_simulated_is_marked_everywhere():
@@ -125,11 +154,15 @@ def test_simulated_is_marked_everywhere():
     assert "# Memory profile of a model (simulated)" in markdown(runs)
     assert "hf (simulated)" in markdown(runs) and "| figure |" in markdown(runs)
     text = page.html(runs)
-    assert "<title>Memory profile of a model (simulated)</title>" in text and text.count("hf (simulated)") >= 3
+    assert (
+        "<title>Memory profile of a model (simulated)</title>" in text
+        and text.count("hf (simulated)") >= 3
+    )
 
 
 @pytest.mark.parametrize(
-    "top", [1, 700, 1024, 5000, 9.7 * MIB, 1000 * MIB, 1020 * MIB, 3.3 * 1024 * MIB, 900 * 1024 * MIB]
+    "top",
+    [1, 700, 1024, 5000, 9.7 * MIB, 1000 * MIB, 1020 * MIB, 3.3 * 1024 * MIB, 900 * 1024 * MIB],
 )
 def test_ticks_are_few_and_round(top):
     found = page.ticks(top)
@@ -143,8 +176,18 @@ def test_a_simulated_8b_of_a_tebibyte_has_ticks_too():
 
 def test_folder_and_back(tmp_path, runs):
     writer.write(tmp_path, runs, command="c")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["memory.png", "report.html", "report.md", "results.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "memory.png",
+        "report.html",
+        "report.md",
+        "results.json",
+    ]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["runs"][1]["peak_split"]["parameters"] == 10 * MIB and len(results["sentences"]) == 3
-    assert [r.to_dict() for r in writer.read(tmp_path)] == json.loads(json.dumps([r.to_dict() for r in runs]))
+    assert (
+        results["runs"][1]["peak_split"]["parameters"] == 10 * MIB
+        and len(results["sentences"]) == 3
+    )
+    assert [r.to_dict() for r in writer.read(tmp_path)] == json.loads(
+        json.dumps([r.to_dict() for r in runs])
+    )

@@ -1,4 +1,6 @@
-"""A real step on the CPU: the recorded memory against two other witnesses, owners, and an out-of-memory error."""
+"""A real step on the CPU: the recorded memory against two other witnesses, owners, and an
+out-of-memory error.
+"""
 
 import gc
 import gzip
@@ -20,8 +22,16 @@ from hfpatch.lab.simulate.simulator import simulate
 
 
 def options(tmp_path, **changes):
-    """96 tokens: enough for a layer's blocks to outweigh the odd scalar. No stacks: pytest's own are slow to read."""
-    wanted = {"model": "llama-tiny", "seq_len": 96, "steps": 1, "device": "cpu", "folder": str(tmp_path)}
+    """96 tokens: enough for a layer's blocks to outweigh the odd scalar. No stacks: pytest's own
+    are slow to read.
+    """
+    wanted = {
+        "model": "llama-tiny",
+        "seq_len": 96,
+        "steps": 1,
+        "device": "cpu",
+        "folder": str(tmp_path),
+    }
     return Options(**{"stacks": False, **wanted, **changes})
 
 
@@ -30,7 +40,10 @@ def recorded(wanted, model=None):
     applied = step.become(model, wanted.impl, wanted.gradient_checkpointing)
     optimizer = step.make_optimizer(model.parameters(), wanted.optimizer)
     run = step.record_run(
-        model, optimizer, step.make_batch(model.config.vocab_size, wanted, torch.device("cpu")), wanted
+        model,
+        optimizer,
+        step.make_batch(model.config.vocab_size, wanted, torch.device("cpu")),
+        wanted,
     )
     run.applied = applied
     return model, run
@@ -38,7 +51,9 @@ def recorded(wanted, model=None):
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Tensors that other tests' modules still hold are not this step's: a profile has a process of its own."""
+    """Tensors that other tests' modules still hold are not this step's: a profile has a process of
+    its own.
+    """
     gc.collect()
     gc.freeze()
     yield
@@ -47,21 +62,29 @@ def alone():
 
 @pytest.mark.parametrize("impl, checkpointing", [("hf", False), ("hf", True), ("hfpatch", True)])
 def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
-    """Two methods that share no code: the allocator's events, and storages followed on fake tensors; 3% is promised.
+    """Two methods that share no code: the allocator's events, and storages followed on fake
+    tensors; 3% is promised.
 
-    A vocabulary of 64, so that a layer's backward is the peak: what the loss takes inside its op differs by device.
+    A vocabulary of 64, so that a layer's backward is the peak: what the loss takes inside its op
+    differs by device.
     """
     config = tmp_path / "config.json"
     config.write_text(json.dumps(preset_config("llama-tiny") | {"vocab_size": 64}))
     wanted = options(
-        tmp_path, model=str(config), impl=impl, gradient_checkpointing=checkpointing, optimizer="none", seq_len=256
+        tmp_path,
+        model=str(config),
+        impl=impl,
+        gradient_checkpointing=checkpointing,
+        optimizer="none",
+        seq_len=256,
     )
     model, run = recorded(wanted)
     plan = planned(model, wanted, itemsize=4)
     expected = simulate(model, 1, 256, rounding=1, cuda=False).peak_bytes
     assert run.error is None
     assert run.peak_bytes == pytest.approx(expected, rel=0.03)
-    # The plan is of a GPU, whose kernels take scratch memory that a CPU's do not: more at these sizes, never less.
+    # The plan is of a GPU, whose kernels take scratch memory that a CPU's do not: more at these
+    # sizes, never less.
     assert 0.97 * run.peak_bytes <= plan["gpu_peak_bytes"] <= 1.15 * run.peak_bytes
 
 
@@ -69,7 +92,8 @@ def test_takes_the_names_that_a_plan_takes():
     """Of a preset by its id on the hub without asking the hub."""
     assert step.load_config("meta-llama/Llama-3.2-1B-Instruct").hidden_size == 2048
     with pytest.raises(
-        ValueError, match="^hfpatch: expected a model.s folder or config.json, there is none at nothing.json; "
+        ValueError,
+        match="^hfpatch: expected a model.s folder or config.json, there is none at nothing.json; ",
     ):
         step.load_config("nothing.json")
 
@@ -77,7 +101,9 @@ def test_takes_the_names_that_a_plan_takes():
 @pytest.mark.parametrize("values, came", [({"model_type": "theirs"}, "'theirs'"), ({}, "None")])
 def test_a_model_type_that_transformers_does_not_know_has_one_sentence(tmp_path, values, came):
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"^hfpatch: expected a model type of transformers, {came} came; "):
+    with pytest.raises(
+        ValueError, match=f"^hfpatch: expected a model type of transformers, {came} came; "
+    ):
         step.load_config(str(tmp_path / "config.json"))
 
 
@@ -92,14 +118,23 @@ def test_simulates_families_that_sdpa_does_not_serve(tmp_path, impl):
         "num_attention_heads": 4,
         "head_dim": 16,
     }
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "vocab_size": 512}
-    config.write_text(json.dumps({"model_type": "gpt_oss", "num_key_value_heads": 2, **sizes, **experts}))
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "vocab_size": 512,
+    }
+    config.write_text(
+        json.dumps({"model_type": "gpt_oss", "num_key_value_heads": 2, **sizes, **experts})
+    )
     run = simulated_run(options(tmp_path, model=str(config), impl=impl, optimizer="none"))
     assert run.error is None and run.peak_bytes == sum(row["bytes"] for row in run.rows) > 0
 
 
 def test_end_of_forward_is_what_autograd_saved(tmp_path):
-    """With no checkpointing, what the forward leaves alive beside the model is what saved-tensor hooks saw."""
+    """With no checkpointing, what the forward leaves alive beside the model is what saved-tensor
+    hooks saw.
+    """
     wanted = options(tmp_path, gradient_checkpointing=False, optimizer="none")
     model, run = recorded(wanted)
     saved = {}
@@ -116,7 +151,8 @@ def test_end_of_forward_is_what_autograd_saved(tmp_path):
     kept = sum(count for count, _ in saved.values())
     loss.backward()
     border = run.phases[0][2]
-    # The forward's last free, of the logits, may carry a time just past the border: the backward's own first event only adds.
+    # The forward's last free, of the logits, may carry a time just past the border: the backward's
+    # own first event only adds.
     last = sum(at <= border for at, _ in run.curve) - 1
     splits = [dict(zip(CATEGORIES, levels)) for _, levels in run.curve[last : last + 2]]
     measured = min(split["checkpoints"] + split["activations"] + split["loss"] for split in splits)
@@ -124,18 +160,27 @@ def test_end_of_forward_is_what_autograd_saved(tmp_path):
 
 
 def test_owners(tmp_path):
-    """Blocks of known size belong to the module that made them, in forward, recomputation and backward alike."""
+    """Blocks of known size belong to the module that made them, in forward, recomputation and
+    backward alike.
+    """
     model, run = recorded(options(tmp_path, warmup=1, stacks=True))
     weights = sum(t.untyped_storage().nbytes() for t in {*model.parameters(), *model.buffers()})
     split = run.peak_split
     assert split["parameters"] == weights
-    assert split["optimizer"] == sum(2 * p.nbytes + 4 for p in model.parameters()), "two moments and a step count each"
-    # llama-tiny at 96 tokens peaks in a layer's backward: gate, up, their product, in float32 [96, 176].
+    assert split["optimizer"] == sum(2 * p.nbytes + 4 for p in model.parameters()), (
+        "two moments and a step count each"
+    )
+    # llama-tiny at 96 tokens peaks in a layer's backward: gate, up, their product, in float32 [96,
+    # 176].
     piece = 96 * 176 * 4
     owners = {(r["module"], r["phase"]) for r in run.rows if r["bytes"] % piece == 0 and r["bytes"]}
     assert ("model.layers.*.mlp.gate_proj", "backward") in owners
     assert run.peak_phase == "backward"
-    lines = {r["line"].rsplit(":")[0].rsplit("/")[-1] for r in run.rows if r["module"].startswith("model.layers")}
+    lines = {
+        r["line"].rsplit(":")[0].rsplit("/")[-1]
+        for r in run.rows
+        if r["module"].startswith("model.layers")
+    }
     assert "modeling_llama.py" in lines, "Python lines come with the blocks"
     assert not any("profiling" in r["line"] for r in run.rows)
     # each layer's gradients come from its own modules, by the sequence numbers of autograd
@@ -145,7 +190,9 @@ def test_owners(tmp_path):
 
 
 def test_warm_and_first_step_differ_by_the_optimizer(tmp_path):
-    """From the first step on, the optimizer's states are born inside the recording; after warm-up they were there."""
+    """From the first step on, the optimizer's states are born inside the recording; after warm-up
+    they were there.
+    """
     _, first = recorded(options(tmp_path, warmup=0))
     _, warm = recorded(options(tmp_path, warmup=1))
 
@@ -180,7 +227,9 @@ def test_out_of_memory_still_gives_a_report(tmp_path, where):
         armed.append(1)
         if len(armed) == 2:  # the warm-up step runs through
             handles.append(
-                mlp.register_forward_hook(full) if where == "forward" else model.lm_head.weight.register_hook(full)
+                mlp.register_forward_hook(full)
+                if where == "forward"
+                else model.lm_head.weight.register_hook(full)
             )
 
     armed = []
@@ -203,10 +252,15 @@ def test_other_errors_are_not_swallowed(tmp_path):
         recorded(options(tmp_path), model)
 
 
-@pytest.mark.parametrize("warmup", [0, 1])  # the pool is filled inside the recorded step, or before it
+# the pool is filled inside the recorded step, or before it
+@pytest.mark.parametrize("warmup", [0, 1])
 def test_hfpatch_keeps_host_memory_apart(tmp_path, warmup):
-    """On a CPU the pool of the offload engine is the same memory, and still no part of the device's peak."""
-    wanted = options(tmp_path, seq_len=256, optimizer="none", gradient_checkpointing=False, warmup=warmup)
+    """On a CPU the pool of the offload engine is the same memory, and still no part of the device's
+    peak.
+    """
+    wanted = options(
+        tmp_path, seq_len=256, optimizer="none", gradient_checkpointing=False, warmup=warmup
+    )
     model = step.build_model(wanted)
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=False))
     _, run = recorded(wanted, model)
@@ -216,7 +270,8 @@ def test_hfpatch_keeps_host_memory_apart(tmp_path, warmup):
 
 
 @pytest.mark.parametrize(
-    "wrong, named", [({"impl": "x"}, "hf, liger, hfpatch"), ({"steps": 0}, "steps"), ({"seq_len": 1}, "seq_len")]
+    "wrong, named",
+    [({"impl": "x"}, "hf, liger, hfpatch"), ({"steps": 0}, "steps"), ({"seq_len": 1}, "seq_len")],
 )
 def test_options_refuse(tmp_path, wrong, named):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{named}"):
@@ -226,12 +281,16 @@ def test_options_refuse(tmp_path, wrong, named):
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["hf", "hfpatch"])
 def test_gpu_peak_is_the_allocators(tmp_path, impl):
-    """The followed peak is max_memory_allocated, but for what other users of the device's memory took (3%)."""
+    """The followed peak is max_memory_allocated, but for what other users of the device's memory
+    took (3%).
+    """
     wanted = options(tmp_path, impl=impl, device="cuda", seq_len=4096, model="llama-160m")
     model = step.build_model(wanted)
     notes = step.become(model, impl)
     optimizer = step.make_optimizer(model.parameters(), "adamw")
-    run = step.record_run(model, optimizer, step.make_batch(32000, wanted, torch.device("cuda", 0)), wanted)
+    run = step.record_run(
+        model, optimizer, step.make_batch(32000, wanted, torch.device("cuda", 0)), wanted
+    )
     assert run.peak_bytes == pytest.approx(run.memory["allocated_peak_bytes"], rel=0.03), notes
     assert run.memory["reserved_peak_bytes"] >= run.memory["allocated_peak_bytes"]
     assert run.families["matmul"] > 0 and run.memory["copy_wait_seconds"] >= 0

@@ -6,19 +6,50 @@ import pytest
 
 from hfpatch.lab.profile.advice import best_change, focus, holder, sentences
 from hfpatch.lab.profile.families import by_family, copy_wait, family
-from hfpatch.lab.profile.timeline import CATEGORIES, POINTS, Allocation, Run, generic, measure, size, thin
+from hfpatch.lab.profile.timeline import (
+    CATEGORIES,
+    POINTS,
+    Allocation,
+    Run,
+    generic,
+    measure,
+    size,
+    thin,
+)
 
 MIB = 1 << 20
 
 
 def a_run(impl="hf", scale=1, **changes):
-    """Weights all along, a checkpoint through the backward, logits around its start: 10, 2 and 5 MiB times scale."""
-    run = Run(impl=impl, seq_len=128, phases=[["forward", 0.0, 1.0], ["backward", 1.0, 3.0]], **changes)
+    """Weights all along, a checkpoint through the backward, logits around its start: 10, 2 and 5
+    MiB times scale.
+    """
+    run = Run(
+        impl=impl, seq_len=128, phases=[["forward", 0.0, 1.0], ["backward", 1.0, 3.0]], **changes
+    )
     blocks = [
         Allocation(10 * MIB, 0.0, None, "parameters", "", "before the step"),
-        Allocation(2 * MIB * scale, 0.2, 2.5, "checkpoints", "model.layers.0", "forward", "aten::add", "a.py:1"),
+        Allocation(
+            2 * MIB * scale,
+            0.2,
+            2.5,
+            "checkpoints",
+            "model.layers.0",
+            "forward",
+            "aten::add",
+            "a.py:1",
+        ),
         Allocation(5 * MIB * scale, 0.8, 1.5, "loss", "lm_head", "forward", "aten::mm", "a.py:2"),
-        Allocation(4 * MIB * scale, 1.5, 2.0, "working set", "model.layers.3.mlp", "backward", "aten::mm", "a.py:3"),
+        Allocation(
+            4 * MIB * scale,
+            1.5,
+            2.0,
+            "working set",
+            "model.layers.3.mlp",
+            "backward",
+            "aten::mm",
+            "a.py:3",
+        ),
         Allocation(3 * MIB, 0.1, 2.9, "host", "", "forward"),
     ]
     return measure(run, blocks, 3.0)
@@ -52,7 +83,9 @@ def test_relief_is_the_peak_of_what_remains():
 
 def test_change_is_bounded_by_the_next_peak():
     run = a_run(impl="hfpatch")
-    assert best_change(run)[1] == 0, "checkpoints wait in host memory already; half the working set is not at the peak"
+    assert best_change(run)[1] == 0, (
+        "checkpoints wait in host memory already; half the working set is not at the peak"
+    )
     run.memory.clear()
     text, saved = best_change(run)
     assert saved == 2 * MIB and 'offload="host"' in text, (
@@ -70,14 +103,18 @@ def test_three_sentences_name_peak_holder_and_change():
     runs = [a_run(), a_run(impl="hfpatch", scale=0)]
     assert focus(runs).impl == "hfpatch"
     first, second, third = sentences([a_run(impl="hf")])
-    assert "17.0 MiB" in first and "lm_head" in second and "10.0 MiB" in second and "7.00 MiB" in third
+    assert (
+        "17.0 MiB" in first and "lm_head" in second and "10.0 MiB" in second and "7.00 MiB" in third
+    )
     assert "1.7 times" in sentences(runs)[0]
 
 
 def test_simulated_and_failed_runs_say_so():
     assert sentences([a_run(source="simulated")])[0].startswith("Simulated")
     assert "did not finish: no room" in sentences([a_run(error="no room")])[0]
-    assert sentences([Run(impl="hf", seq_len=8, error="killed")]) == ["Nothing was recorded: killed."]
+    assert sentences([Run(impl="hf", seq_len=8, error="killed")]) == [
+        "Nothing was recorded: killed."
+    ]
 
 
 def test_thin_keeps_the_peak_and_the_end():
@@ -93,7 +130,9 @@ def test_thin_keeps_the_peak_and_the_end():
 
 def test_run_survives_json():
     run = a_run()
-    assert Run.from_dict(json.loads(json.dumps(run.to_dict()))).to_dict() == json.loads(json.dumps(run.to_dict()))
+    assert Run.from_dict(json.loads(json.dumps(run.to_dict()))).to_dict() == json.loads(
+        json.dumps(run.to_dict())
+    )
 
 
 def test_names_and_sizes():
@@ -107,7 +146,10 @@ def test_names_and_sizes():
     "name, kind",
     [
         # as Nsight and torch.profiler print them on A100 and H100
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_nn_align8>", "matmul"),
+        (
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_nn_align8>",
+            "matmul",
+        ),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
@@ -119,7 +161,10 @@ def test_names_and_sizes():
         ("_swiglu_bwd_kernel", "swiglu"),
         ("ncclDevKernel_AllGather_RING_LL", "communication"),
         ("void at::native::multi_tensor_apply_kernel<...FusedAdam...>", "optimizer"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>", "elementwise"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>",
+            "elementwise",
+        ),
         ("aten::addmm", "matmul"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
         ("hfpatch::linear_cross_entropy_fwd", "loss"),
@@ -131,11 +176,16 @@ def test_family(name, kind):
 
 
 def test_by_family_adds_up():
-    assert by_family([("aten::mm", 1.0), ("aten::bmm", 2.0), ("x", 0.5)]) == {"matmul": 3.0, "other": 0.5}
+    assert by_family([("aten::mm", 1.0), ("aten::bmm", 2.0), ("x", 0.5)]) == {
+        "matmul": 3.0,
+        "other": 0.5,
+    }
 
 
 def test_copy_wait_counts_idle_compute_under_a_host_copy_only():
-    """Compute idles 1-2 and 3-5; copies run 1.5-2.5 and 4-4.5; a device copy at 3-3.5 is nobody's wait."""
+    """Compute idles 1-2 and 3-5; copies run 1.5-2.5 and 4-4.5; a device copy at 3-3.5 is nobody's
+    wait.
+    """
     kernels = [
         ("gemm", 7, 0.0, 1.0),
         ("gemm", 7, 2.0, 3.0),

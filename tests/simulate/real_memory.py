@@ -7,8 +7,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def real_events(step) -> list[int]:
-    """What the CPU allocator handed out (positive) and took back (negative) while step() ran, in bytes, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    """What the CPU allocator handed out (positive) and took back (negative) while step() ran, in
+    bytes, in order.
+    """
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]

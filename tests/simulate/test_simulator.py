@@ -38,17 +38,22 @@ def on_cpu(model):
     return model
 
 
-# Two implementations of the layer loop, stock's two kinds of saving, and each of: tied weights, no grouped heads,
-# a batch above one with a length that no tile divides.
+# Two implementations of the layer loop, stock's two kinds of saving, and each of: tied weights, no
+# grouped heads, a batch above one with a length that no tile divides.
 @pytest.mark.parametrize("implementation", ["hf", "hf-ckpt", "hfpatch"])
-@pytest.mark.parametrize("change, batch, tokens", [({}, 1, 512), ({"tie_word_embeddings": True}, 2, 777),
-                                                   ({"num_key_value_heads": 4}, 1, 777)])  # fmt: skip
+@pytest.mark.parametrize("change, batch, tokens", [({}, 1, 512), ({"tie_word_embeddings": True}, 2,
+                                                                  777),
+                                                   ({"num_key_value_heads": 4}, 1,
+                                                    777)])  # fmt: skip
 def test_agrees_with_the_allocator(implementation, change, batch, tokens):
     model = prepare(build(SMALL | change, torch.float32), implementation)
     policy = Policy(offload="host", tile=256)
     found = simulate(model, batch, tokens, rounding=1, cuda=False, policy=policy)
     # Host blocks come from the same allocator here.
-    simulated = max(itertools.accumulate(delta for _, delta in found.ledger.events)) - found.categories["parameters"]
+    simulated = (
+        max(itertools.accumulate(delta for _, delta in found.ledger.events))
+        - found.categories["parameters"]
+    )
 
     ids = torch.randint(0, SMALL["vocab_size"], (batch, tokens))
     on_cpu(model)
@@ -57,10 +62,12 @@ def test_agrees_with_the_allocator(implementation, change, batch, tokens):
     assert abs(simulated - measured) <= 0.03 * measured, (simulated, measured)
 
 
-# Figures measured independently of this simulator for Llama-3.1-8B in bfloat16, GiB beyond parameters and gradients.
+# Figures measured independently of this simulator for Llama-3.1-8B in bfloat16, GiB beyond
+# parameters and gradients.
 @pytest.mark.parametrize("implementation, tokens, expected", [
     ("hf", 8192, 61.0), ("hf-ckpt", 131072, 224.0),
-    *(pytest.param(*row, marks=pytest.mark.long) for row in [("hf-ckpt", 32768, 56.0), ("hf", 131072, 976.0)]),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in [("hf-ckpt", 32768, 56.0), ("hf",
+                                                                                        131072, 976.0)]),
 ])  # fmt: skip
 def test_reference_figures(implementation, tokens, expected):
     found = simulate(prepare(build(preset_config("llama-3.1-8b")), implementation), 1, tokens)
@@ -76,42 +83,58 @@ def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")
     depths = (2, 4) if host else (32,)
     code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals import *;"
+        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
+        "import *;"
         "from hfpatch.budget.presets import *; import json;"
-        "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | dict(num_hidden_layers=n)),"
+        "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | "
+        "dict(num_hidden_layers=n)),"
         f"{implementation!r}), 1, 131072); all = [run(n) for n in {depths}]; s = all[-1];"
-        "print(json.dumps([s.beyond_bytes, s.host_peak_bytes, [[*s.ledger.traffic.values()][1:] for s in all]]))"
+        "print(json.dumps([s.beyond_bytes, s.host_peak_bytes, [[*s.ledger.traffic.values()][1:] "
+        "for s in all]]))"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     beyond, on_host, moved = eval(done.stdout.splitlines()[-1])
     assert beyond / GiB == pytest.approx(expected, rel=0.01)
-    if host:  # 4 of the 32 layers keep their inputs; the rest (the norm's input) is the model's, not a layer's
+    # 4 of the 32 layers keep their inputs; the rest (the norm's input) is the model's, not a
+    # layer's
+    if host:
         assert on_host / GiB == pytest.approx(host - 28, rel=0.2)
         with open(Path(__file__).parents[2] / "profiles/plan/peers.csv") as file:
             rows = {(r["implementation"], r["tokens"]): r for r in csv.DictReader(file)}
         row = rows[implementation, "131072"]
         carried = [(more + 14 * (more - fewer)) / GiB for fewer, more in zip(*moved)]
-        assert carried == pytest.approx([float(row[f"moved_{way}_gib"]) for way in ("forward", "backward")], rel=1e-3)
+        assert carried == pytest.approx(
+            [float(row[f"moved_{way}_gib"]) for way in ("forward", "backward")], rel=1e-3
+        )
 
 
-# What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the host, attention forward
-# once or twice; checkpointing stops before down_proj, and TRL's head projects again in backward.
+# What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the
+# host, attention forward once or twice; checkpointing stops before down_proj, and TRL's head
+# projects again in backward.
 @pytest.mark.parametrize("implementation, forwards", [
     ("trl-selective", 1), pytest.param("trl-offload", 2, marks=pytest.mark.long),
     pytest.param("liger-selective", 1, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_todays_rivals(implementation, forwards):
     trl = pytest.importorskip("trl")
-    if implementation.endswith("selective") and not hasattr(trl.models, "enable_selective_activation_checkpointing"):
+    if implementation.endswith("selective") and not hasattr(
+        trl.models, "enable_selective_activation_checkpointing"
+    ):
         pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
     code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals import *;"
+        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
+        "import *;"
         "from hfpatch.budget.presets import *; import json;"
         "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
         f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
-        "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], sum(s.flops['matmul'].values())]))"
+        "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], "
+        "sum(s.flops['matmul'].values())]))"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     host, calls, matmul = eval(done.stdout.splitlines()[-1])
     assert host == 4 * GiB // 4 and calls == 4 * forwards
     sizes = dict(q=4096, k=1024, v=1024, o=4096, gate=14336, up=14336, down=14336)
@@ -123,7 +146,9 @@ def test_todays_rivals(implementation, forwards):
 
 
 def test_trls_call_of_our_head_takes_what_our_loss_takes():
-    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss 5.58."""
+    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss
+    5.58.
+    """
     trl = pytest.importorskip("trl")
     if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
         pytest.skip(f"trl {trl.__version__} has no fused head")
@@ -171,7 +196,8 @@ def test_resize_and_data_swap():
     assert sum(delta for _, delta in ledger.events) == 0
 
 
-# A residual stream adds up gradients at each fork: in place in a bare run, never under a mode left to itself.
+# A residual stream adds up gradients at each fork: in place in a bare run, never under a mode left
+#     to itself.
 @pytest.mark.parametrize("fake", [True, False])
 def test_gradients_accumulate_in_place(fake):
     def run():
@@ -251,7 +277,10 @@ def test_attention_backward_scratch_and_causal_flops():
     rows = torch.empty(1, 1024, 8, 64, device="meta", dtype=torch.bfloat16).transpose(
         1, 2
     )  # a group of their heads is copied
-    whole, cut = (kernels_cost.scratch_bytes(flash, (rows, rows, *args[2:4], out)) for out in (rows, rows[:, :4]))
+    whole, cut = (
+        kernels_cost.scratch_bytes(flash, (rows, rows, *args[2:4], out))
+        for out in (rows, rows[:, :4])
+    )
     assert cut - whole == 4 * 1024 * 64 * 2
     full = (*args[:-1], False)
     assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
@@ -261,7 +290,8 @@ def test_grouped_products_count_every_row_once():
     op = torch.ops.aten._grouped_mm
     count = lambda a, b: kernels_cost.matmul_flops(op.default, (torch.empty(a), torch.empty(b)))  # noqa: E731
     assert count((96, 16), (4, 16, 8)) == 2 * 96 * 16 * 8  # rows by experts' weights
-    assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8  # a weight's gradient: sums over each expert's rows
+    # a weight's gradient: sums over each expert's rows
+    assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8
     assert count((4, 16, 8), (8, 96)) == 2 * 96 * 16 * 8
 
 
@@ -271,19 +301,26 @@ def test_a_window_counts_its_band():
     causal = (q, k, k, None, None, 64, 64, 0.0, True, False)
     whole = kernels_cost.attention(op, causal, {})
     assert whole == ("forward", 4 * 4 * 8 * 64 * 64 // 2)
-    assert kernels_cost.attention(op, causal, {"window_size_left": -1, "window_size_right": -1}) == whole
+    assert (
+        kernels_cost.attention(op, causal, {"window_size_left": -1, "window_size_right": -1})
+        == whole
+    )
     band = kernels_cost.attention(op, causal, {"window_size_left": 15, "window_size_right": 0})
     assert band == ("forward", 4 * 4 * 8 * (64 * 16 - 16 * 16 // 2))
 
 
 def test_flops_of_stock_llama():
-    # 6 per parameter of the matmuls and token, attention counted over its causal half: the usual count.
+    # 6 per parameter of the matmuls and token, attention counted over its causal half: the usual
+    #     count.
     found = simulate(build(preset_config("llama-3.1-8b")), 1, 8192)
     weights = 8030261248 - 128256 * 4096 - 65 * 4096
     # Some versions of transformers make the rotary angles by a matmul of [64, 1] and [1, T].
     angles = 2 * 64 * 8192
     assert sum(found.flops["matmul"].values()) - 6 * weights * 8192 in (0, angles)
-    assert found.flops["attention"] == {"forward": 32 * 2 * 8192**2 * 4096, "backward": 32 * 5 * 8192**2 * 4096}
+    assert found.flops["attention"] == {
+        "forward": 32 * 2 * 8192**2 * 4096,
+        "backward": 32 * 5 * 8192**2 * 4096,
+    }
 
 
 def test_model_is_itself_again_afterwards():
@@ -306,25 +343,41 @@ def test_where_the_peak_is():
     assert found.peak_phase == "backward"
     assert found.modules[0][0] == "LlamaForCausalLM"  # the logits
     on_device = (nbytes for i, nbytes in found.ledger.events if not found.ledger.blocks[i].host)
-    assert sum(found.categories.values()) == found.peak_bytes == max(itertools.accumulate(on_device))
+    assert (
+        sum(found.categories.values()) == found.peak_bytes == max(itertools.accumulate(on_device))
+    )
 
 
-SCANS = {  # the config, tokens, how many more bytes blocks may take: of slices that a matmul copies where it had views
-    "jamba": ({"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 4, "mamba_dt_rank": 8}, 512, 1.02),
+# the config, tokens, how many more bytes blocks may take: of slices that a matmul copies where it
+# had views
+SCANS = {
+    "jamba": ({"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 4,
+               "mamba_dt_rank": 8}, 512, 1.02),
     "qwen3_next": (
-        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 16,
-         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_key_head_dim": 16,
-         "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, 2048, 1.1),
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+         "num_experts_per_tok": 1, "head_dim": 16,
+         "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+         "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, 2048,
+         1.1),
 }  # fmt: skip
 
 
-@tiny.not_with_transformers_5_0("writes these scans in another way, of which plans of short steps alone end")
-@pytest.mark.parametrize("family, implementation", [("jamba", "hf"), ("jamba", "hfpatch"), ("qwen3_next", "hfpatch")])
+@tiny.not_with_transformers_5_0(
+    "writes these scans in another way, of which plans of short steps alone end"
+)
+@pytest.mark.parametrize(
+    "family, implementation", [("jamba", "hf"), ("jamba", "hfpatch"), ("qwen3_next", "hfpatch")]
+)
 def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation, monkeypatch):
-    """Plain code goes through tokens, or chunks of 64, one by one: at 131,072 plans of Jamba and Qwen3-Next did not end."""
+    """Plain code goes through tokens, or chunks of 64, one by one: at 131,072 plans of Jamba and
+    Qwen3-Next did not end.
+    """
     changes, tokens, most = SCANS[family]
-    config = {"model_type": family, "pad_token_id": None, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, **changes}  # fmt: skip
+    config = {"model_type": family, "pad_token_id": None, "hidden_size": 64,
+              "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+              **changes}  # fmt: skip
     if family == "qwen3_next":
         monkeypatch.setattr("hfpatch.lab.simulate.scan.BLOCKS", 4)
     ours = simulate(prepare(build(config), implementation), 1, tokens)
@@ -338,22 +391,34 @@ def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation,
 
 @pytest.mark.parametrize("implementation", ["hf-ckpt", "hfpatch", None])
 def test_a_step_that_raises_leaves_nothing_on(implementation):
-    """While its error is held, torch 2.11 leaves the hooks of the checkpoint on in which it was raised."""
+    """While its error is held, torch 2.11 leaves the hooks of the checkpoint on in which it was
+    raised.
+    """
     model = prepare(build(SMALL), implementation or "hf")
-    model.model.layers[0].mlp.act_fn.register_forward_pre_hook(mock.Mock(side_effect=ArithmeticError))
-    begins = mock.patch.object(Follower, "_calibrate", **({} if implementation else {"side_effect": ArithmeticError}))
+    model.model.layers[0].mlp.act_fn.register_forward_pre_hook(
+        mock.Mock(side_effect=ArithmeticError)
+    )
+    begins = mock.patch.object(
+        Follower, "_calibrate", **({} if implementation else {"side_effect": ArithmeticError})
+    )
     with begins, pytest.raises(ArithmeticError) as held:
-        simulate(model, 1, 64, policy=Policy("host", tile=32) if implementation == "hfpatch" else None)
+        simulate(
+            model, 1, 64, policy=Policy("host", tile=32) if implementation == "hfpatch" else None
+        )
     x = torch.ones(2, requires_grad=True)
     x.sin().sum().backward()
     assert type(x.grad) is torch.Tensor and follow.current() is None and held
 
 
 def test_chunks_that_count_from_padding_are_known():
-    """Llama 4's masks ask a tensor where rows begin, which has no values here: its layers ran whole in plans alone."""
+    """Llama 4's masks ask a tensor where rows begin, which has no values here: its layers ran whole
+    in plans alone.
+    """
     config = {
-        "model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 16,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2,
+        "model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64,
+        "intermediate_size_mlp": 64, "head_dim": 16,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_local_experts": 2,
         "attention_chunk_size": 32, "vocab_size": 128,
     }  # fmt: skip
     kept, tiled = (
@@ -366,11 +431,15 @@ def test_chunks_that_count_from_padding_are_known():
 
 
 def test_few_blocks_of_attention_stand_for_all(monkeypatch):
-    """Heads that no kernel takes run in blocks of queries, of which a long row has thousands: a plan of those did not end."""
+    """Heads that no kernel takes run in blocks of queries, of which a long row has thousands: a
+    plan of those did not end.
+    """
     monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 1 << 16)
     few = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
     monkeypatch.setattr("hfpatch.lab.simulate.simulator.few_blocks", contextlib.nullcontext)
     every = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
     assert len(few.ledger.events) < len(every.ledger.events) / 4
-    assert few.flops == every.flops and few.ledger.traffic == pytest.approx(every.ledger.traffic, rel=0.02)
+    assert few.flops == every.flops and few.ledger.traffic == pytest.approx(
+        every.ledger.traffic, rel=0.02
+    )
     assert few.most_beyond_bytes == every.most_beyond_bytes

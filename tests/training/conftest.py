@@ -1,4 +1,6 @@
-"""What the training tests share: a byte-level tokenizer, a chat template of our own, data, one way to run train.py."""
+"""What the training tests share: a byte-level tokenizer, a chat template of our own, data, one way
+to run train.py.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,9 @@ from hfpatch.trainer import tokenizer as byte_level
 
 @pytest.fixture(autouse=True)
 def precision_of_its_own(monkeypatch):
-    """accelerate leaves a run's bf16 in the environment, where the next run of the process finds it."""
+    """accelerate leaves a run's bf16 in the environment, where the next run of the process finds
+    it.
+    """
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
@@ -41,7 +45,12 @@ def saved_tokenizer(tokenizer, tmp_path_factory) -> Path:
 def chat_file(tmp_path) -> Path:
     file = tmp_path / "chat.jsonl"
     rows = [
-        [("user", f"What is {i} and {i}?"), ("assistant", f"It is {2 * i}."), ("user", "Sure?"), ("assistant", "Yes!")]
+        [
+            ("user", f"What is {i} and {i}?"),
+            ("assistant", f"It is {2 * i}."),
+            ("user", "Sure?"),
+            ("assistant", "Yes!"),
+        ]
         for i in range(40)
     ]
     lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) for row in rows]
@@ -51,7 +60,8 @@ def chat_file(tmp_path) -> Path:
 
 @pytest.fixture
 def run_train(tmp_path, saved_tokenizer, capsys):
-    """run_train(name, **flags) -> (exit code, stdout, stderr, output folder) of `hfpatch train` in this process.
+    """run_train(name, **flags) -> (exit code, stdout, stderr, output folder) of `hfpatch train` in
+    this process.
 
     A flag None is left out. The default is 6 steps of a tiny Llama on the json sources, packed.
     """
@@ -60,7 +70,8 @@ def run_train(tmp_path, saved_tokenizer, capsys):
     def run(name: str = "run", *extra, **flags):
         settings = {
             "model": "llama-tiny", "config_overrides": "vocab_size=300,num_hidden_layers=2",
-            "tokenizer": saved_tokenizer, "data": JSON_SOURCES, "data_glob": "*.py", "packing": True,
+            "tokenizer": saved_tokenizer, "data": JSON_SOURCES, "data_glob": "*.py",
+            "packing": True,
             "seq_len": 32, "per_device_train_batch_size": 2, "max_steps": 6,
             "logging_steps": 1, "learning_rate": 1e-2,
             "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
@@ -69,7 +80,10 @@ def run_train(tmp_path, saved_tokenizer, capsys):
         argv = list(extra)
         for flag, value in settings.items():
             if value is not None:
-                argv += [f"--{flag}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
+                argv += [
+                    f"--{flag}",
+                    *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)]),
+                ]
         torch.set_num_threads(1)
         code = train.main(argv)
         captured = capsys.readouterr()

@@ -1,4 +1,5 @@
-"""A user's script for two gloo processes: a stock Trainer under ZeRO-3 or FSDP2. It knows nothing of hfpatch.
+"""A user's script for two gloo processes: a stock Trainer under ZeRO-3 or FSDP2. It knows nothing
+of hfpatch.
 
 The lines before `main` only make the engines real on a CPU, which they are not made for.
 """
@@ -16,7 +17,8 @@ from transformers import Trainer, TrainingArguments
 def zero3() -> dict:
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it builds an extension, half a minute of C++
+    # else it builds an extension, half a minute of C++
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return {}  # the rest is the launcher's
 
 
@@ -27,19 +29,27 @@ def fsdp2() -> dict:
     state = PartialState(backend="gloo")
     state.distributed_type = DistributedType.MULTI_GPU
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
-    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
+    fsdp = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True,
+    }
     return {"fsdp": True, "fsdp_config": fsdp, "accelerator_config": {"use_configured_state": True}}
 
 
 def rows(count: int = 24) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, tiny.VOCAB, (16,), generator=generator) for _ in range(count)]
-    return [{"input_ids": i, "labels": torch.where(torch.arange(16) < n % 7, -100, i)} for n, i in enumerate(ids)]
+    return [
+        {"input_ids": i, "labels": torch.where(torch.arange(16) < n % 7, -100, i)}
+        for n, i in enumerate(ids)
+    ]
 
 
 def train(folder, *, batch: int, dtype=torch.float32, **engine) -> Trainer:
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=2, max_steps=3,
+        logging_steps=1,
         learning_rate=1e-2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         dataloader_pin_memory=False, **engine,
     )  # fmt: skip

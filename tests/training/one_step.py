@@ -1,4 +1,6 @@
-"""A user's script that knows nothing of hfpatch: two steps of a Trainer; each rank writes what trained into argv[1]."""
+"""A user's script that knows nothing of hfpatch: two steps of a Trainer; each rank writes what
+trained into argv[1].
+"""
 
 import json
 import os
@@ -13,12 +15,16 @@ def main(folder: str) -> None:
     """Trains, and writes rank{n}.json: the classes of the first layer, and the losses."""
     set_seed(0)
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)  # fmt: skip
+                         num_attention_heads=2, num_key_value_heads=1,
+                         max_position_embeddings=64)  # fmt: skip
     args = TrainingArguments(
-        output_dir=folder, max_steps=2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        output_dir=folder, max_steps=2, logging_steps=1, save_strategy="no", report_to="none",
+        use_cpu=True,
         disable_tqdm=True, dataloader_pin_memory=False, per_device_train_batch_size=1,
     )  # fmt: skip
-    rows = [{"input_ids": torch.arange(i, i + 16), "labels": torch.arange(i, i + 16)} for i in range(8)]
+    rows = [
+        {"input_ids": torch.arange(i, i + 16), "labels": torch.arange(i, i + 16)} for i in range(8)
+    ]
     trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows)
     trainer.train()
     layer = [kind.__module__ for kind in type(trainer.model.model.layers[0]).__mro__]

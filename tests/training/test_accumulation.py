@@ -1,4 +1,6 @@
-"""The split of a batch between device and accumulation changes nothing but rounding: every gradient of the step."""
+"""The split of a batch between device and accumulation changes nothing but rounding: every gradient
+of the step.
+"""
 
 import copy
 
@@ -30,10 +32,17 @@ def rows() -> list[dict]:
 def gradients(tmp_path, model, size: int, steps: int) -> dict:
     noted = Gradients()
     args = TrainArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=steps, max_steps=1,
+        output_dir=str(tmp_path), per_device_train_batch_size=size,
+        gradient_accumulation_steps=steps, max_steps=1,
         max_grad_norm=0.0, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model=model, args=args, train_dataset=rows(), data_collator=dataset.Collator(), callbacks=[noted]).train()
+    Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows(),
+        data_collator=dataset.Collator(),
+        callbacks=[noted],
+    ).train()
     return noted.found
 
 

@@ -1,4 +1,6 @@
-"""Bad input: one sentence, exit code 2, before a model is loaded, and nothing written or overwritten."""
+"""Bad input: one sentence, exit code 2, before a model is loaded, and nothing written or
+overwritten.
+"""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +15,9 @@ from hfpatch.trainer import checks
 
 @pytest.fixture
 def refused(run_train, monkeypatch):
-    """refused(words, **flags): train.py refuses with these words, having loaded no model and made no folder."""
+    """refused(words, **flags): train.py refuses with these words, having loaded no model and made
+    no folder.
+    """
 
     def check(words, *extra, name="refused", **flags):
         def loaded(*args, **kwargs):
@@ -23,7 +27,9 @@ def refused(run_train, monkeypatch):
         code, out, err, folder = run_train(name, *extra, **flags)
         assert code == 2
         sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
-        assert len(sentences) == 1 and words in sentences[0] and sentences[0].endswith((".", ")")), err
+        assert (
+            len(sentences) == 1 and words in sentences[0] and sentences[0].endswith((".", ")"))
+        ), err
         if name == "refused":
             assert not folder.exists(), "nothing is written"
         return folder
@@ -42,7 +48,10 @@ def refused(run_train, monkeypatch):
         ("no engine config 'zero9'", {"engine": "zero9"}),
         ("no engine config 'nowhere.json'", {"deepspeed": "nowhere.json"}),
         ("has no 'hidden'", {"config_overrides": "hidden=3"}),
-        ("the tokenizer has 300 tokens, the model's vocabulary 299", {"config_overrides": "vocab_size=299"}),
+        (
+            "the tokenizer has 300 tokens, the model's vocabulary 299",
+            {"config_overrides": "vocab_size=299"},
+        ),
         ("--impl liger needs a GPU", {"impl": "liger"}),
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
@@ -51,9 +60,15 @@ def refused(run_train, monkeypatch):
         ("offload twice, 'gpu' and 'host' came", {"checkpointing": ["gpu", "host"]}),
         ("--shuffle_buffer goes with --streaming", {"shuffle_buffer": 5}),
         ("--eval_split goes with --eval_data", {"eval_split": "test"}),
-        ("--early_stopping_delta goes with --early_stopping_patience", {"early_stopping_delta": 0.1}),
+        (
+            "--early_stopping_delta goes with --early_stopping_patience",
+            {"early_stopping_delta": 0.1},
+        ),
         ("--lora_alpha goes with --lora_r", {"lora_alpha": 8}),
-        ("--bnb_4bit_quant_type goes with --load_in_4bit", {"bnb_4bit_quant_type": "fp4", "lora_r": 4}),
+        (
+            "--bnb_4bit_quant_type goes with --load_in_4bit",
+            {"bnb_4bit_quant_type": "fp4", "lora_r": 4},
+        ),
         ("every must be \"auto\" or a positive number of layers, 'many' came", {"every": "many"}),
         ("evaluation needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
         ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
@@ -66,7 +81,10 @@ def refused(run_train, monkeypatch):
         ("expected auto, zero3-offload", {"placement": "moon"}),
         ("a byte-level vocabulary needs 260", {"tokenizer": None, "train_tokenizer": 100}),
         ("invalid choice: 'ours'", {"impl": "ours"}),
-        ("--dataloader_num_workers 100000 is as many processes", {"dataloader_num_workers": 100000}),
+        (
+            "--dataloader_num_workers 100000 is as many processes",
+            {"dataloader_num_workers": 100000},
+        ),
     ],
 )
 def test_contradictions_and_what_is_missing(refused, words, flags):
@@ -96,7 +114,8 @@ def test_unknown_flag_and_key(refused, tmp_path):
         ('{"text": "a"\n', "all 1 are malformed"),
         ('{"body": "a"}\n', "expected a column 'text'"),
         (
-            '{"prompt": "a very long prompt that fills the whole row of tokens", "completion": "a"}\n',
+            '{"prompt": "a very long prompt that fills the whole row of tokens", "completion": '
+            '"a"}\n',
             "has a label left",
         ),
     ],
@@ -116,7 +135,9 @@ def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
 def test_engine_that_contradicts_the_flags(refused, tmp_path):
     pytest.importorskip("deepspeed")
     config = tmp_path / "zero.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}))
+    config.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4})
+    )
     refused("--gradient_accumulation_steps is 2", engine=config, gradient_accumulation_steps=2)
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "overlap_comm": True}))
     refused('it belongs in "zero_optimization"', deepspeed=config)
@@ -125,7 +146,10 @@ def test_engine_that_contradicts_the_flags(refused, tmp_path):
 def test_too_little_memory(refused, monkeypatch):
     monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 32 << 30)
     flags = {"model": "llama-3.1-8b", "config_overrides": None}
-    refused("of 8.03B parameters need 119.7 GiB before any activation, this machine has 32.0 GiB", **flags)
+    refused(
+        "of 8.03B parameters need 119.7 GiB before any activation, this machine has 32.0 GiB",
+        **flags,
+    )
     refused("need 59.8 GiB", **flags, dtype="bfloat16")
 
 
@@ -133,10 +157,13 @@ def test_plan_that_does_not_fit_a_gpu(refused, monkeypatch):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
     monkeypatch.setattr("hfpatch.trainer.footprint.device_memory", lambda args: (80 << 30, True))
     monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 200 << 30)
-    flags = {"model": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16", "seq_len": 131072,
+    flags = {"model": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16",
+             "seq_len": 131072,
              "per_device_train_batch_size": 1}  # fmt: skip
     refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf")
-    refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf", gradient_checkpointing=True)
+    refused(
+        "GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf", gradient_checkpointing=True
+    )
     with pytest.raises(AssertionError, match="a model was loaded"):
         refused("", **flags)
     monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 1 << 30)
@@ -183,11 +210,17 @@ def test_pickled_weights_load_only_when_asked(run_train, tmp_path):
 
     code, _, err, folder = run_train("first", max_steps=1)
     assert code == 0, err
-    torch.save(AutoModelForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
+    torch.save(
+        AutoModelForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin"
+    )
     (folder / "model.safetensors").unlink()
     flags = {"config_overrides": None, "model": folder, "max_steps": 1}
     code, _, err, _ = run_train("second", **flags)
-    assert code == 2 and "safetensors alone unless --allow_pickle" in err and not (tmp_path / "second").exists()
+    assert (
+        code == 2
+        and "safetensors alone unless --allow_pickle" in err
+        and not (tmp_path / "second").exists()
+    )
     code, _, err, _ = run_train("third", **flags, allow_pickle=True)
     assert code == 0, err
 
@@ -201,18 +234,30 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 def test_deepspeed_that_accelerate_left_out_is_refused():
     asked = SimpleNamespace(deepspeed="zero3.json")
-    with pytest.raises(ValueError, match="it runs NO; launch with `accelerate launch --use_deepspeed"):
+    with pytest.raises(
+        ValueError, match="it runs NO; launch with `accelerate launch --use_deepspeed"
+    ):
         checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.NO"))
     checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.DEEPSPEED"))
-    checks.engine_is_on(SimpleNamespace(deepspeed=None), SimpleNamespace(distributed_type="DistributedType.NO"))
+    checks.engine_is_on(
+        SimpleNamespace(deepspeed=None), SimpleNamespace(distributed_type="DistributedType.NO")
+    )
 
 
 def test_fsdp_that_accelerate_left_out_is_refused(monkeypatch):
     """On a CPU, or under `accelerate launch --cpu`, accelerate shards nothing and says nothing."""
-    alone, sharded = (SimpleNamespace(distributed_type=f"DistributedType.{kind}") for kind in ("MULTI_CPU", "FSDP"))
-    asked, none = SimpleNamespace(deepspeed=None, fsdp=True), SimpleNamespace(deepspeed=None, fsdp=None)
+    alone, sharded = (
+        SimpleNamespace(distributed_type=f"DistributedType.{kind}")
+        for kind in ("MULTI_CPU", "FSDP")
+    )
+    asked, none = (
+        SimpleNamespace(deepspeed=None, fsdp=True),
+        SimpleNamespace(deepspeed=None, fsdp=None),
+    )
     checks.engine_is_on(none, alone)
-    with pytest.raises(ValueError, match="^hfpatch: expected accelerate to run FSDP .*, it runs MULTI_CPU: [^\n]*$"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected accelerate to run FSDP .*, it runs MULTI_CPU: [^\n]*$"
+    ):
         checks.engine_is_on(asked, alone)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="^hfpatch: expected accelerate to run FSDP"):
@@ -221,13 +266,23 @@ def test_fsdp_that_accelerate_left_out_is_refused(monkeypatch):
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch):
-    """`accelerate launch --config_file fsdp2.yaml` without a GPU: each was told that the other writes to its folder."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+    """`accelerate launch --config_file fsdp2.yaml` without a GPU: each was told that the other
+    writes to its folder.
+    """
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+    }.items():
         monkeypatch.setenv(name, value)
     flags = SimpleNamespace(world_size=1, dataloader_num_workers=0)
     with pytest.raises(
         ValueError,
-        match="^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True and no engine, or launch",
+        match=(
+            "^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True and no "
+            "engine, or launch"
+        ),
     ):
         checks.flags(SimpleNamespace(), SimpleNamespace(), flags)
 
@@ -237,8 +292,13 @@ def test_a_checkpoint_of_another_layout_is_refused(saved, now, tmp_path):
     """A single process is under no FSDP, whatever its flags say."""
     args = SimpleNamespace(deepspeed=None, world_size=1)
     (tmp_path / ("pytorch_model_fsdp_0" if saved == "FSDP" else "model.safetensors")).mkdir()
-    checks.engine_is_on(args, SimpleNamespace(distributed_type=f"DistributedType.{saved}"), str(tmp_path))
+    checks.engine_is_on(
+        args, SimpleNamespace(distributed_type=f"DistributedType.{saved}"), str(tmp_path)
+    )
     with pytest.raises(
-        ValueError, match="^hfpatch: .* was saved .* FSDP, this run of 1 processes is .* it; launch[^\n]*$"
+        ValueError,
+        match="^hfpatch: .* was saved .* FSDP, this run of 1 processes is .* it; launch[^\n]*$",
     ):
-        checks.engine_is_on(args, SimpleNamespace(distributed_type=f"DistributedType.{now}"), str(tmp_path))
+        checks.engine_is_on(
+            args, SimpleNamespace(distributed_type=f"DistributedType.{now}"), str(tmp_path)
+        )

@@ -37,17 +37,22 @@ COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 
 
 def make_trainer(tmp_path, *callbacks, model=None, **flags):
-    settings = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-                "use_cpu": True, "per_device_train_batch_size": 2, "dataloader_pin_memory": False}  # fmt: skip
+    settings = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+                "disable_tqdm": True,
+                "use_cpu": True, "per_device_train_batch_size": 2,
+                "dataloader_pin_memory": False}  # fmt: skip
     rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(16)]
     args = TrainingArguments(output_dir=str(tmp_path), **settings | flags)
     model = {} if "model_init" in flags else {"model": model or tiny.llama()}
-    return Trainer(**model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks))
+    return Trainer(
+        **model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks)
+    )
 
 
 def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
-    monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)  # as a GPU has one
+    # as a GPU has one
+    monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)
     trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -77,14 +82,18 @@ def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeyp
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes, itemsize=4)
     once = step_time(GPUS["h100"], *taken, policy, shape, **sizes, itemsize=4)[0].total
     assert once > 3e-3  # of it the host's 1.6 ms a layer are nearly all
-    assert [entry["planned_step_seconds"] for entry in lines] == pytest.approx([2 * once] * 3, abs=2e-4)
+    assert [entry["planned_step_seconds"] for entry in lines] == pytest.approx(
+        [2 * once] * 3, abs=2e-4
+    )
     stock = make_trainer(tmp_path, Callback())
     stock.train()
     assert not any("planned_step_seconds" in entry for entry in stock.state.log_history)
 
 
 def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
-    """Both micro-batches before the first forward: looking up the second's documents waits for no earlier step's queue."""
+    """Both micro-batches before the first forward: looking up the second's documents waits for no
+    earlier step's queue.
+    """
     order, loaders = [], []
 
     class Watch(TrainerCallback):
@@ -92,20 +101,29 @@ def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
             loaders.append(train_dataloader)
             order.append("step")
 
-    trainer = make_trainer(tmp_path, Callback(), Watch(), gradient_accumulation_steps=2, max_steps=1)
-    noted = lambda module, args, kwargs: order.append(hasattr(kwargs["input_ids"], "_hfpatch_arrived"))  # noqa: E731
+    trainer = make_trainer(
+        tmp_path, Callback(), Watch(), gradient_accumulation_steps=2, max_steps=1
+    )
+    noted = lambda module, args, kwargs: order.append(  # noqa: E731
+        hasattr(kwargs["input_ids"], "_hfpatch_arrived")
+    )
     trainer.model.register_forward_pre_hook(noted, with_kwargs=True)
     trainer.train()
     assert order == ["step", True, True]
-    assert "__iter__" not in vars(type(loaders[0])) or type(loaders[0]).__module__.startswith("accelerate")
+    assert "__iter__" not in vars(type(loaders[0])) or type(loaders[0]).__module__.startswith(
+        "accelerate"
+    )
 
 
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(
-        "hfpatch.trainer.callback.model_flops", lambda shape, B, T, *rest: counted.append(B * T) or 1.0
+        "hfpatch.trainer.callback.model_flops",
+        lambda shape, B, T, *rest: counted.append(B * T) or 1.0,
     )
-    make_trainer(tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1).train()
+    make_trainer(
+        tmp_path, Callback(), gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1
+    ).train()
     assert counted == [2 * 16] * 2 * 3
 
 
@@ -118,11 +136,16 @@ def test_model_is_left_without_hooks(tmp_path):
 def test_apply_patches_before_training(tmp_path):
     callback = Callback(apply={"checkpointing": "off"})
     trainer = make_trainer(tmp_path, callback)
-    assert callback.report.count("rms_norm") == 5 and ("checkpointing", "not asked for") in callback.report.skipped
+    assert (
+        callback.report.count("rms_norm") == 5
+        and ("checkpointing", "not asked for") in callback.report.skipped
+    )
     trainer.train()
     stock = make_trainer(tmp_path)
     stock.train()
-    ours, theirs = ([e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, stock))
+    ours, theirs = (
+        [e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, stock)
+    )
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -131,21 +154,37 @@ def test_no_options_are_no_refusal_and_other_values_are_refused(tmp_path):
     callback = Callback(apply={})
     make_trainer(tmp_path, callback)
     assert callback.report is not None
-    for wrong in ({"apply": "yes"}, {"apply": None}, {"attention_share": -0.1}, {"attention_share": "all"}):
-        with pytest.raises(ValueError, match=f"^hfpatch: {next(iter(wrong))} must be [^\n]* came; [^\n]*[.]$"):
+    for wrong in (
+        {"apply": "yes"},
+        {"apply": None},
+        {"attention_share": -0.1},
+        {"attention_share": "all"},
+    ):
+        with pytest.raises(
+            ValueError, match=f"^hfpatch: {next(iter(wrong))} must be [^\n]* came; [^\n]*[.]$"
+        ):
             Callback(**wrong)
 
 
 def test_apply_too_late_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.add_callback(Callback(apply=True))
-    with pytest.raises(ValueError, match=r"hfpatch: expected the model that Trainer was made with.*callbacks=\["):
+    with pytest.raises(
+        ValueError, match=r"hfpatch: expected the model that Trainer was made with.*callbacks=\["
+    ):
         trainer.train()
 
 
 def test_apply_with_model_init_is_refused(tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
-    trainer = Trainer(model_init=lambda: tiny.llama(), args=args, train_dataset=[], callbacks=[Callback(apply=True)])
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(
+        model_init=lambda: tiny.llama(),
+        args=args,
+        train_dataset=[],
+        callbacks=[Callback(apply=True)],
+    )
     trainer.train_dataset = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}]
     with pytest.raises(ValueError, match="with model_init call hfpatch.apply inside it"):
         trainer.train()
@@ -169,7 +208,9 @@ def test_apply_beside_liger_is_refused(tmp_path):
 
 
 def test_flops_are_those_of_the_stock_model():
-    """torch counts eager attention's six matmuls over the whole square; the rest is ours, to the rotary table."""
+    """torch counts eager attention's six matmuls over the whole square; the rest is ours, to the
+    rotary table.
+    """
     model = tiny.llama(attn_implementation="eager")
     batch = {k: v for k, v in tiny.labelled().items() if k in ("input_ids", "labels")}
     B, T = batch["input_ids"].shape
@@ -191,8 +232,9 @@ def test_packing_and_frozen_weights_cost_less():
 
 
 def test_flops_of_adapters_are_those_of_the_plan(tmp_path, monkeypatch):
-    """Their own products count, and the first layer's q, k and v lead nowhere: one factor for all weights was 3.5% short at
-    rank 128."""
+    """Their own products count, and the first layer's q, k and v lead nowhere: one factor for all
+    weights was 3.5% short at rank 128.
+    """
     monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)
     model = get_peft_model(tiny.llama(), LoraConfig(r=16, target_modules="all-linear"))
     callback = Callback()
@@ -206,8 +248,10 @@ def test_flops_of_adapters_are_those_of_the_plan(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, tera",
     [
-        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", None), ("NVIDIA T4", None), ("NVIDIA A10", None),
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", None), ("NVIDIA T4", None),
+        ("NVIDIA A10", None),
     ],
 )  # fmt: skip
 def test_published_peak_by_name(name, tera):
@@ -236,9 +280,9 @@ def test_optimizers_that_keep_small_updates_are_not_warned_of():
 
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     assert not rounded_to_nearest(AdamW8bit([weight], bf16_stochastic_round=True))
-    assert not rounded_to_nearest(torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])) and not rounded_to_nearest(
-        None
-    )
+    assert not rounded_to_nearest(
+        torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])
+    ) and not rounded_to_nearest(None)
     assert "AdamW8bit came" in rounded_to_nearest(AdamW8bit([weight]))
 
 
@@ -249,16 +293,21 @@ def readme_snippet() -> str:
 
 @pytest.mark.parametrize("optimizer", ["readme", "stock"])
 def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
-    """README's own lines move bf16 weights as far as fp32 weights move; with Trainer's default most of it is lost."""
+    """README's own lines move bf16 weights as far as fp32 weights move; with Trainer's default most
+    of it is lost.
+    """
     monkeypatch.chdir(tmp_path)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (80, 16))]
-    small = {"max_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+    small = {"max_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+             "disable_tqdm": True,
              "per_device_train_batch_size": 4, "seed": 1}  # fmt: skip
     drop = {"optim", "optim_args"} if optimizer == "stock" else set()
 
     def run(dtype, drop):
         def arguments(folder, **asked):
-            return TrainingArguments(folder, **{k: v for k, v in asked.items() if k not in drop}, **small)
+            return TrainingArguments(
+                folder, **{k: v for k, v in asked.items() if k not in drop}, **small
+            )
 
         names = {"torch": torch, "data": data, "TrainingArguments": arguments, "Trainer": Trainer}
         model = tiny.llama(dtype=dtype)
@@ -281,14 +330,19 @@ SHARED = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
 
 
 @pytest.mark.parametrize("name, module, refused", [
-    ("DPOTrainer", "trl.trainer.dpo_trainer", True), ("SFTTrainer", "trl.trainer.sft_trainer", False), ("Mine", "script", False),
+    ("DPOTrainer", "trl.trainer.dpo_trainer", True), ("SFTTrainer", "trl.trainer.sft_trainer",
+                                                      False), ("Mine", "script", False),
 ])  # fmt: skip
 def test_trainers_that_compare_rows_share_none(name, module, refused):
-    """Of TRL's only SFT deals its batches out whole: DPO and KTO end in an error of shapes, or a sentence that leads astray."""
+    """Of TRL's only SFT deals its batches out whole: DPO and KTO end in an error of shapes, or a
+    sentence that leads astray.
+    """
     kind = type("Mine", (type(name, (), {"__module__": module}),), {"__module__": "script"})
     if not refused:
         return refuse_unshared_batches(kind())
-    with pytest.raises(ValueError, match="^hfpatch: expected TRL's SFTTrainer where ranks share rows, a Mine came"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: expected TRL's SFTTrainer where ranks share rows, a Mine came"
+    ):
         refuse_unshared_batches(kind())
 
 
@@ -318,7 +372,9 @@ def test_rows_that_the_launcher_alone_shares_are_seen(monkeypatch):
 
 
 class Sentences(torch.nn.Sequential):
-    """As sentence-transformers': no config, a model of transformers inside, features as one positional dict."""
+    """As sentence-transformers': no config, a model of transformers inside, features as one
+    positional dict.
+    """
 
     def forward(self, features: dict):
         hidden = self[0](features["input_ids"]).last_hidden_state
@@ -331,11 +387,15 @@ class SentenceTrainer(Trainer):
 
 
 def test_features_as_one_positional_dict(tmp_path):
-    """sentence-transformers' way: tokens are counted, the model inside is patched, losses are stock's."""
+    """sentence-transformers' way: tokens are counted, the model inside is patched, losses are
+    stock's.
+    """
     rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(16)]
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
-        per_device_train_batch_size=2, dataloader_pin_memory=False, disable_tqdm=True, remove_unused_columns=False,
+        output_dir=str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True,
+        per_device_train_batch_size=2, dataloader_pin_memory=False, disable_tqdm=True,
+        remove_unused_columns=False,
     )  # fmt: skip
     losses = []
     for callbacks in ([], [Callback(apply=True)]):

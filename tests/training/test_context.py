@@ -1,4 +1,6 @@
-"""A longer context than the model's: the flags work with --model, reach the rotary table, and are saved."""
+"""A longer context than the model's: the flags work with --model, reach the rotary table, and are
+saved.
+"""
 
 import json
 
@@ -48,7 +50,9 @@ def test_scaling_reaches_the_rotary_table(run_train):
     config = loading.load_config(asked)
     made = loading.load_model(asked, config, 0)
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-    plain = loading.load_model(ModelArguments(model=str(base)), loading.load_config(ModelArguments(model=str(base))), 0)
+    plain = loading.load_model(
+        ModelArguments(model=str(base)), loading.load_config(ModelArguments(model=str(base))), 0
+    )
     assert torch.equal(made.model.rotary_emb.inv_freq, expected)
     assert not torch.equal(plain.model.rotary_emb.inv_freq, expected)
     assert torch.equal(made.lm_head.weight, plain.lm_head.weight), "the weights are the model's"
@@ -77,10 +81,25 @@ def test_limit_and_base_alone():
             "factor must be a number of more than 0, -1.0 came",
         ),
         (LlamaConfig(), None, '{"rope_type": "dynamic", "factor": 2.0}', "use yarn or linear"),
-        (LlamaConfig(), None, '{"rope_type": "llama3", "factor": 2.0}', "does not serve this model"),
-        (LlamaConfig(), None, '{"rope_type": "linear", "factor": "two"}', "does not serve this model"),
+        (
+            LlamaConfig(),
+            None,
+            '{"rope_type": "llama3", "factor": 2.0}',
+            "does not serve this model",
+        ),
+        (
+            LlamaConfig(),
+            None,
+            '{"rope_type": "linear", "factor": "two"}',
+            "does not serve this model",
+        ),
         (GPT2Config(), 4096, None, "a gpt2 has none or several"),
-        (lengthened(LlamaConfig(), None, json.dumps(YARN)), None, json.dumps(YARN), "scaled already .yarn."),
+        (
+            lengthened(LlamaConfig(), None, json.dumps(YARN)),
+            None,
+            json.dumps(YARN),
+            "scaled already .yarn.",
+        ),
     ],
 )
 def test_what_cannot_be_lengthened(config, limit, scaling, words):

@@ -1,4 +1,6 @@
-"""Data that is odd or damaged: read right, or named by file and row; never something else than the user meant."""
+"""Data that is odd or damaged: read right, or named by file and row; never something else than the
+user meant.
+"""
 
 import gzip
 import json
@@ -100,13 +102,16 @@ def test_folder_of_texts_beside_tables_says_so(tmp_path):
         (tmp_path / name).write_text(LINES)
     told = []
     assert len(data_files.find([tmp_path], say=told.append)) == 3
-    assert len(told) == 1 and "side by side: 1 of .gz, 1 of .jsonl, 1 of .md; --data_glob" in told[0]
+    assert (
+        len(told) == 1 and "side by side: 1 of .gz, 1 of .jsonl, 1 of .md; --data_glob" in told[0]
+    )
     data_files.find([tmp_path], pattern="*", say=told.append)
     assert len(told) == 1
 
 
 @pytest.mark.parametrize("name, make, words", [
-    ("a.jsonl", lambda file: os.symlink("/nowhere/a.jsonl", file), "a.jsonl is a link that leads nowhere"),
+    ("a.jsonl", lambda file: os.symlink("/nowhere/a.jsonl", file),
+     "a.jsonl is a link that leads nowhere"),
     ("b.txt", lambda file: os.symlink("b.txt", file), "b.txt is a link that leads nowhere"),
     ("c.txt", lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "run `git lfs pull`"),
 ])  # fmt: skip
@@ -173,7 +178,9 @@ def test_rows_that_no_text_can_be_made_of(tmp_path, tokenizer):
 @pytest.mark.parametrize("content", [5, [{"type": "image"}], {"text": "a"}])
 def test_content_that_is_no_text(tokenizer, content):
     """A template would print it as Python does."""
-    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+    row = {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]
+    }
     with pytest.raises(chat.BadRow, match="message 0 must have text as 'content'"):
         chat.encode(row, tokenizer)
     row["messages"][0]["content"] = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
@@ -212,7 +219,9 @@ def test_cut_archive_keeps_what_stands_before_the_cut(tmp_path):
 
 def test_machine_that_fails_is_no_malformed_row(tmp_path, monkeypatch):
     """It would be cached as if the file were so."""
-    monkeypatch.setitem(sources.OPEN, ".gz", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setitem(
+        sources.OPEN, ".gz", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
     with pytest.raises(ValueError, match="cannot read a.jsonl.gz .Input/output error"):
         list(sources.rows(["a.jsonl.gz"]))
 
@@ -226,7 +235,8 @@ def test_csv_without_a_usable_header_gives_no_rows(tmp_path, header):
 
 def stream(rows, tokenizer, **options):
     told = []
-    values = {"seq_len": 8, "packed": False, "kind": "text", "text_field": "text", "long_rows": "truncate", "pad_id": 0,
+    values = {"seq_len": 8, "packed": False, "kind": "text", "text_field": "text",
+              "long_rows": "truncate", "pad_id": 0,
               "shuffle": 2, "seed": 0, "strict": False} | options  # fmt: skip
     return StreamDataset(lambda: iter(rows), tokenizer, say=told.append, **values), told
 
@@ -240,7 +250,8 @@ def test_streaming_counts_what_it_cuts(tokenizer, long_rows, word):
     lengths = [len(tokenizer(row.value["text"])["input_ids"]) + 1 for row in rows[:-1]]
     lost = sum(length - 8 * (long_rows == "truncate") for length in lengths if length > 8)
     assert told[-1] == (
-        f"hfpatch: train: the stream read 4 documents of {sum(lengths)} tokens; left out: {lost} tokens "
+        f"hfpatch: train: the stream read 4 documents of {sum(lengths)} tokens; left out: {lost} "
+        "tokens "
         f"({lost / sum(lengths):.1%}): {lost} of 2 {word} documents; 1 malformed row"
     )
     reading = iter(made)
@@ -265,7 +276,10 @@ def test_token_beyond_the_model_is_named(tokenizer, tmp_path):
     assert prepare.pad_id(config, added) == added.eos_token_id
     rows = [sources.Row("f", i, {"text": text}) for i, text in enumerate(("a", "b <image>"), 1)]
     good, malformed = tokens.encoded(rows, added, vocab_size=config.vocab_size)
-    assert str(malformed) == "f:2: the token '<image>' is number 300, the model's vocabulary ends at 299"
+    assert (
+        str(malformed)
+        == "f:2: the token '<image>' is number 300, the model's vocabulary ends at 299"
+    )
     added.add_tokens("word")
     with pytest.raises(ValueError, match="'word' is number 301"):
         prepare.fit_vocabulary(config, added, fresh=False)
@@ -279,7 +293,9 @@ def save(tokenizer, folder):
 def test_numbers_with_gaps_count_by_the_largest(tokenizer, monkeypatch):
     vocabulary = {**tokenizer.get_vocab(), "far": 900}
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: vocabulary)
-    with pytest.raises(ValueError, match="has 300 tokens, the model's vocabulary 512 .'far' is number 900"):
+    with pytest.raises(
+        ValueError, match="has 300 tokens, the model's vocabulary 512 .'far' is number 900"
+    ):
         prepare.fit_vocabulary(LlamaConfig(vocab_size=512), tokenizer, fresh=False)
     config = LlamaConfig(vocab_size=512)
     prepare.fit_vocabulary(config, tokenizer, fresh=True)
@@ -293,7 +309,9 @@ def cached(folder, tokenizer):
 
 
 def test_eight_writers_of_one_cache(tmp_path, tokenizer, monkeypatch):
-    """Eight processes come at the same moment to a cache that was cut: one writes, the others wait for it."""
+    """Eight processes come at the same moment to a cache that was cut: one writes, the others wait
+    for it.
+    """
     cache, said = tmp_path / "cache", tmp_path / "said"
     said.mkdir()
     expected = cached(cache, tokenizer)
@@ -320,7 +338,12 @@ def test_eight_writers_of_one_cache(tmp_path, tokenizer, monkeypatch):
         one.join()
     assert [json.loads(file.read_text()) for file in said.iterdir()] == [list(expected)] * 8
     assert written.value == 1
-    assert sorted(p.name for p in folder.iterdir()) == ["ids.bin", "learned.bin", "offsets.npy", "stats.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "ids.bin",
+        "learned.bin",
+        "offsets.npy",
+        "stats.json",
+    ]
 
 
 def test_stats_of_another_form_are_no_cache(tmp_path, tokenizer):
@@ -348,21 +371,29 @@ def test_splits_and_sets_that_were_not_meant(tmp_path, tokenizer):
         prepare.source(paths["data"], DataArguments(**paths, data_split="test"))
     with pytest.raises(ValueError, match="--data_glob chooses in a folder, .*a.jsonl is none"):
         prepare.source(paths["data"], DataArguments(**paths, data_glob="*.py"))
-    hub = DataArguments(data=["someone/texts"], eval_data=paths["data"], data_split="train[:9]", data_glob=None)
-    assert prepare.source(hub.eval_data, hub).rows(), "a split of the hub's says nothing of the files beside it"
+    hub = DataArguments(
+        data=["someone/texts"], eval_data=paths["data"], data_split="train[:9]", data_glob=None
+    )
+    assert prepare.source(hub.eval_data, hub).rows(), (
+        "a split of the hub's says nothing of the files beside it"
+    )
     with pytest.raises(ValueError, match="--eval_split chooses in a hub data set"):
         prepare.source(hub.eval_data, hub, split="test")
     data = DataArguments(**paths, eval_data=paths["data"])
     train = prepare.source(data.data, data)
     with pytest.raises(ValueError, match="--eval_data are the training data"):
-        prepare.load_datasets(data, train, tokenizer, LlamaConfig(vocab_size=300), seed=0, say=print)
+        prepare.load_datasets(
+            data, train, tokenizer, LlamaConfig(vocab_size=300), seed=0, say=print
+        )
 
 
 def test_evaluation_takes_a_split_of_its_own(tmp_path, tokenizer):
     rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "held")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "set")
     paths = [str(tmp_path / "set")]
-    data = DataArguments(data=paths, eval_data=paths, eval_split="held", cache_dir=str(tmp_path / "cache"))
+    data = DataArguments(
+        data=paths, eval_data=paths, eval_split="held", cache_dir=str(tmp_path / "cache")
+    )
     config, train = LlamaConfig(vocab_size=300), prepare.source(data.data, data)
     made = prepare.load_datasets(data, train, tokenizer, config, seed=0, say=print)
     assert tokenizer.decode(made.train[0]["input_ids"]) == "train</s>"
@@ -371,10 +402,16 @@ def test_evaluation_takes_a_split_of_its_own(tmp_path, tokenizer):
 
 def test_tokenizer_learns_from_every_kind_of_row(tmp_path):
     said = "the same words, the same words, the same words"
-    rows = [{"messages": [{"role": "user", "content": said}]}, {"prompt": said, "completion": said}, {"text": "\ud800"}]
+    rows = [
+        {"messages": [{"role": "user", "content": said}]},
+        {"prompt": said, "completion": said},
+        {"text": "\ud800"},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataArguments(data=[str(tmp_path / "a.jsonl")])
     for kind in ("chat", "prompt"):
         chosen = replace(data, kind=kind)
-        made = prepare.load_tokenizer(ModelArguments(train_tokenizer=300), chosen, prepare.source(data.data, chosen))
+        made = prepare.load_tokenizer(
+            ModelArguments(train_tokenizer=300), chosen, prepare.source(data.data, chosen)
+        )
         assert len(made(said)["input_ids"]) < len(said) / 3

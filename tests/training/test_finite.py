@@ -46,6 +46,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     args = TrainArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
     run = trainer.Trainer(model, args)
     model.model.norm.weight.data[3] = value
-    with pytest.raises(ValueError, match="finite weights to save at step 0, model.norm.weight holds nan or infinity"):
+    with pytest.raises(
+        ValueError,
+        match="finite weights to save at step 0, model.norm.weight holds nan or infinity",
+    ):
         run.save_model()
     assert not list(tmp_path.glob("**/*.safetensors"))

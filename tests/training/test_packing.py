@@ -11,7 +11,12 @@ from hfpatch.trainer.packing import Piece
 @pytest.mark.parametrize(
     "options, pieces, documents, tokens",
     [
-        ({}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(1, 4, 4), Piece(1, 8, 2), Piece(3, 0, 3)], 0, 0),
+        (
+            {},
+            [Piece(0, 0, 4), Piece(1, 0, 4), Piece(1, 4, 4), Piece(1, 8, 2), Piece(3, 0, 3)],
+            0,
+            0,
+        ),
         ({"long_rows": "truncate"}, [Piece(0, 0, 4), Piece(1, 0, 4), Piece(3, 0, 3)], 1, 6),
         ({"long_rows": "drop"}, [Piece(0, 0, 4), Piece(3, 0, 3)], 1, 10),
     ],
@@ -29,7 +34,9 @@ def test_pack_keeps_each_piece_once_and_fills_rows(limit, count):
     assert sorted((p for row in rows for p in row), key=lambda p: p.document) == pieces
     assert all(row and sum(p.length for p in row) <= limit for row in rows)
     least = -(-sum(p.length for p in pieces) // limit)
-    assert len(rows) <= 11 / 9 * least + 1, "best-fit decreasing never needs more than 11/9 of the least, plus one"
+    assert len(rows) <= 11 / 9 * least + 1, (
+        "best-fit decreasing never needs more than 11/9 of the least, plus one"
+    )
     assert packing.pack(pieces, limit) == rows
 
 
@@ -40,11 +47,14 @@ def test_attention_share():
 
 
 def test_attention_share_of_windows():
-    """Pair by pair: five layers of a window and one that sees all, as Gemma 3's; the closed form leaves half the diagonal out."""
+    """Pair by pair: five layers of a window and one that sees all, as Gemma 3's; the closed form
+    leaves half the diagonal out.
+    """
     rows = [[Piece(0, 0, 40)], [Piece(1, 0, 24), Piece(2, 0, 16)]]
 
     def pairs(tokens):
-        return sum(k * (sum(min(i + 1, w or tokens) for i in range(tokens)) - min(w or tokens, tokens) / 2)
+        return sum(k * (sum(min(i + 1, w or tokens) for i in range(tokens)) - min(w or tokens,
+                                                                                  tokens) / 2)
                    for w, k in ((8, 5), (0, 1)))  # fmt: skip
 
     wanted = (pairs(40) + pairs(24) + pairs(16)) / (2 * pairs(40))

@@ -1,4 +1,6 @@
-"""The plugins for other trainers, whose interfaces are played: the trainers themselves are not installed here."""
+"""The plugins for other trainers, whose interfaces are played: the trainers themselves are not
+installed here.
+"""
 
 import importlib
 import importlib.util
@@ -31,7 +33,8 @@ def played(monkeypatch, **modules) -> None:
 
 def trainer_of(model, tmp_path, kind=Trainer, **more):
     args = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=2, save_strategy="no", logging_steps=1,
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=2, save_strategy="no",
+        logging_steps=1,
         disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     rows = [{"input_ids": torch.arange(3, 19), "labels": torch.arange(3, 19)} for _ in range(16)]
@@ -52,35 +55,59 @@ def axolotl(monkeypatch):
 
 
 def test_axolotl_patches_between_adapters_and_trainer(axolotl, tmp_path, capsys):
-    """Axolotl's order of calls: config, model, adapters, plugin, Trainer, callbacks. The losses are stock's."""
-    plugin, cfg = axolotl.HFPatchPlugin(), {"hfpatch": {"checkpointing": "least", "loss": None}, "tiled_mlp": None}
+    """Axolotl's order of calls: config, model, adapters, plugin, Trainer, callbacks. The losses are
+    stock's.
+    """
+    plugin, cfg = (
+        axolotl.HFPatchPlugin(),
+        {"hfpatch": {"checkpointing": "least", "loss": None}, "tiled_mlp": None},
+    )
     module, _, name = plugin.get_input_args().rpartition(".")
-    assert getattr(importlib.import_module(module), name)(hfpatch=cfg["hfpatch"] | {"loss": True}).hfpatch.mlp
+    assert getattr(importlib.import_module(module), name)(
+        hfpatch=cfg["hfpatch"] | {"loss": True}
+    ).hfpatch.mlp
     model = tiny.llama()
     plugin.pre_model_load(cfg)
     plugin.post_model_load(cfg, model)
-    assert all(is_mixed(layer) for layer in model.model.layers) and "hfpatch on" in capsys.readouterr().err
+    assert (
+        all(is_mixed(layer) for layer in model.model.layers)
+        and "hfpatch on" in capsys.readouterr().err
+    )
     assert model._hfpatch_report.count("checkpointing") == 2
     trainer = trainer_of(model, tmp_path)
     for callback in plugin.add_callbacks_post_trainer(cfg, trainer):
         trainer.add_callback(callback)
-    assert losses_of(trainer) == pytest.approx(losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5)
-    assert all("tokens_per_second" in entry for entry in trainer.state.log_history if "loss" in entry)
+    assert losses_of(trainer) == pytest.approx(
+        losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5
+    )
+    assert all(
+        "tokens_per_second" in entry for entry in trainer.state.log_history if "loss" in entry
+    )
 
 
 def test_axolotl_block_is_checked(axolotl):
-    assert set(axolotl.Options.model_fields) == set(inspect.signature(hfpatch.apply).parameters) - {"model"}
-    defaults = {name: p.default for name, p in inspect.signature(hfpatch.apply).parameters.items() if name != "model"}
+    assert set(axolotl.Options.model_fields) == set(inspect.signature(hfpatch.apply).parameters) - {
+        "model"
+    }
+    defaults = {
+        name: p.default
+        for name, p in inspect.signature(hfpatch.apply).parameters.items()
+        if name != "model"
+    }
     assert axolotl.Options().model_dump() == defaults
     with pytest.raises(ValueError, match="tile_size"):
         axolotl.Arguments(hfpatch={"tile_size": 8})
     for rival in axolotl.RIVALS:
-        with pytest.raises(ValueError, match=f"^hfpatch: expected one implementation, {rival} came too; drop it"):
+        with pytest.raises(
+            ValueError, match=f"^hfpatch: expected one implementation, {rival} came too; drop it"
+        ):
             axolotl.HFPatchPlugin().pre_model_load({rival: True})
 
 
 def test_ms_swift_callback_by_its_name(monkeypatch, tmp_path):
-    """ms-swift executes the file, and makes the callback with its trainer once that has its model."""
+    """ms-swift executes the file, and makes the callback with its trainer once that has its
+    model.
+    """
     callbacks_map = {}
     played(monkeypatch, swift__callbacks={"callbacks_map": callbacks_map})
     file = Path(plugins.__path__[0]) / "ms_swift.py"
@@ -95,14 +122,22 @@ def test_ms_swift_callback_by_its_name(monkeypatch, tmp_path):
     trainer = trainer_of(tiny.llama(), tmp_path, SwiftTrainer)
     assert all(is_mixed(layer) for layer in trainer.model.model.layers)
     assert trainer.callback_handler.callbacks[-1].report.count("checkpointing") == 2
-    assert losses_of(trainer) == pytest.approx(losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5)
-    assert all("tokens_per_second" in entry for entry in trainer.state.log_history if "loss" in entry)
+    assert losses_of(trainer) == pytest.approx(
+        losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5
+    )
+    assert all(
+        "tokens_per_second" in entry for entry in trainer.state.log_history if "loss" in entry
+    )
 
 
 def test_a_plugin_that_tiles_no_layer_is_refused(monkeypatch):
     model = tiny.llama()
     layer = model.model.layers[0]
-    layer.forward = lambda *args, **kwargs: nn.Module.__call__(layer, *args, **kwargs)  # a forward of somebody's own
-    with pytest.raises(ValueError, match=r"^hfpatch: expected layers that run in tiles, LlamaForCausalLM has none \("):
+    # a forward of somebody's own
+    layer.forward = lambda *args, **kwargs: nn.Module.__call__(layer, *args, **kwargs)
+    with pytest.raises(
+        ValueError,
+        match=r"^hfpatch: expected layers that run in tiles, LlamaForCausalLM has none \(",
+    ):
         plugins.apply_tiled(model, {})
     plugins.apply_tiled(model, {"checkpointing": "off"})

@@ -18,7 +18,9 @@ def hub(monkeypatch):
     def load_dataset(name, config, *, split, streaming):
         asked.append((name, config, split, streaming))
         if name != "someone/texts":
-            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub\nand more")
+            raise datasets.exceptions.DatasetNotFoundError(
+                f"Dataset '{name}' doesn't exist on the Hub\nand more"
+            )
         made = datasets.Dataset.from_list(ROWS)
         return made.to_iterable_dataset() if streaming else made
 
@@ -30,17 +32,23 @@ def load(tokenizer, tmp_path, config=LlamaConfig, **flags):
     data = DataArguments(seq_len=32, packing=True, cache_dir=str(tmp_path / "cache"), **flags)
     told = []
     train = prepare.source(data.data, data, digest=not data.streaming)
-    return prepare.load_datasets(data, train, tokenizer, config(vocab_size=300), seed=0, say=told.append), told
+    return prepare.load_datasets(
+        data, train, tokenizer, config(vocab_size=300), seed=0, say=told.append
+    ), told
 
 
 def documents(made, tokenizer):
     texts = [tokenizer.decode(row["input_ids"]) for row in made]
-    return sorted(part for text in texts for part in text.replace("<pad>", "").split("</s>") if part)
+    return sorted(
+        part for text in texts for part in text.replace("<pad>", "").split("</s>") if part
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hub_data_set(hub, tokenizer, tmp_path, streaming):
-    made, told = load(tokenizer, tmp_path, data=["someone/texts"], data_split="train[:31]", streaming=streaming)
+    made, told = load(
+        tokenizer, tmp_path, data=["someone/texts"], data_split="train[:31]", streaming=streaming
+    )
     assert hub == [("someone/texts", None, "train[:31]", streaming)]
     assert documents(made.train, tokenizer) == sorted(row["text"] for row in ROWS[:30])
     [line] = [line for line in told if "malformed row left out" in line]
@@ -53,13 +61,18 @@ def test_packed_rows_know_the_models_windows(tokenizer, tmp_path, streaming):
     (tmp_path / "a.txt").write_text("a = 1\nb = 2\n" * 20)
     flags = {"data": [str(tmp_path / "a.txt")], "text_unit": "line", "streaming": streaming}
     whole, _ = load(tokenizer, tmp_path, **flags)
-    narrow, _ = load(tokenizer, tmp_path, lambda **sizes: MistralConfig(**sizes, sliding_window=4), **flags)
+    narrow, _ = load(
+        tokenizer, tmp_path, lambda **sizes: MistralConfig(**sizes, sliding_window=4), **flags
+    )
     assert whole.attention_share < 0.2 < 0.5 < narrow.attention_share < 1.0
 
 
 def test_hub_data_set_that_is_not_there(hub):
     data = DataArguments(data=["nobody/nothing"])
-    with pytest.raises(ValueError, match="^hfpatch: 'nobody/nothing' is no file or folder here, and .* doesn't exist"):
+    with pytest.raises(
+        ValueError,
+        match="^hfpatch: 'nobody/nothing' is no file or folder here, and .* doesn't exist",
+    ):
         prepare.source(data.data, data)
 
 
@@ -67,7 +80,11 @@ def test_hub_data_set_that_is_not_there(hub):
 def test_evaluation_data_of_its_own(tokenizer, tmp_path, streaming):
     for name, text in (("train", "a = 1\nb = 2\n"), ("held", "c = 3\n")):
         (tmp_path / f"{name}.txt").write_text(text)
-    flags = {"data": [str(tmp_path / "train.txt")], "eval_data": [str(tmp_path / "held.txt")], "text_unit": "line"}
+    flags = {
+        "data": [str(tmp_path / "train.txt")],
+        "eval_data": [str(tmp_path / "held.txt")],
+        "text_unit": "line",
+    }
     made, _ = load(tokenizer, tmp_path, streaming=streaming, **flags)
     assert documents(made.train, tokenizer) == ["a = 1", "b = 2"]
     assert documents(made.evaluation, tokenizer) == ["c = 3"]

@@ -12,12 +12,18 @@ BNB = pytest.mark.filterwarnings(
 
 @BNB
 @pytest.mark.parametrize("flag, more", [
-    ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"], "placement": "gpu8bit"}), ("load_in_8bit", {}),
+    ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"], "placement": "gpu8bit"}),
+    ("load_in_8bit", {}),
 ])  # fmt: skip
 def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
     pytest.importorskip("bitsandbytes")
     assert run_train("base", max_steps=1)[0] == 0
-    flags = {"config_overrides": None, "model": tmp_path / "base", "max_steps": 2, "dtype": "bfloat16"}
+    flags = {
+        "config_overrides": None,
+        "model": tmp_path / "base",
+        "max_steps": 2,
+        "dtype": "bfloat16",
+    }
     code, out, err, folder = run_train("qlora", f"--{flag}", "True", lora_r=4, **flags, **more)
     assert code == 0, err
     saved = load_file(folder / "adapter_model.safetensors")
@@ -38,14 +44,18 @@ def test_the_example_trains_adapters(run_train, tmp_path, capsys):
     trainer = example["main"](str(tmp_path / "base"), json.__file__, str(tmp_path / "out"))
     assert [e["loss"] for e in trainer.state.log_history if "loss" in e][1] > 0
     assert any(
-        t.abs().max() > 0 for n, t in load_file(tmp_path / "out/adapter_model.safetensors").items() if "lora_B" in n
+        t.abs().max() > 0
+        for n, t in load_file(tmp_path / "out/adapter_model.safetensors").items()
+        if "lora_B" in n
     )
     assert "float32 over" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, words", [
-    ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True, "lora_r": 4}, "both came"),
-    ({"load_in_8bit": True, "lora_r": 4}, "name a folder or a hub id"), ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
+    ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True,
+                                            "lora_r": 4}, "both came"),
+    ({"load_in_8bit": True, "lora_r": 4}, "name a folder or a hub id"),
+    ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_at_once(run_train, flags, words):
     code, _, err, folder = run_train(**flags)

@@ -1,4 +1,5 @@
-"""`hfpatch run` before launchers and other trainers' commands: what trains is patched, or the run says so.
+"""`hfpatch run` before launchers and other trainers' commands: what trains is patched, or the run
+says so.
 
 Commands that are not installed here are played by scripts that start their processes as those do.
 """
@@ -19,7 +20,8 @@ ONE_STEP = Path(__file__).parent / "one_step.py"
 TRAINS = f"import runpy, sys; runpy.run_path({str(ONE_STEP)!r}, run_name='__main__')\n"
 WARNING = "no process of this run trained a patched model"
 
-# ms-swift starts its module's file by python, or by torchrun where the environment asks for several processes.
+# ms-swift starts its module's file by python, or by torchrun where the environment asks for several
+# processes.
 SWIFT = """
 import os, subprocess, sys
 file, count = "{site}/swift/cli/sft.py", os.environ.get("NPROC_PER_NODE")
@@ -33,7 +35,8 @@ command = ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1"
            "--dynamo_backend", "no", "-m", "axolotl.cli.train", *sys.argv[2:]]
 os.execvpe(command[0], command, os.environ)
 """
-# LLaMA-Factory trains in its own process, or starts a file of its own by torchrun with a copy of the environment.
+# LLaMA-Factory trains in its own process, or starts a file of its own by torchrun with a copy of
+# the environment.
 LLAMAFACTORY = """
 import copy, os, subprocess, sys
 if os.environ.get("FORCE_TORCHRUN"):
@@ -55,7 +58,10 @@ def played(folder: Path, name: str) -> Path:
     file, site = folder / name, folder / "site"
     (site / module).parent.mkdir(parents=True)
     (site / module).write_text(TRAINS)
-    file.write_text(f"#!{sys.executable}\nimport sys; sys.path.append('{site}')\n" + text.replace("{site}", str(site)))
+    file.write_text(
+        f"#!{sys.executable}\nimport sys; sys.path.append('{site}')\n"
+        + text.replace("{site}", str(site))
+    )
     file.chmod(0o755)
     return file
 
@@ -80,13 +86,16 @@ def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     places = os.pathsep.join([str(tmp_path / "site"), PLACES])
-    code, _, err = execute(*RUN, "--require", played(tmp_path, name), "train", out, PYTHONPATH=places, **variables)
+    code, _, err = execute(
+        *RUN, "--require", played(tmp_path, name), "train", out, PYTHONPATH=places, **variables
+    )
     assert code == 0, err
     assert_patched(out, 1, err)
 
 
 LAUNCHERS = {
-    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no",
+    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
+                   "--mixed_precision", "no",
                    "--dynamo_backend", "no"],
     "torchrun": ["torchrun", "--standalone", "--nproc_per_node", 2],
 }  # fmt: skip
@@ -94,7 +103,8 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher, outer", [("accelerate", ()), ("torchrun", (*RUN, "--require"))])
 def test_a_run_in_each_process_of_a_launcher(launcher, outer, tmp_path):
-    """`torchrun -m hfpatch run`, alone or within a run, whose processes then belong to the outer one.
+    """`torchrun -m hfpatch run`, alone or within a run, whose processes then belong to the outer
+    one.
 
     test_run_module.py has `hfpatch run` before a launcher, under engines.
     """
@@ -105,21 +115,27 @@ def test_a_run_in_each_process_of_a_launcher(launcher, outer, tmp_path):
 
 def test_deepspeed_launcher(tmp_path):
     pytest.importorskip("deepspeed")
-    code, _, err = execute(*RUN, "--require", "deepspeed", "--num_gpus", 1, "--no_local_rank", ONE_STEP, tmp_path)
+    code, _, err = execute(
+        *RUN, "--require", "deepspeed", "--num_gpus", 1, "--no_local_rank", ONE_STEP, tmp_path
+    )
     assert code == 0, err
     assert_patched(tmp_path, 1, err)
 
 
 @pytest.mark.parametrize("way", [["-I", "-c"], ["-c"]])
 def test_a_process_that_escapes_is_warned_of(way, tmp_path):
-    """Isolated mode and another PYTHONPATH hide the hook: the run trains stock, says so, and --require makes that a failure."""
+    """Isolated mode and another PYTHONPATH hide the hook: the run trains stock, says so, and
+    --require makes that a failure.
+    """
     script = "import sys; sys.path.append('.'); sys.exit('Watch' in str(sys.meta_path))"
     for option, code in (((), 0), (("--require",), 3)):
         done = execute(*RUN, *option, "env", "PYTHONPATH=", sys.executable, *way, script)
         assert done[0] == code and WARNING in done[2]
 
 
-@pytest.mark.parametrize("script, code", [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 15)", -15)])
+@pytest.mark.parametrize(
+    "script, code", [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 15)", -15)]
+)
 def test_the_commands_own_exit_code_wins(script, code):
     done = execute(*RUN, "--require", sys.executable, "-c", script)
     assert done[0] == code and WARNING not in done[2]
@@ -127,39 +143,56 @@ def test_the_commands_own_exit_code_wins(script, code):
 
 def test_script_sees_its_own_name_arguments_and_folder(tmp_path):
     (tmp_path / "beside.py").write_text("value = 7\n")
-    (tmp_path / "user.py").write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.value)\n")
+    (tmp_path / "user.py").write_text(
+        "import sys, beside\nprint(__name__, sys.argv[1:], beside.value)\n"
+    )
     code, out, err = execute(*RUN, tmp_path / "user.py", "--flag", "1", "--help")
     assert code == 0 and out == "__main__ ['--flag', '1', '--help'] 7\n" and WARNING in err
 
 
 def test_nothing_is_left_and_a_process_that_trains_nothing_loads_nothing(tmp_path):
-    """No file stays in the temporary folder; the hook is the one module that a bare process has more."""
+    """No file stays in the temporary folder; the hook is the one module that a bare process has
+    more.
+    """
     script = "import sys; print(*sorted(sys.modules))"
     stock = execute(sys.executable, "-c", script)[1].split()
     code, out, _ = execute(*RUN, sys.executable, "-c", script, TMPDIR=tmp_path)
-    assert code == 0 and set(out.split()) - set(stock) == {"sitecustomize"} and not list(tmp_path.iterdir())
+    assert (
+        code == 0
+        and set(out.split()) - set(stock) == {"sitecustomize"}
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_sitecustomize_that_was_there_runs_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['OF_THE_SITE'] = 'yes'\n")
     script = (
-        "import os, sys, sitecustomize; print(sitecustomize.__file__, os.environ.pop('OF_THE_SITE'), sys.meta_path[0])"
+        "import os, sys, sitecustomize; print(sitecustomize.__file__, "
+        "os.environ.pop('OF_THE_SITE'), sys.meta_path[0])"
     )
     places = os.pathsep.join([str(tmp_path), PLACES])
-    code, out, err = execute(*RUN, "env", "-u", "OF_THE_SITE", sys.executable, "-c", script, PYTHONPATH=places)
-    assert code == 0 and out.startswith(f"{tmp_path}/sitecustomize.py yes <") and "Watch" in out, out + err
+    code, out, err = execute(
+        *RUN, "env", "-u", "OF_THE_SITE", sys.executable, "-c", script, PYTHONPATH=places
+    )
+    assert code == 0 and out.startswith(f"{tmp_path}/sitecustomize.py yes <") and "Watch" in out, (
+        out + err
+    )
 
 
 def test_signals_reach_the_command(tmp_path):
-    """SIGTERM ends in the command's own handler; where the run itself is killed, its command ends too."""
+    """SIGTERM ends in the command's own handler; where the run itself is killed, its command ends
+    too.
+    """
     script = ("import pathlib, signal, sys, time; signal.signal(15, lambda *_: (pathlib.Path(sys.argv[1]).write_text('end'),"
               " sys.exit(5))); print('ready', flush=True); time.sleep(60)")  # fmt: skip
     for number, code in ((signal.SIGTERM, 5), (signal.SIGKILL, -9)):
         if number == signal.SIGKILL and sys.platform != "linux":
             continue
         file = tmp_path / str(number)
-        run = subprocess.Popen([*RUN, sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, env=variables_of(TMPDIR=tmp_path))  # fmt: skip
+        run = subprocess.Popen([*RUN, sys.executable, "-c", script, str(file)],
+                               stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL,
+                               env=variables_of(TMPDIR=tmp_path))  # fmt: skip
         with run:
             assert run.stdout.readline() == b"ready\n"
             run.send_signal(number)

@@ -20,7 +20,9 @@ from hfpatch.context.classes import is_mixed
 
 @pytest.fixture
 def model_folder(run_train, chat_file):
-    code, _, err, folder = run_train("base", data=chat_file, data_glob=None, seq_len=128, max_steps=1)
+    code, _, err, folder = run_train(
+        "base", data=chat_file, data_glob=None, seq_len=128, max_steps=1
+    )
     assert code == 0, err
     return folder
 
@@ -42,28 +44,42 @@ print("LAYER", type(trainer.model.model.layers[0]).__mro__[1].__module__, "LOSSE
 """
 
 
-def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(model_folder, chat_file, tmp_path):
+def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
+    model_folder, chat_file, tmp_path
+):
     script = tmp_path / "user_sft.py"
     script.write_text(SFT)
     found = {}
     for name, prefix in (("stock", []), ("patched", ["-m", "hfpatch", "run"])):
-        code, out, err = execute(sys.executable, *prefix, script, model_folder, chat_file, tmp_path / name)
+        code, out, err = execute(
+            sys.executable, *prefix, script, model_folder, chat_file, tmp_path / name
+        )
         assert code == 0, err
         layer, _, losses = out.rpartition("LAYER ")[2].strip().partition(" LOSSES ")
-        found[name] = (layer, [float(x) for x in losses.strip("[]").split(",")], "hfpatch on LlamaForCausalLM" in err)
-    assert found["stock"][0].startswith("transformers.") and found["patched"][0].startswith("hfpatch.")
+        found[name] = (
+            layer,
+            [float(x) for x in losses.strip("[]").split(",")],
+            "hfpatch on LlamaForCausalLM" in err,
+        )
+    assert found["stock"][0].startswith("transformers.") and found["patched"][0].startswith(
+        "hfpatch."
+    )
     assert found["patched"][2] and not found["stock"][2]
     assert found["patched"][1] == pytest.approx(found["stock"][1], rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
 def test_trl_command_line_is_patched(model_folder, chat_file, tmp_path, monkeypatch, capsys):
-    """`trl sft` trains in a child of a child, by accelerate launch: its layers run in tiles, its losses are stock's."""
+    """`trl sft` trains in a child of a child, by accelerate launch: its layers run in tiles, its
+    losses are stock's.
+    """
     data = tmp_path / "data"
     data.mkdir()
     chat_file.rename(data / "train.jsonl")
-    flags = {"model_name_or_path": model_folder, "dataset_name": data, "max_steps": 2, "max_length": 64,
-             "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+    flags = {"model_name_or_path": model_folder, "dataset_name": data, "max_steps": 2,
+             "max_length": 64,
+             "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+             "report_to": "none",
              "use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False,
              "dataloader_pin_memory": False, "learning_rate": 1e-3, "dtype": "float32"}  # fmt: skip
     arguments = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
@@ -75,17 +91,22 @@ def test_trl_command_line_is_patched(model_folder, chat_file, tmp_path, monkeypa
     run = (sys.executable, "-m", "hfpatch", "run", "--require")
     code, out, err = execute(*run, "trl", "sft", *arguments, "--output_dir", tmp_path / "patched")
     assert code == 0 and "2 x LlamaDecoderLayer" in err, err
-    assert len(stock) == 2 and [float(loss) for loss in losses.findall(out)] == pytest.approx(stock, rel=1e-3)
+    assert len(stock) == 2 and [float(loss) for loss in losses.findall(out)] == pytest.approx(
+        stock, rel=1e-3
+    )
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "scripts/examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name}", ROOT / "scripts/examples" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of datasets' and TRL's own use of their dependencies
+# of datasets' and TRL's own use of their dependencies
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo", "qlora"])
 def test_examples_without_their_arguments_name_them(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "model"])
@@ -93,27 +114,41 @@ def test_examples_without_their_arguments_name_them(name, monkeypatch):
         runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of datasets' and TRL's own use of their dependencies
+# of datasets' and TRL's own use of their dependencies
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_examples_run_on_the_tiny_model(model_folder, chat_file, tmp_path, texts):
     (tmp_path / "text.txt").write_text(texts[0])
     for name, data in (("trainer", tmp_path / "text.txt"), ("sft", chat_file)):
-        with torch.compiler.set_stance("force_eager"):  # the optimizer's own compilation would take most of the time
+        # the optimizer's own compilation would take most of the time
+        with torch.compiler.set_stance("force_eager"):
             trainer = example(name).main(str(model_folder), str(data), str(tmp_path / name))
-        assert trainer.optimizer.optimizer.bf16_stochastic_round and trainer.model.dtype == torch.bfloat16
+        assert (
+            trainer.optimizer.optimizer.bf16_stochastic_round
+            and trainer.model.dtype == torch.bfloat16
+        )
         lines = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert len(lines) == 4 and all("tokens_per_second" in entry for entry in lines)
         assert is_mixed(trainer.model.model.norm)
 
 
 @pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
-@pytest.mark.parametrize("name, more", [("dpo", {"max_length": 256}), ("grpo", {"max_completion_length": 4})])
+@pytest.mark.parametrize(
+    "name, more", [("dpo", {"max_length": 256}), ("grpo", {"max_completion_length": 4})]
+)
 def test_preference_examples_run_on_the_tiny_model(model_folder, tmp_path, name, more):
     trl = pytest.importorskip("trl")
     if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
         pytest.skip(f"trl {trl.__version__} has no fused head")
-    rows = [{"prompt": f"{i} and {i}?", "chosen": f" It is {2 * i}.", "rejected": f" {i}"} for i in range(8)]
+    rows = [
+        {"prompt": f"{i} and {i}?", "chosen": f" It is {2 * i}.", "rejected": f" {i}"}
+        for i in range(8)
+    ]
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row if name == "dpo" else {"prompt": row["prompt"]}) + "\n" for row in rows))
+    data.write_text(
+        "".join(
+            json.dumps(row if name == "dpo" else {"prompt": row["prompt"]}) + "\n" for row in rows
+        )
+    )
     with torch.compiler.set_stance("force_eager"):
         trainer = example(name).main(str(model_folder), str(data), str(tmp_path / name), **more)
     models = [trainer.model, trainer.ref_model] if name == "dpo" else [trainer.model]
@@ -124,14 +159,17 @@ def test_preference_examples_run_on_the_tiny_model(model_folder, tmp_path, name,
 FSDP2 = pytest.param(
     "fsdp2",
     marks=pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.17"), reason="Trainer reads a version 2 fsdp_config from 5.17 on"
+        Version(transformers.__version__) < Version("5.17"),
+        reason="Trainer reads a version 2 fsdp_config from 5.17 on",
     ),
 )
 
 
 @pytest.mark.parametrize("kind", ["zero3", FSDP2])
 def test_unmodified_script_under_an_engine(kind, tmp_path):
-    """Two processes: the layers are ours, the engine is really on, the losses are those of one stock process."""
+    """Two processes: the layers are ours, the engine is really on, the losses are those of one
+    stock process.
+    """
     if kind == "zero3":
         pytest.importorskip("deepspeed")
     script = Path(__file__).parent / "engine_script.py"
@@ -146,21 +184,30 @@ def test_unmodified_script_under_an_engine(kind, tmp_path):
     config["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed builds its CPU Adam in C++
     (tmp_path / "zero.json").write_text(json.dumps(config))
     launcher = {
-        "zero3": ["accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, "--use_deepspeed",
-                  "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no", "--dynamo_backend",
+        "zero3": ["accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1,
+                  "--use_deepspeed",
+                  "--deepspeed_config_file", tmp_path / "zero.json", "--mixed_precision", "no",
+                  "--dynamo_backend",
                   "no", "--zero3_init_flag", "false"],
         "fsdp2": ["torch.distributed.run", "--standalone", "--nproc_per_node", 2],
     }[kind]  # fmt: skip
-    code, out, err = execute(sys.executable, "-m", "hfpatch", "run", "-m", *launcher, script, kind, tmp_path)
+    code, out, err = execute(
+        sys.executable, "-m", "hfpatch", "run", "-m", *launcher, script, kind, tmp_path
+    )
     assert code == 0, out + err
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    assert len(reports) == 2 and err.count("hfpatch on LlamaForCausalLM") == 1, "the report once, by the first rank"
+    assert len(reports) == 2 and err.count("hfpatch on LlamaForCausalLM") == 1, (
+        "the report once, by the first rank"
+    )
     plain = engine_script.losses(engine_script.train(tmp_path / "plain", batch=2))
-    exact = engine_script.losses(engine_script.train(tmp_path / "exact", batch=2, dtype=torch.float64))
+    exact = engine_script.losses(
+        engine_script.train(tmp_path / "exact", batch=2, dtype=torch.float64)
+    )
     for report in reports:
         assert any(module.startswith("hfpatch.") for module in report["layer"])
         assert report["engine"] == {"zero3": "DEEPSPEED", "fsdp2": "FSDP"}[kind]
         assert report["sharded"] if kind == "zero3" else report["weight"] == "DTensor"
         numerics.assert_close(
-            *(torch.tensor(x, dtype=torch.float64) for x in (report["losses"], plain, exact)), dtype=torch.float32
+            *(torch.tensor(x, dtype=torch.float64) for x in (report["losses"], plain, exact)),
+            dtype=torch.float32,
         )

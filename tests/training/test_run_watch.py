@@ -1,4 +1,6 @@
-"""What `hfpatch run` puts around Trainer and Accelerator in a process that trains, and its options."""
+"""What `hfpatch run` puts around Trainer and Accelerator in a process that trains, and its
+options.
+"""
 
 import inspect
 
@@ -18,7 +20,9 @@ from hfpatch.trainer.callback import Callback
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
-    """Trainer and Accelerator as a process of a run has them, for one test. Returns the folder of the run's marks."""
+    """Trainer and Accelerator as a process of a run has them, for one test. Returns the folder of
+    the run's marks.
+    """
     for cls, names in ((Trainer, ("__init__", "train")), (accelerate.Accelerator, ("prepare",))):
         for name in names:
             monkeypatch.setattr(cls, name, getattr(cls, name))
@@ -33,7 +37,8 @@ def watched(monkeypatch, tmp_path):
 
 
 def arguments(tmp_path, **more):
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no",
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1,
+                             save_strategy="no",
                              disable_tqdm=True, dataloader_pin_memory=False, **more)  # fmt: skip
 
 
@@ -50,11 +55,17 @@ def test_every_trainer_gets_one_callback(watched, tmp_path, capsys):
         Trainer(tiny.llama(), args, None, None, None, None, None, None, None, [Callback()]),
     ]
     for trainer in made:
-        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply]
+        ours = [
+            c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply
+        ]
         assert len(ours) == 1 and is_mixed(trainer.model.model.norm)
-        assert bool(ours[0].report.count("loss")) == (ours[0] is own), "the run's options, where the script has none"
+        assert bool(ours[0].report.count("loss")) == (ours[0] is own), (
+            "the run's options, where the script has none"
+        )
     err = capsys.readouterr().err
-    assert err.count("hfpatch on LlamaForCausalLM") == 2, "once for the run's options, once for the script's own"
+    assert err.count("hfpatch on LlamaForCausalLM") == 2, (
+        "once for the run's options, once for the script's own"
+    )
     assert "checkpoints of 2 layers: host" in err
 
 
@@ -64,7 +75,9 @@ def test_a_model_that_the_script_patched_keeps_its_settings(watched, tmp_path):
     trainer = Trainer(model, arguments(tmp_path), train_dataset=rows())
     assert not any(isinstance(c, Callback) for c in trainer.callback_handler.callbacks)
     trainer.train()
-    assert (watched / marks.TRAINED).exists() and not hasattr(model.model.layers[0], "_hfpatch_session")
+    assert (watched / marks.TRAINED).exists() and not hasattr(
+        model.model.layers[0], "_hfpatch_session"
+    )
 
 
 def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
@@ -73,7 +86,8 @@ def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
             self.model = model
 
     with pytest.raises(
-        ValueError, match=r"^hfpatch: expected a patched model .*Own.train\(\) got a plain LlamaForCausalLM; call"
+        ValueError,
+        match=r"^hfpatch: expected a patched model .*Own.train\(\) got a plain LlamaForCausalLM; call",
     ):
         Own(tiny.llama()).train()
     trainer = Trainer(tiny.llama(), arguments(tmp_path), train_dataset=rows())
@@ -88,11 +102,13 @@ def test_a_loop_by_hand_needs_a_patched_model(watched):
     model = tiny.llama()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(
-        ValueError, match=r"Accelerator.prepare\(\) got a plain LlamaForCausalLM; call hfpatch.apply\(model\)"
+        ValueError,
+        match=r"Accelerator.prepare\(\) got a plain LlamaForCausalLM; call hfpatch.apply\(model\)",
     ):
         accelerator.prepare(model, optimizer)
     accelerator.prepare(model)  # without an optimizer nothing trains
-    accelerator.prepare(torch.nn.Linear(2, 2), optimizer)  # and what has no decoder layers is none of our business
+    # and what has no decoder layers is none of our business
+    accelerator.prepare(torch.nn.Linear(2, 2), optimizer)
     assert not (watched / marks.TRAINED).exists()
     hfpatch.apply(model)
     accelerator.prepare(model, optimizer)
@@ -100,27 +116,38 @@ def test_a_loop_by_hand_needs_a_patched_model(watched):
 
 
 def test_a_mark_is_left_once(watched, monkeypatch):
-    assert marks.first_to_say("words") and not marks.first_to_say("words") and marks.first_to_say("other words")
+    assert (
+        marks.first_to_say("words")
+        and not marks.first_to_say("words")
+        and marks.first_to_say("other words")
+    )
     monkeypatch.delenv(marks.VARIABLE)
-    assert marks.first_to_say("words") and marks.first_to_say("words"), "outside of a run everyone speaks"
+    assert marks.first_to_say("words") and marks.first_to_say("words"), (
+        "outside of a run everyone speaks"
+    )
 
 
 def test_options_are_those_of_apply():
     parsed = {action.dest for action in run._parser()._actions}
     assert set(inspect.signature(hfpatch.apply).parameters) - {"model"} <= parsed
-    words = ["--no-loss", "--no-rms-norm", "--rope-float64", "--logits", "false", "--checkpointing", "least,host",
+    words = ["--no-loss", "--no-rms-norm", "--rope-float64", "--logits", "false", "--checkpointing",
+             "least,host",
              "--checkpointing", "tile=64", "--every", "2", "python", "--no-mlp"]  # fmt: skip
     options = run._options(run._parser().parse_args(words))
     assert options == {
         "loss": False, "rms_norm": False, "rope_float64": True, "logits": False,
         "checkpointing": ["least,host", "tile=64", "every=2"],
     }  # fmt: skip
-    assert run._options(run._parser().parse_args(["python", "--no-loss"])) == {}, "what follows the command is its own"
+    assert run._options(run._parser().parse_args(["python", "--no-loss"])) == {}, (
+        "what follows the command is its own"
+    )
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "none came"), (["/nowhere.py"], "none is called /nowhere.py"), (["-m"], "none came"), (["nowhere"], "none is called"),
-    (["--no-such", "python"], "unrecognized"), (["--every", "0", "python"], "every must be"), (["--checkpointing", "on"], "on"),
+    ([], "none came"), (["/nowhere.py"], "none is called /nowhere.py"), (["-m"], "none came"),
+    (["nowhere"], "none is called"),
+    (["--no-such", "python"], "unrecognized"), (["--every", "0", "python"], "every must be"),
+    (["--checkpointing", "on"], "on"),
     (["--checkpointing", "off", "--every", "8", "python"], "drop one"),
     (["--checkpointing", "nowhere", "python"], "checkpointing must be"),
 ])  # fmt: skip

@@ -1,4 +1,6 @@
-"""What --sp_size is made of, in one process: the engine's settings, rows dealt out, batches skipped."""
+"""What --sp_size is made of, in one process: the engine's settings, rows dealt out, batches
+skipped.
+"""
 
 from types import SimpleNamespace
 
@@ -23,14 +25,17 @@ def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
 
 
 OWN = "DeepSpeedSequenceParallelConfig"
-ULYSSES = pytest.mark.skipif(not hasattr(accelerate.utils, OWN), reason="accelerate before 1.12 has no Ulysses")
+ULYSSES = pytest.mark.skipif(
+    not hasattr(accelerate.utils, OWN), reason="accelerate before 1.12 has no Ulysses"
+)
 
 
 def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delattr(accelerate.utils, OWN, raising=False)
     with pytest.raises(
-        ValueError, match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip"
+        ValueError,
+        match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip",
     ):
         parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
 
@@ -39,7 +44,12 @@ def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
 def test_each_engine_gets_its_own_form(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     under = parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
-    assert (under.sp_size, under.sp_backend, under.dp_shard_size, under.sp_handler.sp_attn_implementation) == (
+    assert (
+        under.sp_size,
+        under.sp_backend,
+        under.dp_shard_size,
+        under.sp_handler.sp_attn_implementation,
+    ) == (
         2,
         "deepspeed",
         2,
@@ -59,13 +69,17 @@ def test_rows_are_padded_to_go_evenly_over_the_ranks(engine, values, multiple, m
     arguments, config = {}, SimpleNamespace(engine=engine, values=values)
     data = _share_rows(ModelArguments(sp_size=2), DataArguments(pad_multiple=3), arguments, config)
     assert data.pad_multiple == multiple
-    assert max(arguments["parallelism_config"].sp_size, arguments["parallelism_config"].cp_size) == 2
+    assert (
+        max(arguments["parallelism_config"].sp_size, arguments["parallelism_config"].cp_size) == 2
+    )
 
 
 @pytest.mark.parametrize("engine, values, size, said", [
-    (None, {}, 2, "needs an engine"), ("fsdp", {"version": 1}, 2, "needs FSDP2"), ("fsdp", {"version": 2}, 3, "divides the number"),
+    (None, {}, 2, "needs an engine"), ("fsdp", {"version": 1}, 2, "needs FSDP2"),
+    ("fsdp", {"version": 2}, 3, "divides the number"),
     ("deepspeed", {"zero_optimization": {"stage": 2}}, 2, "2 times too large"),
-    ("deepspeed", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, 4, "4 times too large"),
+    ("deepspeed", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, 4,
+     "4 times too large"),
 ])  # fmt: skip
 def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -74,8 +88,13 @@ def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypat
 
 
 def test_smoothed_labels_are_refused():
-    with pytest.raises(ValueError, match="^hfpatch: --label_smoothing_factor needs whole rows, --sp_size 2 came too"):
-        _share_rows(ModelArguments(sp_size=2), DataArguments(), {"label_smoothing_factor": 0.1}, None)
+    with pytest.raises(
+        ValueError,
+        match="^hfpatch: --label_smoothing_factor needs whole rows, --sp_size 2 came too",
+    ):
+        _share_rows(
+            ModelArguments(sp_size=2), DataArguments(), {"label_smoothing_factor": 0.1}, None
+        )
 
 
 def test_float64_angles_are_asked_of_apply():
@@ -83,14 +102,19 @@ def test_float64_angles_are_asked_of_apply():
     assert apply_options(ModelArguments())["rope_float64"] is False
     with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
         args = SimpleNamespace(max_steps=1, use_liger_kernel=False, dataloader_num_workers=0)
-        model = ModelArguments(model="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True)
+        model = ModelArguments(
+            model="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True
+        )
         checks.flags(model, DataArguments(data=["a"]), args)
 
 
 def test_heads_that_do_not_go_evenly_are_refused_early():
     checks.sharing(2, tiny.config())
     with pytest.raises(
-        ValueError, match="^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
+        ValueError,
+        match=(
+            "^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
+        ),
     ):
         checks.sharing(3, tiny.config())
 
@@ -101,7 +125,9 @@ def test_deepspeed_is_told_of_heads_that_a_config_leaves_out(family):
     config = family(hidden_size=32, num_attention_heads=4)
     read, before = [], config.to_dict()
     prepare = lambda *given: read.append((config.head_dim, config.num_key_value_heads)) or given  # noqa: E731
-    accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(sp_enabled=True), prepare=prepare)
+    accelerator = SimpleNamespace(
+        parallelism_config=SimpleNamespace(sp_enabled=True), prepare=prepare
+    )
     share_rows(accelerator)
     model = SimpleNamespace(config=config)
     assert accelerator.prepare(model, "optimizer") == (model, "optimizer")
@@ -109,7 +135,9 @@ def test_deepspeed_is_told_of_heads_that_a_config_leaves_out(family):
 
 
 def test_labels_are_shifted_before_rows_are_cut():
-    batch = Collator(multiple=2, positions=True)([{"input_ids": torch.arange(7), "labels": torch.arange(7)}])
+    batch = Collator(multiple=2, positions=True)(
+        [{"input_ids": torch.arange(7), "labels": torch.arange(7)}]
+    )
     parts = [part_of(rank_of(rank), batch) for rank in range(2)]
     assert [p["shift_labels"].tolist() for p in parts] == [[[1, 2, 3, 4]], [[5, 6, -100, -100]]]
     assert [p["position_ids"].tolist() for p in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
@@ -118,22 +146,32 @@ def test_labels_are_shifted_before_rows_are_cut():
 
 
 def test_rows_that_do_not_go_evenly_are_made_longer():
-    """By tokens behind all others, without a label, hidden where there is a mask, that are no document of their own; what is no
-    row goes as it is."""
-    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None], "position_ids": torch.tensor([[0, 0, 1]]),
+    """By tokens behind all others, without a label, hidden where there is a mask, that are no
+    document of their own; what is no row goes as it is.
+    """
+    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None],
+            "position_ids": torch.tensor([[0, 0, 1]]),
             "attention_mask": torch.ones(1, 3), "n": torch.tensor([5])}  # fmt: skip
     first, last = (part_of(rank_of(rank), rows) for rank in range(2))
     assert last["input_ids"].tolist() == [[2, 2]] and last["position_ids"].tolist() == [[1, 2]]
-    assert first["shift_labels"].tolist() == [[1, 2]] and last["shift_labels"].tolist() == [[-100, -100]]
+    assert first["shift_labels"].tolist() == [[1, 2]] and last["shift_labels"].tolist() == [
+        [-100, -100]
+    ]
     assert last["attention_mask"].tolist() == [[1, 0]] and last["n"].tolist() == [5]
 
 
 def test_batches_are_skipped_inside_an_epoch(monkeypatch):
-    """Two ranks with rows of their own: 0 and 1, 2 and 3, ...; every batch is a row of one of them."""
+    """Two ranks with rows of their own: 0 and 1, 2 and 3, ...; every batch is a row of one of
+    them.
+    """
     monkeypatch.setattr(
-        sequence, "of_all_ranks", lambda _, batch: [{n: x + r for n, x in batch.items()} for r in range(2)]
+        sequence,
+        "of_all_ranks",
+        lambda _, batch: [{n: x + r for n, x in batch.items()} for r in range(2)],
     )
-    rows = [{"input_ids": torch.full((2,), 2 * i), "labels": torch.full((2,), 2 * i)} for i in range(4)]
+    rows = [
+        {"input_ids": torch.full((2,), 2 * i), "labels": torch.full((2,), 2 * i)} for i in range(4)
+    ]
     loader = SharedRows(torch.utils.data.DataLoader(rows, batch_size=1), rank_of(0))
     seen = lambda loader: [int(batch["input_ids"][0, 0]) for batch in loader]  # noqa: E731
     assert seen(loader) == list(range(8)) and len(loader) == 8 and loader.dataset is rows

@@ -14,7 +14,12 @@ LOSSES = ("loss", "eval_loss")
 
 
 def losses(folder):
-    return [(entry["step"], entry[name]) for entry in history(folder) for name in LOSSES if name in entry]
+    return [
+        (entry["step"], entry[name])
+        for entry in history(folder)
+        for name in LOSSES
+        if name in entry
+    ]
 
 
 def test_trains_evaluates_saves_and_says_so(run_train):
@@ -27,17 +32,26 @@ def test_trains_evaluates_saves_and_says_so(run_train):
     }
     code, out, err, folder = run_train(**flags)
     assert code == 0, err
-    before, after = map(float, re.search(r"([\d.]+) before, ([\d.]+) after, in nats a byte", out).groups())
+    before, after = map(
+        float, re.search(r"([\d.]+) before, ([\d.]+) after, in nats a byte", out).groups()
+    )
     assert after < before - 0.3
     assert re.search(
-        r"train: 4 documents of ([\d,]+) tokens; \1 tokens, 9\d\.\d% of them labels, in .*packing fill (99|100)", out
+        r"train: 4 documents of ([\d,]+) tokens; \1 tokens, 9\d\.\d% of them labels, in .*packing fill (99|100)",
+        out,
     )
     assert re.search(r"30 steps, total training time 0:\d\d:\d\d", out)
     assert "LlamaRMSNorm" in err, "apply's report"
     lines = [entry for entry in history(folder) if "loss" in entry]
     wanted = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_host_gib"}
-    assert len(lines) == 30 and all(wanted <= entry.keys() and "mfu" not in entry for entry in lines)  # of a CPU
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    # of a CPU
+    assert len(lines) == 30 and all(
+        wanted <= entry.keys() and "mfu" not in entry for entry in lines
+    )
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     prompt = tokenizer("import", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
     assert len(text) > len("import")
@@ -64,7 +78,8 @@ def test_impls_agree_and_padding_runs_too(run_train):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_resume_in_the_middle_of_an_epoch_is_bit_equal(run_train, streaming):
     flags = {
-        "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "seed": 3,
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2,
+        "seed": 3,
         "streaming": streaming, "warmup_steps": 2, **({"shuffle_buffer": 20} if streaming else {}),
     }  # fmt: skip
     assert run_train("whole", **flags)[0] == 0
@@ -81,14 +96,25 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_equal(run_train, streaming):
 
 
 def test_split_of_a_batch_changes_rounding_alone(run_train):
-    """8 rows a step as 8x1, 4x2, 2x4: rows of different length, so that a mean of means would show."""
+    """8 rows a step as 8x1, 4x2, 2x4: rows of different length, so that a mean of means would
+    show.
+    """
     found = []
     for size, steps in ((8, 1), (4, 2), (2, 4)):
-        flags = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 4,
-                 "packing": False, "long_rows": "truncate", "save_strategy": "steps", "save_steps": 4}  # fmt: skip
+        flags = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps,
+                 "max_steps": 4,
+                 "packing": False, "long_rows": "truncate", "save_strategy": "steps",
+                 "save_steps": 4}  # fmt: skip
         code, _, err, folder = run_train(f"{size}x{steps}", **flags)
         assert code == 0, err
-        found.append([entry[name] for entry in history(folder) if "loss" in entry for name in ("loss", "grad_norm")])
+        found.append(
+            [
+                entry[name]
+                for entry in history(folder)
+                if "loss" in entry
+                for name in ("loss", "grad_norm")
+            ]
+        )
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
@@ -105,20 +131,29 @@ def test_schedules_and_their_settings_are_transformers_own(run_train):
 
 def test_early_stopping_with_patience_and_delta(run_train):
     flags = {
-        "max_steps": 20, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+        "max_steps": 20, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "steps",
         "save_steps": 2, "early_stopping_patience": 2,
     }  # fmt: skip
     code, out, _, folder = run_train("delta", **flags, early_stopping_delta=100.0)
-    assert code == 0 and "6 steps, total" in out, "the first evaluation counts, the next two do not improve by 100"
-    code, out, _, folder = run_train("still", **flags, learning_rate=1e-3, load_best_model_at_end=True)
+    assert code == 0 and "6 steps, total" in out, (
+        "the first evaluation counts, the next two do not improve by 100"
+    )
+    code, out, _, folder = run_train(
+        "still", **flags, learning_rate=1e-3, load_best_model_at_end=True
+    )
     assert code == 0 and "20 steps, total" in out, "it improves all the way"
 
 
 def test_best_model_is_the_one_saved(run_train):
-    """A rate far too high makes the loss rise after the first steps; the saved model is that of the lowest loss."""
+    """A rate far too high makes the loss rise after the first steps; the saved model is that of the
+    lowest loss.
+    """
     flags = {
-        "max_steps": 6, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
-        "save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1.0,
+        "max_steps": 6, "validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True,
+        "learning_rate": 1.0,
         "lr_scheduler_type": "constant", "max_grad_norm": 0,
     }  # fmt: skip
     code, _, err, folder = run_train(**flags)
@@ -127,17 +162,29 @@ def test_best_model_is_the_one_saved(run_train):
     step = min(evaluated, key=evaluated.get)
     assert step < 6, "the loss did rise"
     best = folder / f"checkpoint-{step}"
-    assert json.loads((folder / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+    assert json.loads((folder / "trainer_state.json").read_text())["best_model_checkpoint"] == str(
+        best
+    )
     kept, final = load_file(best / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(kept[name], final[name]) for name in kept)
 
 
 def test_evaluation_is_the_mean_over_tokens(run_train):
-    """Lines of different length one by one: a mean over batches is another number than over all of them at once."""
-    flags = {"packing": False, "max_steps": 1, "validation_split": 0.2, "text_unit": "line", "learning_rate": 0.0}
+    """Lines of different length one by one: a mean over batches is another number than over all of
+    them at once.
+    """
+    flags = {
+        "packing": False,
+        "max_steps": 1,
+        "validation_split": 0.2,
+        "text_unit": "line",
+        "learning_rate": 0.0,
+    }
     found = []
     for size in (1, 8, 64):
-        code, _, err, folder = run_train(f"eval{size}", **flags | {"per_device_eval_batch_size": size})
+        code, _, err, folder = run_train(
+            f"eval{size}", **flags | {"per_device_eval_batch_size": size}
+        )
         assert code == 0, err
         found += [entry["eval_loss"] for entry in history(folder) if "eval_loss" in entry]
     assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-6)
@@ -147,14 +194,22 @@ def test_lora_trains_and_saves_adapters_alone(run_train):
     code, _, err, folder = run_train("lora", lora_r=4, save_strategy="steps", save_steps=6)
     assert code == 0, err
     names = set(load_file(folder / "adapter_model.safetensors"))
-    assert names and all("lora_" in name for name in names) and not (folder / "model.safetensors").exists()
-    assert any("down_proj" in name for name in names) and not any("lm_head" in name for name in names)
+    assert (
+        names
+        and all("lora_" in name for name in names)
+        and not (folder / "model.safetensors").exists()
+    )
+    assert any("down_proj" in name for name in names) and not any(
+        "lm_head" in name for name in names
+    )
     assert [loss for _, loss in losses(folder)][-1] < [loss for _, loss in losses(folder)][0]
     code, _, err, _ = run_train("lora", "--resume_from_checkpoint", "True", lora_r=8)
     assert code == 2 and "lora_r 4 there, 8 here" in err
 
 
-def test_model_from_a_folder_with_chat_and_a_template_file(run_train, chat_file, tmp_path, tokenizer):
+def test_model_from_a_folder_with_chat_and_a_template_file(
+    run_train, chat_file, tmp_path, tokenizer
+):
     assert run_train("base", max_steps=1)[0] == 0
     stripped = AutoTokenizer.from_pretrained(tmp_path / "base")
     stripped.chat_template = None
@@ -175,7 +230,9 @@ def test_model_from_a_folder_with_chat_and_a_template_file(run_train, chat_file,
 
 
 def test_show_batch_prints_and_stops(run_train, chat_file):
-    code, out, _, folder = run_train("shown", data=chat_file, data_glob=None, show_batch=1, seq_len=128)
+    code, out, _, folder = run_train(
+        "shown", data=chat_file, data_glob=None, show_batch=1, seq_len=128
+    )
     assert code == 0 and not folder.exists()
     learned = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out)
     text = "".join(learned)
@@ -185,23 +242,32 @@ def test_show_batch_prints_and_stops(run_train, chat_file):
 def test_push_to_hub_goes_through_trainer(run_train, monkeypatch):
     pushed = []
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
-    monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *args, **kwargs: pushed.append(self.args.hub_model_id))
-    code, _, err, _ = run_train(push_to_hub=True, hub_model_id="someone/model", hub_token="none", max_steps=1)
+    monkeypatch.setattr(
+        Trainer, "push_to_hub", lambda self, *args, **kwargs: pushed.append(self.args.hub_model_id)
+    )
+    code, _, err, _ = run_train(
+        push_to_hub=True, hub_model_id="someone/model", hub_token="none", max_steps=1
+    )
     assert code == 0 and "someone/model" in pushed, err
 
 
 def test_time_limit_stops_and_saves(run_train):
     code, out, err, folder = run_train(max_steps=100_000, time_limit=0.02)
     assert code == 0, err
-    assert 0 < int(re.search(r"(\d+) steps, total", out).group(1)) < 100_000 and (folder / "model.safetensors").exists()
+    assert (
+        0 < int(re.search(r"(\d+) steps, total", out).group(1)) < 100_000
+        and (folder / "model.safetensors").exists()
+    )
 
 
 def test_config_file_with_flags_over_it(run_train, tmp_path, saved_tokenizer):
     config = tmp_path / "run.yaml"
     config.write_text(
-        f"model: llama-tiny\nconfig_overrides: vocab_size=300\ntokenizer: {saved_tokenizer}\ndata: {JSON_SOURCES}\n"
+        "model: llama-tiny\nconfig_overrides: vocab_size=300\ntokenizer: "
+        f"{saved_tokenizer}\ndata: {JSON_SOURCES}\n"
         "data-glob: '*.py'\npacking: true\nmax_length: 32\nmax_steps: 50\nlearning_rate: 1e-2\n"
-        f"report_to: none\ndisable_tqdm: true\nuse_cpu: true\ncache_dir: {tmp_path / 'cache'}\nsave_strategy: 'no'\n"
+        "report_to: none\ndisable_tqdm: true\nuse_cpu: true\ncache_dir: "
+        f"{tmp_path / 'cache'}\nsave_strategy: 'no'\n"
         f"output_dir: {tmp_path / 'run'}\n"
     )
     nothing = dict.fromkeys(

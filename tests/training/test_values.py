@@ -1,4 +1,6 @@
-"""Values of a YAML or JSON file mean what they mean behind their flags, and are refused as those are."""
+"""Values of a YAML or JSON file mean what they mean behind their flags, and are refused as those
+are.
+"""
 
 import json
 
@@ -21,13 +23,25 @@ def read(tmp_path):
 def test_yaml_values_are_the_flags_words(read, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     model, data, args = read(
-        "checkpointing: off\nsave_strategy: no\npacking: on\ndisable_tqdm: yes\nlearning_rate: 1e-5\nmax-steps: 7\n"
-        "resume_from_checkpoint: yes\ndata: [~/texts, 1.0, no]\ndata_exclude: []\ncache_dir: ~/cache\nseed: 010\n"
+        "checkpointing: off\nsave_strategy: no\npacking: on\ndisable_tqdm: yes\nlearning_rate: "
+        "1e-5\nmax-steps: 7\n"
+        "resume_from_checkpoint: yes\ndata: [~/texts, 1.0, no]\ndata_exclude: []\ncache_dir: "
+        "~/cache\nseed: 010\n"
         "lr_scheduler_kwargs: {min_lr: 1e-6}\ngradient_checkpointing_kwargs: {use_reentrant: no}\n",
         "--tokenizer=~/tok",
     )
-    assert (model.checkpointing, args.save_strategy, data.packing, args.disable_tqdm) == (["off"], "no", True, True)
-    assert (args.learning_rate, args.max_steps, args.resume_from_checkpoint, args.seed) == (1e-5, 7, "true", 10)
+    assert (model.checkpointing, args.save_strategy, data.packing, args.disable_tqdm) == (
+        ["off"],
+        "no",
+        True,
+        True,
+    )
+    assert (args.learning_rate, args.max_steps, args.resume_from_checkpoint, args.seed) == (
+        1e-5,
+        7,
+        "true",
+        10,
+    )
     assert data.data == ["/home/somebody/texts", "1.0", "no"] and data.data_exclude == []
     assert data.cache_dir == "/home/somebody/cache" and model.tokenizer == "/home/somebody/tok"
     assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
@@ -35,8 +49,10 @@ def test_yaml_values_are_the_flags_words(read, monkeypatch):
 
 
 def test_spellings_of_trl_mean_our_flags(read, monkeypatch):
-    names = {"seq_len": ("seq-len", "seq_length", "max_length"), "text_field": ("dataset_text_field",),
-             "chat_template": ("chat_template_path",), "pad_multiple": ("pad_to_multiple_of",)}  # fmt: skip
+    names = {"seq_len": ("seq-len", "seq_length", "max_length"),
+             "text_field": ("dataset_text_field",),
+             "chat_template": ("chat_template_path",),
+             "pad_multiple": ("pad_to_multiple_of",)}  # fmt: skip
     for field, spellings in names.items():
         for spelling in spellings:
             in_file = read(f"{spelling}: 64\n")[1]
@@ -48,9 +64,20 @@ def test_spellings_of_trl_mean_our_flags(read, monkeypatch):
 
 
 def test_json_values_and_flags_that_win(read):
-    values = {"packing": False, "learning_rate": 1e-5, "data": "a", "max_steps": -1, "checkpointing": "off"}
+    values = {
+        "packing": False,
+        "learning_rate": 1e-5,
+        "data": "a",
+        "max_steps": -1,
+        "checkpointing": "off",
+    }
     model, data, args = read(json.dumps(values), "--max_steps", "3", "--packing", name="run.JSON")
-    assert (model.checkpointing, data.data, data.packing, args.max_steps) == (["off"], ["a"], True, 3)
+    assert (model.checkpointing, data.data, data.packing, args.max_steps) == (
+        ["off"],
+        ["a"],
+        True,
+        3,
+    )
     assert args.learning_rate == 1e-5
 
 
@@ -58,7 +85,10 @@ def test_json_values_and_flags_that_win(read):
     "text, words",
     [
         ("impl: ours", "run.yaml: argument --impl: invalid choice: 'ours'"),
-        ("max_steps: many", "run.yaml: argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (
+            "max_steps: many",
+            "run.yaml: argument --max_steps/--max-steps: invalid int value: 'many'",
+        ),
         ("max_steps: 2.5", "invalid int value: '2.5'"),
         ("packing: maybe", "--packing"),
         ("seq_length: null", "expected a value for 'seq_length', null came"),

@@ -10,19 +10,25 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACES = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 JSON_SOURCES = Path(sysconfig.get_path("stdlib")) / "json"
 
-# Llama 3's layout with plain words: no {% generation %} markers, tools listed first, content trimmed.
+# Llama 3's layout with plain words: no {% generation %} markers, tools listed first, content
+# trimmed.
 TEMPLATE = (
     "{{ bos_token }}"
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% endif %}"
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% "
+    "endif %}"
     "{% for m in messages %}<{{ m.role }}>\n{% if m.tool_calls is defined %}"
-    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}{% else %}{{ m.content | trim }}{% endif %}"
+    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}{% else %}{{ m.content | "
+    "trim }}{% endif %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 
 
 def history(folder: Path) -> list[dict]:
     """The log of the last checkpoint, or of trainer_state.json in the folder itself."""
-    states = [folder / "trainer_state.json", *sorted(folder.glob("checkpoint-*/trainer_state.json"), key=_step)]
+    states = [
+        folder / "trainer_state.json",
+        *sorted(folder.glob("checkpoint-*/trainer_state.json"), key=_step),
+    ]
     return json.loads([s for s in states if s.is_file()][-1].read_text())["log_history"]
 
 
@@ -31,7 +37,9 @@ def _step(state: Path) -> int:
 
 
 def variables_of(**more) -> dict[str, str]:
-    """The environment of a child of a test: this checkout, the environment's commands, no network, one thread."""
+    """The environment of a child of a test: this checkout, the environment's commands, no network,
+    one thread.
+    """
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -47,6 +55,10 @@ def variables_of(**more) -> dict[str, str]:
 def execute(*command, **more) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command, with these environment variables."""
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=500, env=variables_of(**more)
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=variables_of(**more),
     )
     return done.returncode, done.stdout, done.stderr

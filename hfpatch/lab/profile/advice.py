@@ -1,4 +1,6 @@
-"""The three sentences a report opens with: the peak, who holds it, the change that would lower it most."""
+"""The three sentences a report opens with: the peak, who holds it, the change that would lower it
+most.
+"""
 
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, generic, size
 
@@ -8,11 +10,19 @@ APPLY = {
     "activations": "a layer then keeps its input and attention output only, in host memory",
     "checkpoints": "layer inputs then wait in host memory",
 }
-# (category, the part of it that the change removes, the change): 8-bit states leave a quarter of 4 bytes, half a tile
-# halves what lives per tile.
+# (category, the part of it that the change removes, the change): 8-bit states leave a quarter of 4
+# bytes, half a tile halves what lives per tile.
 CHANGES = (
-    ("checkpoints", 1.0, '`Checkpointing(offload="host")`, which lets layer inputs wait in host memory'),
-    ("activations", 1.0, '`Checkpointing(offload="host", save_attention=False)`, which keeps less of each layer'),
+    (
+        "checkpoints",
+        1.0,
+        '`Checkpointing(offload="host")`, which lets layer inputs wait in host memory',
+    ),
+    (
+        "activations",
+        1.0,
+        '`Checkpointing(offload="host", save_attention=False)`, which keeps less of each layer',
+    ),
     ("working set", 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
 )
 LASTING_CHANGES = (
@@ -22,15 +32,20 @@ LASTING_CHANGES = (
 
 
 def focus(runs: list[Run]) -> Run:
-    """The run a report is about: hfpatch's where it finished, at the longest length; else what finished; else any."""
-    order = sorted(runs, key=lambda r: (r.error is None, r.seq_len, r.impl == "hfpatch", r.peak_bytes))
+    """The run a report is about: hfpatch's where it finished, at the longest length; else what
+    finished; else any.
+    """
+    order = sorted(
+        runs, key=lambda r: (r.error is None, r.seq_len, r.impl == "hfpatch", r.peak_bytes)
+    )
     return order[-1]
 
 
 def best_change(run: Run) -> tuple[str, int]:
     """(the change that lowers the peak most, by how many bytes at most); ("", 0) where none would.
 
-    relief is the peak with a category gone all through the step: another moment's peak may hide behind this one.
+    relief is the peak with a category gone all through the step: another moment's peak may hide
+        behind this one.
     """
     split, changes = run.peak_split, []
 
@@ -45,7 +60,10 @@ def best_change(run: Run) -> tuple[str, int]:
                 add(category, part, text, category)
     else:
         most = max(APPLY, key=lambda name: split[name])
-        saved = min(sum(split[name] for name in APPLY), run.peak_bytes - run.relief.get("step", run.peak_bytes))
+        saved = min(
+            sum(split[name] for name in APPLY),
+            run.peak_bytes - run.relief.get("step", run.peak_bytes),
+        )
         changes.append((int(saved), f"`hfpatch.apply(model)`: {APPLY[most]}"))
     for category, part, text in LASTING_CHANGES:
         add(category, part, text, category)
@@ -54,7 +72,9 @@ def best_change(run: Run) -> tuple[str, int]:
 
 
 def holder(run: Run) -> tuple[str, str, int]:
-    """(module, phase, bytes): who holds most of the peak beyond what lasts, and in which phase it was born."""
+    """(module, phase, bytes): who holds most of the peak beyond what lasts, and in which phase it
+    was born.
+    """
     held: dict = {}
     for row in run.rows:
         if row["category"] not in LASTING and row["phase"] and row["module"] != NOWHERE:
@@ -74,8 +94,14 @@ def sentences(runs: list[Run]) -> list[str]:
     label = "Simulated: " if run.source == "simulated" else ""
     others = [r for r in runs if r.seq_len == run.seq_len and r is not run and r.peak_bytes]
     beside = ", ".join(
-        f"{r.impl} {'ran out of memory past' if r.error else ''} {size(r.peak_bytes)}".replace("  ", " ")
-        + (f", {r.peak_bytes / run.peak_bytes:.1f} times as much" if r.peak_bytes >= run.peak_bytes else "")
+        f"{r.impl} {'ran out of memory past' if r.error else ''} {size(r.peak_bytes)}".replace(
+            "  ", " "
+        )
+        + (
+            f", {r.peak_bytes / run.peak_bytes:.1f} times as much"
+            if r.peak_bytes >= run.peak_bytes
+            else ""
+        )
         for r in others
     )
     first = f"{label}{run.impl} peaks at {size(run.peak_bytes)} with {run.seq_len:,} tokens" + (
@@ -86,7 +112,8 @@ def sentences(runs: list[Run]) -> list[str]:
     module, phase, held = holder(run)
     lasting = sum(run.peak_split[c] for c in LASTING)
     second = (
-        f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of it, born in the {phase}, "
+        f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of it, "
+        f"born in the {phase}, "
         f"and parameters, gradients and optimizer states hold {size(lasting)}"
         if module
         else f"The peak comes in the {run.peak_phase or 'step'}, in parameters, gradients and optimizer states alone"

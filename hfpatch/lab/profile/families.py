@@ -1,24 +1,43 @@
-"""Seconds by kind of kernel, and the time compute stood still while copies ran, from names and intervals alone."""
+"""Seconds by kind of kernel, and the time compute stood still while copies ran, from names and
+intervals alone.
+"""
 
 import re
 
-# First match wins. Names: CUDA kernels as cuBLAS, cuDNN, FlashAttention, Triton and ATen call them, and CPU operators.
+# First match wins. Names: CUDA kernels as cuBLAS, cuDNN, FlashAttention, Triton and ATen call them,
+# and CPU operators.
 FAMILIES = (
     ("copy host-device", re.compile(r"memcpy (htod|dtoh)", re.I)),
-    ("copy on device", re.compile(r"memcpy|^aten::(copy_|clone|contiguous|cat|_to_copy)$|direct_copy|CatArray", re.I)),
+    (
+        "copy on device",
+        re.compile(
+            r"memcpy|^aten::(copy_|clone|contiguous|cat|_to_copy)$|direct_copy|CatArray", re.I
+        ),
+    ),
     ("communication", re.compile(r"nccl|gloo|c10d|all_?gather|all_?reduce|reduce_scatter", re.I)),
     ("attention", re.compile(r"flash|fmha|attention|cudnn.*sdpa|sdpa", re.I)),
-    ("optimizer", re.compile(r"adam|multi_tensor_apply|_foreach_|lpnorm|clip_grad|_fused_sgd", re.I)),
+    (
+        "optimizer",
+        re.compile(r"adam|multi_tensor_apply|_foreach_|lpnorm|clip_grad|_fused_sgd", re.I),
+    ),
     ("loss", re.compile(r"cross_entropy|softmax|nll_loss|logsumexp", re.I)),
     ("norm", re.compile(r"rms_?norm|layer_?norm|aten::(mean|rsqrt)", re.I)),
     ("rope", re.compile(r"rope|rotary", re.I)),
     ("swiglu", re.compile(r"swiglu|silu", re.I)),
-    ("matmul", re.compile(r"gemm|gemv|cutlass|xmma|cublas|nvjet|splitk|aten::(mm|addmm|bmm|baddbmm|linear)$", re.I)),
+    (
+        "matmul",
+        re.compile(
+            r"gemm|gemv|cutlass|xmma|cublas|nvjet|splitk|aten::(mm|addmm|bmm|baddbmm|linear)$", re.I
+        ),
+    ),
     ("embedding", re.compile(r"embedding|index_select|indexing_backward", re.I)),
     ("fill", re.compile(r"memset|aten::(zero_|fill_)$|FillFunctor", re.I)),
     (
         "elementwise",
-        re.compile(r"elementwise|vectorized|aten::(add|mul|sub|div|neg|pow|sum|exp|sigmoid)_?$|reduce_", re.I),
+        re.compile(
+            r"elementwise|vectorized|aten::(add|mul|sub|div|neg|pow|sum|exp|sigmoid)_?$|reduce_",
+            re.I,
+        ),
     ),
 )
 
@@ -48,10 +67,12 @@ def _merged(intervals):
 
 
 def copy_wait(kernels) -> float:
-    """Seconds in which the compute stream was idle while another stream copied between host and device.
+    """Seconds in which the compute stream was idle while another stream copied between host and
+    device.
 
-    kernels: (name, stream, start, end) of device events, in seconds. The compute stream is the busiest one that
-    does anything but copy. Idle time with no copy running is the host's fault, not counted here.
+    kernels: (name, stream, start, end) of device events, in seconds. The compute stream is the
+    busiest one that does anything but copy. Idle time with no copy running is the host's fault, not
+    counted here.
     """
     busy: dict = {}
     for name, stream, start, end in kernels:
@@ -61,6 +82,10 @@ def copy_wait(kernels) -> float:
         return 0.0
     compute = max(busy, key=busy.get)
     work = _merged((s, e) for _, stream, s, e in kernels if stream == compute)
-    copies = _merged((s, e) for n, stream, s, e in kernels if stream != compute and family(n).startswith("copy host"))
+    copies = _merged(
+        (s, e)
+        for n, stream, s, e in kernels
+        if stream != compute and family(n).startswith("copy host")
+    )
     gaps = [(a[1], b[0]) for a, b in zip(work, work[1:])]
     return sum(max(0.0, min(e, gap[1]) - max(s, gap[0])) for s, e in copies for gap in gaps)

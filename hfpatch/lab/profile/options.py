@@ -1,4 +1,6 @@
-"""What `profile` is asked for: one run, checked before any process starts. Imports torch where a device is asked for alone."""
+"""What `profile` is asked for: one run, checked before any process starts. Imports torch where a
+device is asked for alone.
+"""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +8,8 @@ from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.lab.profile.timeline import IMPLEMENTATIONS
 
 CHOICES = {
-    "impl": IMPLEMENTATIONS, "dtype": ("auto", "bfloat16", "float16", "float32"), "optimizer": ("adamw", "sgd", "none"),
+    "impl": IMPLEMENTATIONS, "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "optimizer": ("adamw", "sgd", "none"),
     "device": ("auto", "cpu", "cuda"),
 }  # fmt: skip
 LEAST = {"seq_len": 2, "batch": 1, "steps": 1, "warmup": 0}
@@ -14,8 +17,10 @@ LEAST = {"seq_len": 2, "batch": 1, "steps": 1, "warmup": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run. model: a preset, a config.json, a folder or a hub id; checkpointing: what hfpatch.apply
-    takes, in words that JSON can write. ValueError for a value that its field cannot take."""
+    """What to run. model: a preset, a config.json, a folder or a hub id; checkpointing: what
+    hfpatch.apply takes, in words that JSON can write. ValueError for a value that its field cannot
+    take.
+    """
 
     model: str
     impl: str = "hf"
@@ -37,13 +42,15 @@ class Options:
         for name, among in CHOICES.items():
             if getattr(self, name) not in among:
                 raise ValueError(
-                    f"hfpatch: {name} takes {', '.join(among)}, {getattr(self, name)!r} came; name one of these."
+                    f"hfpatch: {name} takes {', '.join(among)}, {getattr(self, name)!r} came; "
+                    "name one of these."
                 )
         for name, least in LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"hfpatch: {name} must be a whole number of at least {least}, {value!r} came; change it."
+                    f"hfpatch: {name} must be a whole number of at least {least}, {value!r} came; "
+                    "change it."
                 )
         parse_checkpointing(self.checkpointing)
 
@@ -54,7 +61,8 @@ class Options:
         there = torch.cuda.is_available()
         if self.device == "cuda" and not there:
             raise ValueError(
-                "hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu, or simulate the step."
+                "hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu, or "
+                "simulate the step."
             )
         return ("cuda" if there else "cpu") if self.device == "auto" else self.device
 
@@ -62,25 +70,34 @@ class Options:
     def torch_dtype(self):
         import torch
 
-        # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32 and said so.
-        name = ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+        # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32
+        # and said so.
+        name = (
+            ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+        )
         return getattr(torch, name)
 
 
 def words_of(checkpointing) -> list[str]:
-    """What apply() takes as checkpointing, as the words of a command line; none for "auto". Raises ValueError."""
+    """What apply() takes as checkpointing, as the words of a command line; none for "auto". Raises
+    ValueError.
+    """
     found = parse_checkpointing(checkpointing)
     return ["off"] if found == "off" else found.words()
 
 
-def check_together(impls: list[str], checkpointing: list[str], gradient_checkpointing: bool) -> None:
+def check_together(
+    impls: list[str], checkpointing: list[str], gradient_checkpointing: bool
+) -> None:
     """ValueError for an option that is for none of the implementations that run."""
     if checkpointing and "hfpatch" not in impls:
         raise ValueError(
-            f"hfpatch: checkpointing is for hfpatch, impl named {', '.join(impls)}; add hfpatch, or leave it out."
+            f"hfpatch: checkpointing is for hfpatch, impl named {', '.join(impls)}; add hfpatch, "
+            "or leave it out."
         )
     if not gradient_checkpointing and not {"hf", "liger"} & set(impls):
         raise ValueError(
-            "hfpatch: gradient checkpointing is turned off for hf and liger, impl named hfpatch alone; for it pass "
+            "hfpatch: gradient checkpointing is turned off for hf and liger, impl named hfpatch "
+            "alone; for it pass "
             'checkpointing="off".'
         )

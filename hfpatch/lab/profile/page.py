@@ -1,4 +1,6 @@
-"""report.html: one file, no network, no script. Charts are SVG; colours follow the reader's light or dark setting."""
+"""report.html: one file, no network, no script. Charts are SVG; colours follow the reader's light
+or dark setting.
+"""
 
 import re
 from html import escape
@@ -64,7 +66,9 @@ def _tick_label(value: float) -> str:
 
 
 def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
-    """Step-shaped areas from the axis up to each category, the highest first, each painted over by those below it."""
+    """Step-shaped areas from the axis up to each category, the highest first, each painted over by
+    those below it.
+    """
     end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
     base, out = TOP + HEIGHT, []
     for i, name in reversed(list(enumerate(CATEGORIES))):
@@ -89,7 +93,8 @@ def _areas(run: Run, x0: float, width: float, top: float) -> list[str]:
 def chart(runs: list[Run], *, shared: bool = True) -> str:
     """Memory over one step, a panel per run; shared: one memory axis for all of them.
 
-    Panels are of one size; they stand beside each other and wrap where the window is narrow, text hardly shrinks.
+    Panels are of one size; they stand beside each other and wrap where the window is narrow, text
+    hardly shrinks.
     """
     runs = [r for r in runs if r.curve]
     if not runs:
@@ -99,7 +104,9 @@ def chart(runs: list[Run], *, shared: bool = True) -> str:
         _panel(run, name, width, (highest if shared else run.peak_bytes) * 1.12)
         for run, name in zip(runs, report.columns(runs))
     ]
-    return f'<div class="panels" style="--panel: {0.9 * width:.0f}px">' + "\n".join(panels) + "</div>"
+    return (
+        f'<div class="panels" style="--panel: {0.9 * width:.0f}px">' + "\n".join(panels) + "</div>"
+    )
 
 
 def _panel(run: Run, name: str, full: int, top: float) -> str:
@@ -110,29 +117,45 @@ def _panel(run: Run, name: str, full: int, top: float) -> str:
     for tick in ticks(top):
         y = TOP + HEIGHT * (1 - tick / top)
         out.append(f'<line class="grid" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(f'<text class="faint" x="{x0 - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick_label(tick)}</text>')
+        out.append(
+            f'<text class="faint" x="{x0 - 8}" y="{y + 4:.1f}" '
+            f'text-anchor="end">{_tick_label(tick)}</text>'
+        )
     out += _areas(run, x0, width, top)
     end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
     for phase, begin, stop in run.phases:
         px = x0 + (begin - start) / (end - start) * width
-        out.append(f'<line class="phase" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>')
+        out.append(
+            f'<line class="phase" x1="{px:.1f}" x2="{px:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}"/>'
+        )
         # A phase too short for its name goes unnamed; its line stays.
         if (stop - begin) / (end - start) * width > 8 * len(phase):
-            out.append(f'<text class="faint" x="{px + 3:.1f}" y="{TOP + HEIGHT + 16}">{escape(phase)}</text>')
+            out.append(
+                f'<text class="faint" x="{px + 3:.1f}" '
+                f'y="{TOP + HEIGHT + 16}">{escape(phase)}</text>'
+            )
     y = TOP + HEIGHT * (1 - run.peak_bytes / top)
     out.append(f'<line class="peak" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
     out.append(f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
-    out.append(f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>')
+    out.append(
+        f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>'
+    )
     out.append(f'<text x="{x0}" y="18" class="name">{escape(name)}</text>')
     span = f"0 to {end:.2f} s" if run.time_unit == "s" else f"one step, {run.time_unit}"
-    out.append(f'<text class="faint" x="{x0 + width}" y="{TOP + HEIGHT + 38}" text-anchor="end">{escape(span)}</text>')
+    out.append(
+        f'<text class="faint" x="{x0 + width}" y="{TOP + HEIGHT + 38}" '
+        f'text-anchor="end">{escape(span)}</text>'
+    )
     return "\n".join([*out, "</svg>"])
 
 
 def _legend(runs) -> str:
-    used = [c for i, c in enumerate(CATEGORIES) if any(level[i] for r in runs for _, level in r.curve)]
+    used = [
+        c for i, c in enumerate(CATEGORIES) if any(level[i] for r in runs for _, level in r.curve)
+    ]
     return '<p class="legend">' + "".join(
-        f'<span title="{MEANING[c]}"><i style="background:{COLOURS[c]}"></i>{c}</span>' for c in used
+        f'<span title="{MEANING[c]}"><i style="background:{COLOURS[c]}"></i>{c}</span>'
+        for c in used
     ) + "</p>"  # fmt: skip
 
 
@@ -146,7 +169,9 @@ def _inline(text: str) -> str:
 
 
 def _breakable(html: str) -> str:
-    """A long path or dotted name may go on in the next line after its separators, but not before `py:12`."""
+    """A long path or dotted name may go on in the next line after its separators, but not before
+    `py:12`.
+    """
     return re.sub(r"(?<=[\w*][/._:])(?=[A-Za-z*])(?!py:)", "<wbr>", html)
 
 
@@ -175,12 +200,19 @@ def html(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> s
     ]
     for length, group in report.by_length(runs).items():
         head = report.columns(group)
-        out += [f"<h2>{length:,} tokens: memory over one step{simulated}</h2>", _legend(group), chart(group)]
+        out += [
+            f"<h2>{length:,} tokens: memory over one step{simulated}</h2>",
+            _legend(group),
+            chart(group),
+        ]
         if len(group) > 1:
             own = chart(group, shared=False)
             out.append(f"<details><summary>Each at its own scale</summary>{own}</details>")
         for title, first, rows in report.tables(group):
-            out += [f"<h3>{title}</h3>", _table([first, *head], [(name, *cells) for name, cells in rows])]
+            out += [
+                f"<h3>{title}</h3>",
+                _table([first, *head], [(name, *cells) for name, cells in rows]),
+            ]
         for run, name in zip(group, head):
             out.append(f"<h3>{escape(name)}: largest blocks at the peak</h3>")
             out.append(f"<p>{escape(run.error)}</p>" if run.error else "")
@@ -190,6 +222,9 @@ def html(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> s
                 said = escape("\n".join(run.applied))
                 out.append(f"<h3>{escape(name)}: {_inline(report.APPLIED)}</h3><pre>{said}</pre>")
     lines = [*report.facts(runs, command, commit), *notes, *report.files(runs)]
-    out.append('<h2>How it was made</h2><ul class="facts">' + "".join(f"<li>{_inline(line)}</li>" for line in lines))
+    out.append(
+        '<h2>How it was made</h2><ul class="facts">'
+        + "".join(f"<li>{_inline(line)}</li>" for line in lines)
+    )
     out.append("</ul></body></html>")
     return "\n".join(out) + "\n"

@@ -6,7 +6,9 @@ from hfpatch.lab.profile.timeline import CATEGORIES, UNITS, Run, size, unit_of
 
 
 def draw(runs: list[Run], path: str) -> bool:
-    """Writes the picture: a row per length, a panel per run, one memory axis per row. False without matplotlib."""
+    """Writes the picture: a row per length, a panel per run, one memory axis per row. False without
+    matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -17,7 +19,9 @@ def draw(runs: list[Run], path: str) -> bool:
     if not lengths:
         return False
     wide = max(map(len, lengths.values()))
-    figure = Figure(figsize=(3.6 * wide + 1.2, 2.9 * len(lengths) + 0.9), dpi=110, layout="constrained")
+    figure = Figure(
+        figsize=(3.6 * wide + 1.2, 2.9 * len(lengths) + 0.9), dpi=110, layout="constrained"
+    )
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(lengths), wide, squeeze=False)
     shown = {}
@@ -30,12 +34,14 @@ def draw(runs: list[Run], path: str) -> bool:
             times = [at for at, _ in run.curve]
             layers = [[level[j] / unit for _, level in run.curve] for j in range(len(CATEGORIES))]
             for patch, category in zip(
-                axis.stackplot(times, layers, colors=[COLOURS[c] for c in CATEGORIES], step="post"), CATEGORIES
+                axis.stackplot(times, layers, colors=[COLOURS[c] for c in CATEGORIES], step="post"),
+                CATEGORIES,
             ):
                 if any(layers[CATEGORIES.index(category)]):
                     shown[category] = patch
             axis.axhline(run.peak_bytes / unit, color="black", linestyle="--", linewidth=0.8)
-            axis.annotate(f"peak {size(run.peak_bytes)}", (0.02, run.peak_bytes / unit), va="bottom",
+            axis.annotate(f"peak {size(run.peak_bytes)}", (0.02, run.peak_bytes / unit),
+                          va="bottom",
                           xycoords=("axes fraction", "data"), fontsize=9)  # fmt: skip
             axis.set_ylim(0, top / unit)
             axis.set_yticks([t / unit for t in ticks(top)])

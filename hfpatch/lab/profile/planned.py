@@ -4,13 +4,16 @@ from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.simulate.simulator import sessions
 
-STATES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors of a parameter's size and type that each optimizer keeps
+# tensors of a parameter's size and type that each optimizer keeps
+STATES = {"adamw": 2, "sgd": 0, "none": 0}
 
 
 def planned(model, options, *, itemsize: int, policy=None) -> dict:
-    """The closed form's peak for this model and these options, in bytes; policy: hfpatch's where its layers tell none.
+    """The closed form's peak for this model and these options, in bytes; policy: hfpatch's where
+    its layers tell none.
 
-    Empty for what the closed form does not describe: other layers than Llama's, Liger, layers that did not run tiled.
+    Empty for what the closed form does not describe: other layers than Llama's, Liger, layers that
+        did not run tiled.
     """
     try:
         shape = ModelShape.from_config(model.config)
@@ -20,13 +23,21 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
         policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
     elif options.impl == "hfpatch":
         # What the session resolved for the shape that ran last.
-        policy = policy or next((p for s in sessions(model) for p in reversed(s.policies.values())), None)
+        policy = policy or next(
+            (p for s in sessions(model) for p in reversed(s.policies.values())), None
+        )
         policy = "off" if options.checkpointing == ["off"] else policy
     if policy is None:
         return {}
-    memory = step_memory(shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize)
+    memory = step_memory(
+        shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize
+    )
     states = STATES[options.optimizer] * memory.parameters
     # Recorded from the first step on, the states are born when the activations are gone.
     late = max(memory.peak, memory.parameters + memory.gradients + states)
     peak = memory.peak + states if options.warmup else late
-    return {"gpu_peak_bytes": peak, "host_peak_bytes": memory.host, "moment": memory.peak_moment.name}
+    return {
+        "gpu_peak_bytes": peak,
+        "host_peak_bytes": memory.host,
+        "moment": memory.peak_moment.name,
+    }

@@ -1,8 +1,10 @@
-"""From torch.profiler's events to allocations with owners: module, phase, operator, Python line, category.
+"""From torch.profiler's events to allocations with owners: module, phase, operator, Python line,
+category.
 
-The profiler's event tree holds every allocation and free of PyTorch's allocators, CPU or CUDA. Forward hooks leave a
-marker around each module's call, so the innermost marker around an allocation names its module; in the backward, where
-no module is called, the autograd node's sequence number leads back to the operator of the forward that made it.
+The profiler's event tree holds every allocation and free of PyTorch's allocators, CPU or CUDA.
+Forward hooks leave a marker around each module's call, so the innermost marker around an allocation
+names its module; in the backward, where no module is called, the autograd node's sequence number
+leads back to the operator of the forward that made it.
 """
 
 import bisect
@@ -20,7 +22,15 @@ from hfpatch.store import device
 
 MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
 # Frames that say nothing about who asked for the memory.
-SKIPPED = ("torch/", "contextlib.py", "threading.py", "<", "functools.py", "accelerate/", "transformers/utils/")
+SKIPPED = (
+    "torch/",
+    "contextlib.py",
+    "threading.py",
+    "<",
+    "functools.py",
+    "accelerate/",
+    "transformers/utils/",
+)
 
 
 def phase(name: str):
@@ -30,8 +40,8 @@ def phase(name: str):
 
 @contextlib.contextmanager
 def module_markers(model: torch.nn.Module):
-    """While open, every module's call is marked with its name, and the addresses of the decoder layers' inputs are
-    noted: yields {data_ptr: ("checkpoints", layer's name)}.
+    """While open, every module's call is marked with its name, and the addresses of the decoder
+    layers' inputs are noted: yields {data_ptr: ("checkpoints", layer's name)}.
     """
     opened = threading.local()
     names = {id(module): name for name, module in model.named_modules()}
@@ -56,15 +66,22 @@ def module_markers(model: torch.nn.Module):
 
 
 def is_layer(name: str, module) -> bool:
-    """A decoder layer in any family, wrapped or patched: a numbered module that holds an attention and an MLP."""
-    return name.rpartition(".")[2].isdigit() and hasattr(module, "self_attn") and hasattr(module, "mlp")
+    """A decoder layer in any family, wrapped or patched: a numbered module that holds an attention
+    and an MLP.
+    """
+    return (
+        name.rpartition(".")[2].isdigit()
+        and hasattr(module, "self_attn")
+        and hasattr(module, "mlp")
+    )
 
 
 @contextlib.contextmanager
 def host_buffers():
     """While open, notes what the session takes as host memory: yields {data_ptr: bytes}.
 
-    On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if it were the device's.
+    On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if
+    it were the device's.
     """
     held: dict = {}
     real = device.host_empty
@@ -82,23 +99,31 @@ def host_buffers():
 def kernels(profiler: torch.profiler.profile) -> list:
     """(name, stream, start, end) of the recorded device events, in seconds.
 
-    Not by profiler.events(): that reads the names of Python events too, of which torch 2.13 garbles some (they are
-    then no UTF-8, and reading them raises).
+    Not by profiler.events(): that reads the names of Python events too, of which torch 2.13 garbles
+    some (they are then no UTF-8, and reading them raises).
     """
     return [
-        (e.name(), e.device_resource_id(), e.start_ns() / 1e9, (e.start_ns() + e.duration_ns()) / 1e9)
+        (
+            e.name(),
+            e.device_resource_id(),
+            e.start_ns() / 1e9,
+            (e.start_ns() + e.duration_ns()) / 1e9,
+        )
         for e in profiler.profiler.kineto_results.events()
         if e.device_type() == torch.autograd.DeviceType.CUDA
     ]
 
 
 class Spans:
-    """Properly nested (start, end, name) of one thread; `at(t)` is the innermost name around t, or None."""
+    """Properly nested (start, end, name) of one thread; `at(t)` is the innermost name around t, or
+    None.
+    """
 
     def __init__(self, spans):
         edges = []
         for start, end, name in spans:
-            # At one instant an end comes before a start; of two starts the longer span is the outer one.
+            # At one instant an end comes before a start; of two starts the longer span is the outer
+            # one.
             edges.append((start, 1, -end, name))
             edges.append((end, 0, 0, name))
         edges.sort(key=lambda e: e[:3])
@@ -117,7 +142,9 @@ class Spans:
 
 
 class Events:
-    """The profiler's tree, flattened once: allocations in order of time, operators, markers, by thread."""
+    """The profiler's tree, flattened once: allocations in order of time, operators, markers, by
+    thread.
+    """
 
     def __init__(self, profiler: torch.profiler.profile):
         self.allocations, self.ops, self.marks = [], defaultdict(list), defaultdict(list)
@@ -133,20 +160,32 @@ class Events:
                 start = node.start_time_ns
                 self.all_ops.append(node)
                 if node.name.startswith(MODULE):
-                    self.marks[node.start_tid].append((start, start + node.duration_time_ns, node.name[len(MODULE) :]))
+                    self.marks[node.start_tid].append(
+                        (start, start + node.duration_time_ns, node.name[len(MODULE) :])
+                    )
                 elif node.name.startswith(PHASE):
-                    self.phases.append((node.name[len(PHASE) :], start, start + node.duration_time_ns, node.start_tid))
+                    self.phases.append(
+                        (
+                            node.name[len(PHASE) :],
+                            start,
+                            start + node.duration_time_ns,
+                            node.start_tid,
+                        )
+                    )
                 elif node.name == HOST:
                     self.host.append((start, start + node.duration_time_ns))
                 elif node.name.startswith("Optimizer.step#"):
-                    self.phases.append(("torch optimizer", start, start + node.duration_time_ns, node.start_tid))
+                    self.phases.append(
+                        ("torch optimizer", start, start + node.duration_time_ns, node.start_tid)
+                    )
                 elif fields.sequence_number >= 0 and not _is_backward(node):
                     self.ops[node.start_tid, fields.sequence_number].append(node)
         self.allocations.sort(key=lambda n: n.start_time_ns)
         for found in self.ops.values():
             found.sort(key=lambda n: n.start_time_ns)
         self.spans = {tid: Spans(marks) for tid, marks in self.marks.items()}
-        # torch marks Optimizer.step itself, inside an engine's backward too; ours around it says the same twice.
+        # torch marks Optimizer.step itself, inside an engine's backward too; ours around it says
+        # the same twice.
         ours = [p for p in self.phases if p[0] == "optimizer"]
         torchs = [("optimizer", *rest) for name, *rest in self.phases if name == "torch optimizer"]
         self.phases = [p for p in self.phases if p[0] in ("forward", "backward")] + (ours or torchs)
@@ -168,14 +207,18 @@ class Events:
             yield node.name, max(0, node.duration_time_ns - inner) / 1e9
 
     def forward_of(self, node):
-        """The operator of the forward that made the autograd node around this event, or None outside a backward."""
+        """The operator of the forward that made the autograd node around this event, or None
+        outside a backward.
+        """
         around = [n for n in _above(node) if n.typed[0].name == "TorchOp" and _is_backward(n)]
         if not around:
             return None
         # A backward inside a backward (a tiled layer's own) runs and counts on its own thread.
         inner = around[0]
         outermost = around[-1].start_time_ns
-        nested = any(n.start_time_ns < inner.start_time_ns and not _same_node(n, inner) for n in around)
+        nested = any(
+            n.start_time_ns < inner.start_time_ns and not _same_node(n, inner) for n in around
+        )
         tid = node.start_tid if nested else self.main_tid
         found = self.ops.get((tid, inner.typed[1].sequence_number), [])
         limit = inner.start_time_ns if nested or tid == node.start_tid else outermost
@@ -183,10 +226,15 @@ class Events:
         return made[-1] if made else None
 
     def first_call(self, module: str) -> float:
-        return min((start for spans in self.marks.values() for start, _, name in spans if name == module), default=0)
+        return min(
+            (start for spans in self.marks.values() for start, _, name in spans if name == module),
+            default=0,
+        )
 
     def phase_at(self, t) -> str:
-        """The innermost phase around t: an optimizer step inside an engine's backward is the optimizer's."""
+        """The innermost phase around t: an optimizer step inside an engine's backward is the
+        optimizer's.
+        """
         name = ""
         for what, start, end, _ in self.phases:
             if start <= t <= end:
@@ -197,8 +245,14 @@ class Events:
         return any(start <= t <= end for start, end in self.host)
 
     def module_at(self, node) -> str | None:
-        """The module whose call, or whose backward, this event belongs to; None where no module was called."""
-        called = self.spans[node.start_tid].at(node.start_time_ns) if node.start_tid in self.spans else None
+        """The module whose call, or whose backward, this event belongs to; None where no module was
+        called.
+        """
+        called = (
+            self.spans[node.start_tid].at(node.start_time_ns)
+            if node.start_tid in self.spans
+            else None
+        )
         if called is not None:
             return called
         forward = self.forward_of(node)
@@ -213,7 +267,8 @@ def _above(node):
 
 def _is_backward(node) -> bool:
     return (
-        node.name.startswith("autograd::engine::evaluate_function") or node.typed[1].scope.name == "BACKWARD_FUNCTION"
+        node.name.startswith("autograd::engine::evaluate_function")
+        or node.typed[1].scope.name == "BACKWARD_FUNCTION"
     )
 
 
@@ -222,12 +277,18 @@ def _same_node(a, b) -> bool:
 
 
 def operator(node) -> str:
-    """The innermost operator around an event: 'aten::mm', 'hfpatch::swiglu', or '' for plain Python."""
+    """The innermost operator around an event: 'aten::mm', 'hfpatch::swiglu', or '' for plain
+    Python.
+    """
     backward = ""
     for parent in _above(node):
         if parent.typed[0].name == "TorchOp":
             if not _is_backward(parent) and not parent.name.startswith("hfpatch."):
-                return parent.name if parent.name not in ("aten::empty", "aten::empty_strided") else _maker(parent)
+                return (
+                    parent.name
+                    if parent.name not in ("aten::empty", "aten::empty_strided")
+                    else _maker(parent)
+                )
             backward = backward or parent.name.removeprefix("autograd::engine::evaluate_function: ")
     return backward
 
@@ -237,20 +298,26 @@ def _maker(node) -> str:
     for parent in _above(node):
         if parent.typed[0].name != "TorchOp":
             break
-        if parent.name.startswith(("aten::", "hfpatch::")) and not parent.name.startswith("aten::empty"):
+        if parent.name.startswith(("aten::", "hfpatch::")) and not parent.name.startswith(
+            "aten::empty"
+        ):
             return parent.name
     return node.name
 
 
 def line(events: Events, node) -> str:
-    """'transformers/models/llama/modeling_llama.py:64': the innermost frame that is not plumbing, or ''.
+    """'transformers/models/llama/modeling_llama.py:64': the innermost frame that is not plumbing,
+    or ''.
 
     In a backward, where the only frame around is the training loop's, the line of the forward.
     """
     for parent in _above(node):
         if parent.typed[0].name in ("PyCall", "PyCCall"):
             frame = parent.typed[1].caller
-            if not frame.file_name.startswith(SKIPPED) and "hfpatch/profiling" not in frame.file_name:
+            if (
+                not frame.file_name.startswith(SKIPPED)
+                and "hfpatch/profiling" not in frame.file_name
+            ):
                 return f"{frame.file_name}:{frame.line_number}"
         elif parent.typed[0].name == "TorchOp" and _is_backward(parent):
             forward = events.forward_of(node)
@@ -259,14 +326,20 @@ def line(events: Events, node) -> str:
 
 
 def allocations(events: Events, device_type: str, preexisting, marks, head: str = "lm_head"):
-    """Every block of the device's allocator as an Allocation, times in seconds from the first phase, and the phases.
+    """Every block of the device's allocator as an Allocation, times in seconds from the first
+    phase, and the phases.
 
-    preexisting: (data_ptr, bytes, category) alive before the recording; marks: (phase name, {data_ptr: category})
-    taken at the end of a phase: a block alive there with that address is what the mark says it is; a category may be a
-    pair (category, module): only a block older than that module's first call is meant; head: the output projection's
-    module name, whose blocks, and those of the modules that hold it, are the loss's.
+    preexisting: (data_ptr, bytes, category) alive before the recording; marks: (phase name,
+    {data_ptr: category}) taken at the end of a phase: a block alive there with that address is what
+    the mark says it is; a category may be a pair (category, module): only a block older than that
+    module's first call is meant; head: the output projection's module name, whose blocks, and those
+    of the modules that hold it, are the loss's.
     """
-    zero = events.phases[0][1] if events.phases else (events.allocations[0].start_time_ns if events.allocations else 0)
+    zero = (
+        events.phases[0][1]
+        if events.phases
+        else (events.allocations[0].start_time_ns if events.allocations else 0)
+    )
     ends = {name: end for name, _, end, _ in events.phases}
     forward_end = ends.get("forward")
     checks = [(ends[name], pointers) for name, pointers in marks if name in ends]
@@ -295,7 +368,9 @@ def allocations(events: Events, device_type: str, preexisting, marks, head: str 
     for entry in living.values():
         close(entry, None)
     last = max([final, *ends.values()], default=final)
-    phases = [[name, (start - zero) / 1e9, (end - zero) / 1e9] for name, start, end, _ in events.phases]
+    phases = [
+        [name, (start - zero) / 1e9, (end - zero) / 1e9] for name, start, end, _ in events.phases
+    ]
     return done, phases, (last - zero) / 1e9
 
 
@@ -319,7 +394,11 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
     born = node.start_time_ns
     module, phase_name = events.module_at(node), events.phase_at(born)
     if category is None:
-        forward_long = phase_name == "forward" and forward_end is not None and (died is None or died > forward_end)
+        forward_long = (
+            phase_name == "forward"
+            and forward_end is not None
+            and (died is None or died > forward_end)
+        )
         if events.on_host(born):
             category = "host"
         elif phase_name == "optimizer":
@@ -344,5 +423,7 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
 
 
 def holds(head: str, module: str) -> bool:
-    """The head itself, a part of it (an adapter), or what holds it: the causal LM, whose forward calls the loss."""
+    """The head itself, a part of it (an adapter), or what holds it: the causal LM, whose forward
+    calls the loss.
+    """
     return module == "" or (head + ".").startswith(module + ".") or module.startswith(head + ".")

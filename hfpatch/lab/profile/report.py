@@ -5,9 +5,13 @@ from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, gene
 
 
 def columns(runs: list[Run]) -> list[str]:
-    """One heading per run; a simulated one is marked wherever it appears, and one that ran out of memory too."""
+    """One heading per run; a simulated one is marked wherever it appears, and one that ran out of
+    memory too.
+    """
     marks = {"simulated": " (simulated)"}
-    return [r.impl + marks.get(r.source, "") + (" (did not finish)" if r.error else "") for r in runs]
+    return [
+        r.impl + marks.get(r.source, "") + (" (did not finish)" if r.error else "") for r in runs
+    ]
 
 
 def by_length(runs: list[Run]) -> dict:
@@ -20,13 +24,17 @@ def by_length(runs: list[Run]) -> dict:
 def category_table(runs):
     """Rows (name, [text per run]): each category at each run's own peak, then the peak."""
     rows = [
-        (name, [size(r.peak_split[name]) for r in runs]) for name in CATEGORIES if any(r.peak_split[name] for r in runs)
+        (name, [size(r.peak_split[name]) for r in runs])
+        for name in CATEGORIES
+        if any(r.peak_split[name] for r in runs)
     ]
     return rows + [("**peak**", [f"**{size(r.peak_bytes)}**" for r in runs])]
 
 
 def module_table(runs):
-    """Rows (module, [text per run]) beyond parameters, gradients and optimizer states, where they differ most first."""
+    """Rows (module, [text per run]) beyond parameters, gradients and optimizer states, where they
+    differ most first.
+    """
     held = []
     for run in runs:
         mine: dict = {}
@@ -35,12 +43,20 @@ def module_table(runs):
                 name = generic(row["module"]) or "(the model's own forward)"
                 mine[name] = mine.get(name, 0) + row["bytes"]
         held.append(mine)
-    names = sorted(dict.fromkeys(n for mine in held for n in mine), key=lambda n: -max(mine.get(n, 0) for mine in held))
-    return [(f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held]) for n in names[:12]]
+    names = sorted(
+        dict.fromkeys(n for mine in held for n in mine),
+        key=lambda n: -max(mine.get(n, 0) for mine in held),
+    )
+    return [
+        (f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held])
+        for n in names[:12]
+    ]
 
 
 def tables(runs) -> list:
-    """(title, heading of the first column, rows) of every table over runs of one length that has rows."""
+    """(title, heading of the first column, rows) of every table over runs of one length that has
+    rows.
+    """
     found = (
         ("At each one's own peak, by category", "category", category_table(runs)),
         ("Beyond parameters, gradients and optimizer, by module", "module", module_table(runs)),
@@ -55,16 +71,23 @@ def _seconds(value):
 
 
 def figure_table(runs):
-    """Rows (figure, [text per run]): speed, the allocator's own counts, host memory, plan against measurement."""
+    """Rows (figure, [text per run]): speed, the allocator's own counts, host memory, plan against
+    measurement.
+    """
     rows = []
 
     def add(name, values):
         if any(v not in (None, "") for v in values):
             rows.append((name, ["" if v is None else v for v in values]))
 
-    steps = [sorted(r.step_seconds)[len(r.step_seconds) // 2] if r.step_seconds else None for r in runs]
+    steps = [
+        sorted(r.step_seconds)[len(r.step_seconds) // 2] if r.step_seconds else None for r in runs
+    ]
     add("seconds a step (median, without the profiler)", [_seconds(s) for s in steps])
-    add("tokens a second", [f"{r.seq_len * r.batch / s:,.0f}" if s else "" for r, s in zip(runs, steps)])
+    add(
+        "tokens a second",
+        [f"{r.seq_len * r.batch / s:,.0f}" if s else "" for r, s in zip(runs, steps)],
+    )
     for name, key in (
         ("allocated, peak", "allocated_peak_bytes"),
         ("reserved, peak", "reserved_peak_bytes"),
@@ -75,26 +98,47 @@ def figure_table(runs):
     ):
         add(name, [size(r.memory[key]) if key in r.memory else None for r in runs])
     add("waiting for copies", [_seconds(r.memory.get("copy_wait_seconds")) for r in runs])
-    add("planned peak, as on a GPU", [size(r.planned["gpu_peak_bytes"]) if r.planned else None for r in runs])
+    add(
+        "planned peak, as on a GPU",
+        [size(r.planned["gpu_peak_bytes"]) if r.planned else None for r in runs],
+    )
     add(
         "planned / peak here",
-        [f"{r.planned['gpu_peak_bytes'] / r.peak_bytes:.3f}" if r.planned and r.peak_bytes else None for r in runs],
+        [
+            f"{r.planned['gpu_peak_bytes'] / r.peak_bytes:.3f}"
+            if r.planned and r.peak_bytes
+            else None
+            for r in runs
+        ],
     )
     return rows
 
 
 def family_table(runs):
-    """Rows (kernel family, [text per run]) of the recorded step; empty for simulated runs, which run no kernel."""
+    """Rows (kernel family, [text per run]) of the recorded step; empty for simulated runs, which
+    run no kernel.
+    """
     names = sorted(
-        dict.fromkeys(n for r in runs for n in r.families), key=lambda n: -max(r.families.get(n, 0) for r in runs)
+        dict.fromkeys(n for r in runs for n in r.families),
+        key=lambda n: -max(r.families.get(n, 0) for r in runs),
     )
     return [(n, [_seconds(r.families[n]) if n in r.families else "" for r in runs]) for n in names]
 
 
 def top_rows(run):
-    """The largest blocks alive at the peak: (bytes, count, category, module, phase, operator, line)."""
+    """The largest blocks alive at the peak: (bytes, count, category, module, phase, operator,
+    line).
+    """
     return [
-        (size(r["bytes"]), str(r["count"]), r["category"], generic(r["module"]), r["phase"], r["op"], r["line"])
+        (
+            size(r["bytes"]),
+            str(r["count"]),
+            r["category"],
+            generic(r["module"]),
+            r["phase"],
+            r["op"],
+            r["line"],
+        )
         for r in run.rows[:10]
     ]
 
@@ -115,10 +159,19 @@ def facts(runs, command, commit) -> list[str]:
     first = runs[0]
     versions = ", ".join(f"{k} {v}" for k, v in first.versions.items())
     setup = ", ".join(
-        f"{k} {v}" for k, v in first.setup.items() if k not in ("gradient_checkpointing", "checkpointing")
+        f"{k} {v}"
+        for k, v in first.setup.items()
+        if k not in ("gradient_checkpointing", "checkpointing")
     )
-    lines = [f"Command: `{command}`", f"Versions: {versions}" + (f"; commit {commit}" if commit else "")]
-    where = "simulated on fake tensors, no kernel ran" if first.source == "simulated" else f"measured on {first.device}"
+    lines = [
+        f"Command: `{command}`",
+        f"Versions: {versions}" + (f"; commit {commit}" if commit else ""),
+    ]
+    where = (
+        "simulated on fake tensors, no kernel ran"
+        if first.source == "simulated"
+        else f"measured on {first.device}"
+    )
     own = {r.impl: r.setup for r in runs}
     for impl, values in own.items():
         if values.get("checkpointing"):
@@ -132,32 +185,49 @@ def files(runs) -> list[str]:
     """Trace and snapshot, with their size and what opens them."""
     lines = []
     for run in runs:
-        for kind, how in (("trace", "https://ui.perfetto.dev"), ("snapshot", "https://docs.pytorch.org/memory_viz")):
+        for kind, how in (
+            ("trace", "https://ui.perfetto.dev"),
+            ("snapshot", "https://docs.pytorch.org/memory_viz"),
+        ):
             if f"{kind}_file" in run.memory:
                 count = size(run.memory[f"{kind}_file_bytes"])
-                lines.append(f"`{run.memory[f'{kind}_file']}` ({count}, one step): open it at {how}")
+                lines.append(
+                    f"`{run.memory[f'{kind}_file']}` ({count}, one step): open it at {how}"
+                )
     return lines
 
 
 def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> str:
     """The whole report.md."""
     simulated = " (simulated)" if all(r.source == "simulated" for r in runs) else ""
-    parts = [f"# Memory profile of {runs[0].setup.get('model', 'a model')}{simulated}", " ".join(sentences(runs))]
+    parts = [
+        f"# Memory profile of {runs[0].setup.get('model', 'a model')}{simulated}",
+        " ".join(sentences(runs)),
+    ]
     parts.append("![memory over time](memory.png)")
     parts.append("\n".join(f"- {line}" for line in [*facts(runs, command, commit), *notes]))
     for length, group in by_length(runs).items():
         head = columns(group)
         parts.append(f"## {length:,} tokens")
-        parts += [f"{title}:\n\n{table([first, *head], rows)}" for title, first, rows in tables(group)]
+        parts += [
+            f"{title}:\n\n{table([first, *head], rows)}" for title, first, rows in tables(group)
+        ]
         for run, name in zip(group, head):
             top = [(f"{row[0]}", list(row[1:])) for row in top_rows(run)]
-            when = f"peak in the {run.peak_phase or 'step'}" + (f"; {run.error}" if run.error else "")
-            parts.append(f"### {name}: {when}\n\n" + (table(TOP_HEAD, top) if top else "Nothing was recorded."))
+            when = f"peak in the {run.peak_phase or 'step'}" + (
+                f"; {run.error}" if run.error else ""
+            )
+            parts.append(
+                f"### {name}: {when}\n\n"
+                + (table(TOP_HEAD, top) if top else "Nothing was recorded.")
+            )
             parts += ["\n".join(f"- {note}" for note in run.notes)] if run.notes else []
             if run.applied:
                 parts.append(f"### {name}: {APPLIED}\n\n```\n" + "\n".join(run.applied) + "\n```")
     opened = files(runs)
     if opened:
         parts.append("## Files\n\n" + "\n".join(f"- {line}" for line in opened))
-    parts.append("## Categories\n\n" + "\n".join(f"- {name}: {MEANING[name]}" for name in CATEGORIES))
+    parts.append(
+        "## Categories\n\n" + "\n".join(f"- {name}: {MEANING[name]}" for name in CATEGORIES)
+    )
     return "\n\n".join(parts) + "\n"

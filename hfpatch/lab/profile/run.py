@@ -1,4 +1,6 @@
-"""`hfpatch.profile(...)`: each implementation in its own process, then one folder with the report. Imports no torch."""
+"""`hfpatch.profile(...)`: each implementation in its own process, then one folder with the report.
+Imports no torch.
+"""
 
 import json
 import os
@@ -58,27 +60,35 @@ def profile(
 ) -> Profile:
     """Runs real training steps of each implementation and writes a folder with their report.
 
-    model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one or several.
-    steps: one is recorded, the rest timed without the profiler; warmup: steps before the recorded one (0: record the
-    first step, with the birth of the optimizer states in it). dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a
-    name. gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, what hfpatch.apply takes. simulate:
-    follow the step on fake tensors, for what this machine cannot hold; the report says so. One that cannot
-    run here is named in the notes; one that runs out of memory is in the report.
-    Raises ValueError for a bad option, and where no implementation could run at all.
+    model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one
+    or several. steps: one is recorded, the rest timed without the profiler; warmup: steps before
+    the recorded one (0: record the first step, with the birth of the optimizer states in it).
+    dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a name. gradient_checkpointing: of hf and
+    liger; checkpointing: of hfpatch, what hfpatch.apply takes. simulate: follow the step on fake
+    tensors, for what this machine cannot hold; the report says so. One that cannot run here is
+    named in the notes; one that runs out of memory is in the report. Raises ValueError for a bad
+    option, and where no implementation could run at all.
     """
     names = list(
         dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl)
     )  # twice would write over its own trace
-    lengths = list(seq_len) if isinstance(seq_len, Iterable) and not isinstance(seq_len, str) else [seq_len]
+    lengths = (
+        list(seq_len)
+        if isinstance(seq_len, Iterable) and not isinstance(seq_len, str)
+        else [seq_len]
+    )
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(
-            f"hfpatch: expected a preset, a config.json, a folder or a hub id to profile, {type(model).__name__} came; name one."
+            "hfpatch: expected a preset, a config.json, a folder or a hub id to profile, "
+            f"{type(model).__name__} came; name one."
         )
     folder = Path(out).expanduser()
     runs, notes = [], []
     shared = {
-        "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype, "optimizer": optimizer,
-        "gradient_checkpointing": gradient_checkpointing, "checkpointing": words_of(checkpointing), "device": device,
+        "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype,
+        "optimizer": optimizer,
+        "gradient_checkpointing": gradient_checkpointing, "checkpointing": words_of(checkpointing),
+        "device": device,
         "stacks": stacks, "trace": trace, "simulate": simulate, "folder": str(folder),
     }  # fmt: skip
     asked = [shared | {"impl": name, "seq_len": length} for length in lengths for name in names]
@@ -106,12 +116,23 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
     """Runs the worker; (Run, None), or (None, why it could not run here)."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "run.json"
-        arguments = [sys.executable, "-m", "hfpatch.lab.profile.worker", json.dumps(options), str(result)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "hfpatch.lab.profile.worker",
+            json.dumps(options),
+            str(result),
+        ]
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         with open(Path(scratch) / "stderr", "w+", errors="replace") as errors:
             environment = os.environ | {"PYTHONPATH": path}
             with subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
+                arguments,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+                env=environment,
             ) as process:
                 for text in process.stdout:
                     if text.startswith(PROGRESS):
@@ -122,13 +143,19 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
         if code == 0 and result.exists():
             return Run.from_dict(json.loads(result.read_text())), None
     last = next(
-        (text for text in reversed(said) if text.startswith("hfpatch:")), said[-1] if said else f"exit code {code}"
+        (text for text in reversed(said) if text.startswith("hfpatch:")),
+        said[-1] if said else f"exit code {code}",
     )
     if code == -signal.SIGKILL:
-        # The kernel's out-of-memory killer leaves no message; what ran until then is lost, the fact is not.
+        # The kernel's out-of-memory killer leaves no message; what ran until then is lost, the fact
+        # is not.
         text = "killed by the system, as happens when the machine's memory runs out"
-        return Run(impl=options["impl"], seq_len=options["seq_len"], batch=options["batch"], error=text), None
-    return None, last if last.startswith("hfpatch:") else f"hfpatch: {options['impl']} did not run: {last}"
+        return Run(
+            impl=options["impl"], seq_len=options["seq_len"], batch=options["batch"], error=text
+        ), None
+    return None, last if last.startswith(
+        "hfpatch:"
+    ) else f"hfpatch: {options['impl']} did not run: {last}"
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
@@ -138,10 +165,14 @@ def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None
     commit = _commit()
     notes = list(notes)
     if not draw(runs, str(folder / "memory.png")):
-        notes.append("hfpatch: no memory.png, matplotlib is not installed; pip install hfpatch[report]")
+        notes.append(
+            "hfpatch: no memory.png, matplotlib is not installed; pip install hfpatch[report]"
+        )
     (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
     (folder / "report.html").write_text(html(runs, command=command, commit=commit, notes=notes))
-    (folder / "results.json").write_text(results(runs, command=command, commit=commit, notes=notes) + "\n")
+    (folder / "results.json").write_text(
+        results(runs, command=command, commit=commit, notes=notes) + "\n"
+    )
 
 
 def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) -> str:
@@ -149,7 +180,13 @@ def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) ->
     rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
     if not curves:
         rows = [{k: v for k, v in row.items() if k not in ("curve", "rows")} for row in rows]
-    values = {"command": command, "commit": commit, "sentences": sentences(runs), "notes": list(notes), "runs": rows}
+    values = {
+        "command": command,
+        "commit": commit,
+        "sentences": sentences(runs),
+        "notes": list(notes),
+        "runs": rows,
+    }
     return json.dumps(values, indent=None if curves else 1)
 
 
@@ -162,6 +199,9 @@ def read(folder: Path) -> list[Run]:
 def _commit() -> str:
     """The commit this package runs from, or '' outside a checkout."""
     done = subprocess.run(
-        ["git", "-C", str(PACKAGE_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "-C", str(PACKAGE_ROOT), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,4 +1,6 @@
-"""A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same and says so."""
+"""A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same
+and says so.
+"""
 
 import dataclasses
 from functools import partial
@@ -20,23 +22,38 @@ from hfpatch.lab.simulate.simulator import simulate
 
 
 def simulated_run(options: Options) -> Run:
-    """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts allocator events."""
+    """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts
+    allocator events.
+    """
     dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
     model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     settings = parse_checkpointing(options.checkpointing)
     if settings != "off" and settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
     if options.impl == "liger":
-        liger.apply(model)  # its own Python, the kernels left out: they need a GPU and allocate nothing
-    become(model, "hf" if options.impl == "liger" else options.impl, options.gradient_checkpointing, settings)
-    optimizer = None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
+        # its own Python, the kernels left out: they need a GPU and allocate nothing
+        liger.apply(model)
+    become(
+        model,
+        "hf" if options.impl == "liger" else options.impl,
+        options.gradient_checkpointing,
+        settings,
+    )
+    optimizer = (
+        None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
+    )
     inputs: set = set()
     policy = _policy(model, options, settings, dtype) if options.impl == "hfpatch" else None
     layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
 
     def note(module, args):
         """The blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
-        if id(module) in layers and args and isinstance(args[0], torch.Tensor) and current() is not None:
+        if (
+            id(module) in layers
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and current() is not None
+        ):
             inputs.add(id(current().track(args[0])))
 
     with module_calls(note):
@@ -49,21 +66,32 @@ def simulated_run(options: Options) -> Run:
         device="fake tensors, as on CUDA",
         time_unit="allocator events",
     )
-    run.setup = {"model": options.model, "dtype": str(dtype).removeprefix("torch."), "optimizer": options.optimizer}
+    run.setup = {
+        "model": options.model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "optimizer": options.optimizer,
+    }
     run.setup["gradient_checkpointing"] = options.gradient_checkpointing
     run.setup["checkpointing"] = words_of(settings) if options.impl == "hfpatch" else None
     run.versions = software()
-    run.planned = planned(model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy)
+    run.planned = planned(
+        model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy
+    )
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
-    # From the forward to the last block that a step takes or lets go: what follows is the simulation's own clearing up.
+    # From the forward to the last block that a step takes or lets go: what follows is the
+    #     simulation's own clearing up.
     blocks = found.ledger.blocks
-    passing = [b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING]
+    passing = [
+        b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING
+    ]
     end = max([b.born + 1 for b in blocks] + passing, default=0)
     phases = found.ledger.phases
     zero = phases[0][0]
     borders = [*(start for start, _ in phases), end]
-    run.phases = [[name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)]
+    run.phases = [
+        [name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)
+    ]
     forward_end = borders[1]
     head = head_name(model)
     root = type(model).__name__
@@ -72,13 +100,16 @@ def simulated_run(options: Options) -> Run:
 
 
 def _within(a: Allocation, zero: int, end: int) -> Allocation:
-    """The allocation on a time axis that starts at zero; what dies at the end or after outlives it."""
+    """The allocation on a time axis that starts at zero; what dies at the end or after outlives
+    it.
+    """
     died = None if a.died is None or a.died >= end else max(0, a.died - zero)
     return dataclasses.replace(a, born=max(0, a.born - zero), died=died)
 
 
 def _policy(model, options, settings, dtype):
-    """The tiled layers' policy where host memory is as large as it must be: what this machine has free decides nothing.
+    """The tiled layers' policy where host memory is as large as it must be: what this machine has
+    free decides nothing.
 
     None for layers that the closed form does not know, which then choose themselves.
     """
@@ -88,20 +119,29 @@ def _policy(model, options, settings, dtype):
         return None
     if settings == "off":
         return None
-    return choose(settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize)
+    return choose(
+        settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize
+    )
 
 
 def _owned(block, inputs, forward_end, head, root) -> Allocation:
     """root: the name under which the follower lists the model itself."""
     module = "" if block.module == root else block.module or NOWHERE
-    category = block.category if block.category in ("parameters", "gradients", "optimizer") else None
+    category = (
+        block.category if block.category in ("parameters", "gradients", "optimizer") else None
+    )
     if block.host:
         category = "host"
     elif category is None and block.phase == "setup":
         category = "other"
     elif category is None and block.op != "workspace" and id(block) in inputs:
         category = "checkpoints"
-    elif category is None and block.phase != "optimizer" and module != NOWHERE and holds(head, module):
+    elif (
+        category is None
+        and block.phase != "optimizer"
+        and module != NOWHERE
+        and holds(head, module)
+    ):
         category = "loss"
     elif category is None:
         kept = block.phase == "forward" and (block.died is None or block.died > forward_end)

@@ -1,6 +1,8 @@
-"""One measured run: build the model, make it one implementation, train a few steps, record one of them.
+"""One measured run: build the model, make it one implementation, train a few steps, record one of
+them.
 
-Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on every rank).
+Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on
+every rank).
 """
 
 import contextlib
@@ -29,7 +31,9 @@ def load_config(name: str):
 
 
 def build_model(options: Options) -> torch.nn.Module:
-    """The model with random weights (memory and time do not depend on their values), in training mode."""
+    """The model with random weights (memory and time do not depend on their values), in training
+    mode.
+    """
     from transformers import AutoModelForCausalLM
 
     config = load_config(options.model)
@@ -38,14 +42,20 @@ def build_model(options: Options) -> torch.nn.Module:
         config.max_position_embeddings = options.seq_len
     torch.manual_seed(0)
     with torch.device(options.on):
-        model = AutoModelForCausalLM.from_config(config, dtype=options.torch_dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=options.torch_dtype, attn_implementation="sdpa"
+        )
     return model.train()
 
 
 def become(
-    model: torch.nn.Module, impl: str, gradient_checkpointing: bool = True, checkpointing: list[str] | str = "auto"
+    model: torch.nn.Module,
+    impl: str,
+    gradient_checkpointing: bool = True,
+    checkpointing: list[str] | str = "auto",
 ) -> list[str]:
-    """Makes the model one of IMPLEMENTATIONS; returns what apply() said, line by line. Raises ValueError where it cannot run.
+    """Makes the model one of IMPLEMENTATIONS; returns what apply() said, line by line. Raises
+    ValueError where it cannot run.
 
     gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, what hfpatch.apply takes.
     """
@@ -55,13 +65,19 @@ def become(
         return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
     if impl == "liger":
         if next(model.parameters()).device.type == "cpu":
-            raise ValueError("hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this report.")
+            raise ValueError(
+                "hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this "
+                "report."
+            )
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
     if gradient_checkpointing:
         # transformers 5.23 renamed it; older ones have the old name only.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable()
     return []
 
@@ -89,17 +105,23 @@ def record_run(
     progress: Callable[[str], None] = lambda text: None,
     main: bool = True,
 ) -> Run:
-    """Warm-up steps, one recorded step, then timed steps; always a Run, its error set where memory ran out.
+    """Warm-up steps, one recorded step, then timed steps; always a Run, its error set where memory
+    ran out.
 
-    backward: loss -> None, an engine's own (accelerator.backward); main: this rank writes trace and snapshot.
+    backward: loss -> None, an engine's own (accelerator.backward); main: this rank writes trace and
+        snapshot.
     """
     device = batch["input_ids"].device
-    run = Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device))
+    run = Run(
+        impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device)
+    )
     run.setup = {
         "model": options.model,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "optimizer": options.optimizer,
-        "gradient_checkpointing": options.gradient_checkpointing if options.impl != "hfpatch" else None,
+        "gradient_checkpointing": options.gradient_checkpointing
+        if options.impl != "hfpatch"
+        else None,
         "checkpointing": options.checkpointing if options.impl == "hfpatch" else None,
         "warmup": options.warmup,
         "steps": options.steps,
@@ -110,7 +132,8 @@ def record_run(
 
     def step(marked=False):
         with record.phase("forward"):
-            loss = model(**batch).loss  # the output object is not kept: it would hold the logits through the backward
+            # the output object is not kept: it would hold the logits through the backward
+            loss = model(**batch).loss
         if marked:
             marks.append(("forward", inputs))
         with record.phase("backward"):
@@ -122,7 +145,9 @@ def record_run(
             with record.phase("optimizer"):
                 optimizer.step()
             if marked:
-                marks.append(("optimizer", dict.fromkeys(_pointers(_states(optimizer)), "optimizer")))
+                marks.append(
+                    ("optimizer", dict.fromkeys(_pointers(_states(optimizer)), "optimizer"))
+                )
             optimizer.zero_grad(set_to_none=True)
         else:
             model.zero_grad(set_to_none=True)
@@ -143,7 +168,10 @@ def record_run(
             if device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             profiler = torch.profiler.profile(
-                activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
+                activities=activities,
+                profile_memory=True,
+                with_stack=options.stacks,
+                record_shapes=False,
             )
             profiler.start()
             try:
@@ -170,7 +198,9 @@ def record_run(
     finally:
         stack.close()
     if device.type == "cuda":
-        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(held.values())
+        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(
+            held.values()
+        )
     if profiler is not None:
         progress("reading the events")
         _read(profiler, run, device, before, marks, head_name(model))
@@ -179,7 +209,8 @@ def record_run(
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     if device.type == "cpu" and load > 1.5 * cpus:
         run.notes.append(
-            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its bytes hold."
+            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its "
+            "bytes hold."
         )
     run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return run
@@ -237,7 +268,9 @@ def _write_trace(profiler, options, run):
 
 
 def _allocator_figures(device) -> dict:
-    """What the allocator itself says, to hold the followed figures against. Empty on a CPU, which has no such count."""
+    """What the allocator itself says, to hold the followed figures against. Empty on a CPU, which
+    has no such count.
+    """
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -252,7 +285,9 @@ def _allocator_figures(device) -> dict:
 
 
 def _pointers(tensors) -> set:
-    return {t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"}
+    return {
+        t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"
+    }
 
 
 def _gradients(model) -> list:
@@ -262,8 +297,12 @@ def _gradients(model) -> list:
 def _states(optimizer) -> list:
     """Optimizer states, and the fp32 copies an engine keeps in its parameter groups."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    found = [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return found + [p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
+    found = [
+        v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+    ]
+    return found + [
+        p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)
+    ]
 
 
 def _preexisting(model, optimizer, batch, device, held) -> list:
@@ -281,19 +320,28 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
             kinds.setdefault(pointer, category)
     sizes: dict = {}
     for thing in gc.get_objects():
-        # type(), not isinstance(): proxies among all objects of a process warn or raise when asked for their class.
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type and thing.layout is torch.strided:
+        # type(), not isinstance(): proxies among all objects of a process warn or raise when asked
+        # for their class.
+        if (
+            issubclass(type(thing), torch.Tensor)
+            and thing.device.type == device.type
+            and thing.layout is torch.strided
+        ):
             storage = local_part(thing).untyped_storage()
             try:
                 pointer = storage.data_ptr()
             except RuntimeError:
-                continue  # a fake or functional tensor that a compiler left: it claims the device and has no memory
+                # a fake or functional tensor that a compiler left: it claims the device and has no
+                # memory
+                continue
             if storage.nbytes() and storage.device.type == device.type:
                 sizes[pointer] = storage.nbytes()
     for tensor in map(local_part, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
     kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
-    return [(pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer]
+    return [
+        (pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer
+    ]
 
 
 def head_name(model) -> str:
@@ -308,4 +356,6 @@ def head_name(model) -> str:
 def software() -> dict:
     """Versions of what the figures depend on."""
     found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"))
-    return {name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version}
+    return {
+        name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version
+    }

@@ -1,6 +1,8 @@
-"""What a profile is made of: allocations with a birth and a death, and the Run that a report is written from.
+"""What a profile is made of: allocations with a birth and a death, and the Run that a report is
+written from.
 
-Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer serves all. Standard library only.
+Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer serves all.
+Standard library only.
 """
 
 import bisect
@@ -41,7 +43,9 @@ ROWS = 60  # of the stored peak
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block: bytes, its life in seconds from the start of the recording (died None: it outlived it), its owner."""
+    """One block: bytes, its life in seconds from the start of the recording (died None: it outlived
+    it), its owner.
+    """
 
     bytes: int
     born: float
@@ -55,7 +59,9 @@ class Allocation:
 
 @dataclass
 class Run:
-    """One implementation at one length. Bytes are bytes, times seconds unless time_unit says otherwise."""
+    """One implementation at one length. Bytes are bytes, times seconds unless time_unit says
+    otherwise.
+    """
 
     impl: str
     seq_len: int
@@ -68,7 +74,8 @@ class Run:
     peak_bytes: int = 0
     peak_at: float = 0.0
     peak_phase: str = ""
-    rows: list = field(default_factory=list)  # alive at the peak: {bytes, count, category, module, phase, op, line}
+    # alive at the peak: {bytes, count, category, module, phase, op, line}
+    rows: list = field(default_factory=list)
     relief: dict = field(
         default_factory=dict
     )  # category -> the peak were it empty; "step" -> were all but LASTING empty
@@ -103,16 +110,22 @@ class Run:
 
 
 def generic(module: str) -> str:
-    """model.layers.17.mlp -> model.layers.*.mlp: layers are alike, and a report is about the kind."""
+    """model.layers.17.mlp -> model.layers.*.mlp: layers are alike, and a report is about the
+    kind.
+    """
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
-    """Fills the curve, the peak, what was alive at it, and each category's relief. end: when the recording stopped."""
+    """Fills the curve, the peak, what was alive at it, and each category's relief. end: when the
+    recording stopped.
+    """
     index = {name: i for i, name in enumerate(CATEGORIES)}
     host = [a for a in allocations if a.category == "host"]
     if host:
-        run.memory["host_peak_bytes"] = max(itertools.accumulate(nbytes for _, nbytes, _ in _changes(host)))
+        run.memory["host_peak_bytes"] = max(
+            itertools.accumulate(nbytes for _, nbytes, _ in _changes(host))
+        )
     allocations = [a for a in allocations if a.category != "host"]
     level = [0] * len(CATEGORIES)
     total, points = 0, []
@@ -130,24 +143,31 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
     run.relief = {name: without_max[i] for name, i in index.items()}
     run.relief["step"] = lasting_max
     run.curve = thin(points, end, borders=[start for _, start, _ in run.phases])
-    run.peak_phase = next((name for name, start, stop in run.phases if start <= run.peak_at <= stop), "")
-    alive = [a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)]
+    run.peak_phase = next(
+        (name for name, start, stop in run.phases if start <= run.peak_at <= stop), ""
+    )
+    alive = [
+        a for a in allocations if a.born <= run.peak_at and (a.died is None or a.died > run.peak_at)
+    ]
     run.rows = grouped(alive)
     return run
 
 
 def _changes(allocations) -> list:
-    """(time, bytes more or fewer, category) of every birth and death. At one instant the deaths come first, as in an allocator
-    that reuses the block."""
+    """(time, bytes more or fewer, category) of every birth and death. At one instant the deaths
+    come first, as in an allocator that reuses the block.
+    """
     died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
     born = [(a.born, a.bytes, a.category) for a in allocations]
     return sorted([*died, *born], key=lambda change: change[0])  # stable
 
 
 def thin(points: list, end: float, borders=()) -> list:
-    """At most about POINTS points of a curve: each slice of time shows its highest level, then its last one.
+    """At most about POINTS points of a curve: each slice of time shows its highest level, then its
+    last one.
 
-    The highest is held through its slice, so that a peak of one moment stays wide enough to see; borders end a slice.
+    The highest is held through its slice, so that a peak of one moment stays wide enough to see;
+    borders end a slice.
     """
     if not points:
         return []
@@ -175,7 +195,9 @@ def thin(points: list, end: float, borders=()) -> list:
 
 
 def grouped(alive: list[Allocation]) -> list:
-    """Rows for what was alive, equal owners of all layers added up, largest first; the tail keeps its category."""
+    """Rows for what was alive, equal owners of all layers added up, largest first; the tail keeps
+    its category.
+    """
     groups: dict = {}
     for a in alive:
         key = (a.category, generic(a.module), a.phase, a.op, a.line)
@@ -191,7 +213,15 @@ def grouped(alive: list[Allocation]) -> list:
         size, count = rest.get(row["category"], (0, 0))
         rest[row["category"]] = (size + row["bytes"], count + row["count"])
     tail = [
-        {"category": c, "module": "(smaller ones)", "phase": "", "op": "", "line": "", "bytes": b, "count": n}
+        {
+            "category": c,
+            "module": "(smaller ones)",
+            "phase": "",
+            "op": "",
+            "line": "",
+            "bytes": b,
+            "count": n,
+        }
         for c, (b, n) in rest.items()
     ]
     return rows[:ROWS] + tail
@@ -219,4 +249,8 @@ def unit_of(count: float) -> int:
 def size(count: float) -> str:
     """1536 -> '1.5 KiB'. Binary units, one or two decimals."""
     unit = unit_of(abs(count))
-    return f"{count:.0f} B" if unit == 1 else f"{count / unit:.{1 if abs(count) >= 10 * unit else 2}f} {UNITS[unit]}"
+    return (
+        f"{count:.0f} B"
+        if unit == 1
+        else f"{count / unit:.{1 if abs(count) >= 10 * unit else 2}f} {UNITS[unit]}"
+    )

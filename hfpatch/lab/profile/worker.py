@@ -1,7 +1,9 @@
-"""One implementation in one process: `python -m hfpatch.lab.profile.worker '{"model": ..., "impl": ...}' result.json`.
+"""One implementation in one process: `python -m hfpatch.lab.profile.worker '{"model": ..., "impl":
+...}' result.json`.
 
-A process of its own, because a patched module, a warm allocator or another's cached memory would tint the next figure.
-Lines on stdout that start with PROGRESS are for the caller's progress bar. Exit code 2: it cannot run here.
+A process of its own, because a patched module, a warm allocator or another's cached memory would
+tint the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar.
+Exit code 2: it cannot run here.
 """
 
 import json
@@ -43,7 +45,9 @@ def _run(step, options, progress):
         return simulated_run(options)
     try:
         model = step.build_model(options)
-        applied = step.become(model, options.impl, options.gradient_checkpointing, options.checkpointing)
+        applied = step.become(
+            model, options.impl, options.gradient_checkpointing, options.checkpointing
+        )
         optimizer = step.make_optimizer(model.parameters(), options.optimizer)
         batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
     except RuntimeError as error:

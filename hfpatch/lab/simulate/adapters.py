@@ -1,7 +1,9 @@
-"""Frozen weights of few bits and adapters over them, as their sizes: what a simulation of LoRA and QLoRA runs.
+"""Frozen weights of few bits and adapters over them, as their sizes: what a simulation of LoRA and
+QLoRA runs.
 
-A packed Linear allocates what bitsandbytes' does on CUDA: of 4 bits a dense copy of the weight for the length of a product,
-forward and backward; of 8 bits the integers of input and product in the forward, a dense copy in the backward.
+A packed Linear allocates what bitsandbytes' does on CUDA: of 4 bits a dense copy of the weight for
+the length of a product, forward and backward; of 8 bits the integers of input and product in the
+forward, a dense copy in the backward.
 """
 
 import torch
@@ -30,9 +32,15 @@ class _Packed(nn.Linear):
 
     def __init__(self, linear: nn.Linear, shape: tuple, dtype: torch.dtype):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features, self.out_features, self.bias = (
+            linear.in_features,
+            linear.out_features,
+            linear.bias,
+        )
         self.on = linear.weight.device
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.on), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=self.on), requires_grad=False
+        )
 
     def _buffer(self, name: str, count: int, dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.empty(count, dtype=dtype, device=self.on))
@@ -73,19 +81,27 @@ PACKED = {"4bit": Packed4bit, "8bit": Packed8bit}
 
 
 def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
-    """PEFT's model with LoRA over this one, in the dtype that it is computed in or as wide as asked; all else frozen, and packed
-    where asked."""
+    """PEFT's model with LoRA over this one, in the dtype that it is computed in or as wide as
+    asked; all else frozen, and packed where asked.
+    """
     import peft
 
     dtype, head = model.dtype, model.get_output_embeddings()
     packed = PACKED.get(adapters.base)
     if packed:
-        linears = [(m, n, c) for m in model.modules() for n, c in m.named_children() if type(c) is nn.Linear]
+        linears = [
+            (m, n, c)
+            for m in model.modules()
+            for n, c in m.named_children()
+            if type(c) is nn.Linear
+        ]
         for parent, name, linear in linears:
             if linear is not head:
                 setattr(parent, name, packed(linear))
     targets = list(adapters.targets) or ALL_LINEAR
-    made = peft.get_peft_model(model, peft.LoraConfig(r=adapters.rank, target_modules=targets, task_type="CAUSAL_LM"))
+    made = peft.get_peft_model(
+        model, peft.LoraConfig(r=adapters.rank, target_modules=targets, task_type="CAUSAL_LM")
+    )
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)

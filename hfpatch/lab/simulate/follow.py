@@ -1,9 +1,11 @@
-"""Follows every storage of a run from birth to death: what was alive when, on the device and on the host.
+"""Follows every storage of a run from birth to death: what was alive when, on the device and on the
+host.
 
-A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the storage, not the
-tensor, is what an allocator hands out, so views, in-place operations, saved tensors and `.data` swaps need no cases
-of their own. It works on real tensors and on fake ones (entered above a FakeTensorMode). Where a dispatch mode makes
-PyTorch behave differently from a bare run, the bare run's behaviour is restored here.
+A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the
+storage, not the tensor, is what an allocator hands out, so views, in-place operations, saved
+tensors and `.data` swaps need no cases of their own. It works on real tensors and on fake ones
+(entered above a FakeTensorMode). Where a dispatch mode makes PyTorch behave differently from a bare
+run, the bare run's behaviour is restored here.
 """
 
 import bisect
@@ -24,8 +26,10 @@ from hfpatch.ops._library import IMPLEMENTATIONS
 aten = torch.ops.aten
 _, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
 # Their fakes look at values or at symbols, or give back something that is no tensor.
-_BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor, aten.index_put_.default,
-             aten.index_put.default, aten.equal.default, aten.lift_fresh.default, aten._to_copy.default,
+_BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
+             aten.index_put_.default,
+             aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
+             aten._to_copy.default,
              aten.set_.source_Storage_storage_offset)  # fmt: skip
 ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
 
@@ -46,15 +50,19 @@ class Block:
 
 @dataclass
 class Ledger:
-    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in order of time."""
+    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in
+    order of time.
+    """
 
     blocks: list = field(default_factory=list)
     events: list = field(default_factory=list)  # (block index, signed bytes)
     phases: list = field(default_factory=list)  # (event index, name)
     matmul_flops: Counter = field(default_factory=Counter)  # phase -> FLOPs
-    attention_flops: Counter = field(default_factory=Counter)  # "forward" | "backward" -> FLOPs, causal
+    # "forward" | "backward" -> FLOPs, causal
+    attention_flops: Counter = field(default_factory=Counter)
     attention_calls: Counter = field(default_factory=Counter)  # "forward" | "backward" -> calls
-    traffic: Counter = field(default_factory=Counter)  # phase -> bytes, but those of matmuls and attention
+    # phase -> bytes, but those of matmuls and attention
+    traffic: Counter = field(default_factory=Counter)
 
 
 def round_up(nbytes: int, to: int = ROUNDING) -> int:
@@ -74,11 +82,18 @@ def _tensors(tree, out):
 
 
 def _called_by_engine() -> bool:
-    """Whether the operation being dispatched was issued by the autograd engine itself, not by Python code."""
+    """Whether the operation being dispatched was issued by the autograd engine itself, not by
+    Python code.
+    """
     frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "_compile.py" in name or "_dynamo" in name or "_python_dispatch" in name or "_library" in name:
+        if (
+            "_compile.py" in name
+            or "_dynamo" in name
+            or "_python_dispatch" in name
+            or "_library" in name
+        ):
             frame = frame.f_back
             continue
         return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
@@ -87,12 +102,16 @@ def _called_by_engine() -> bool:
 
 @contextlib.contextmanager
 def module_calls(before, after=None):
-    """Within, before(module, args) and after(module) run around every module's call, one that raises too (a checkpoint's stop, an
-    out-of-memory error), by global hooks: hooks on the modules themselves would change them."""
+    """Within, before(module, args) and after(module) run around every module's call, one that
+    raises too (a checkpoint's stop, an out-of-memory error), by global hooks: hooks on the modules
+    themselves would change them.
+    """
     hooks = torch.nn.modules.module
     handles = [hooks.register_module_forward_pre_hook(before)]
     if after is not None:
-        handles.append(hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True))
+        handles.append(
+            hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True)
+        )
     try:
         yield
     finally:
@@ -111,23 +130,26 @@ def current() -> "Follower | None":
 class Follower(TorchDispatchMode):
     """Context in which storages are followed. Result in `.ledger`.
 
-    rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator, 1 for none).
-    cuda: charge the scratch memory that CUDA's kernels take, which no operation of this run allocates.
-    shadows: keep real values of small tensors, so that `.item()` and friends work on fake ones.
-    most_operations: ValueError at the one behind them; None: any number.
+    rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator,
+    1 for none). cuda: charge the scratch memory that CUDA's kernels take, which no operation of
+    this run allocates. shadows: keep real values of small tensors, so that `.item()` and friends
+    work on fake ones. most_operations: ValueError at the one behind them; None: any number.
     """
 
     def __init__(
-        self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None, most_operations: int | None = None
+        self, *, rounding: int = ROUNDING, cuda: bool = True, shadows: Shadows | None = None,
+        most_operations: int | None = None
     ):  # fmt: skip
         super().__init__()
         self.ledger = Ledger()
         self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
         self.operations, self.most_operations = 0, most_operations
-        self.times = 1  # how many operations each one stands for in what is counted (scan.few_blocks)
+        # how many operations each one stands for in what is counted (scan.few_blocks)
+        self.times = 1
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
         self._modules: list = []
-        self._sequence: tuple = ([], [])  # autograd sequence numbers at module borders, and the module from there on
+        # autograd sequence numbers at module borders, and the module from there on
+        self._sequence: tuple = ([], [])
         self.phase = "setup"
         self._host = 0
         self._alone: tuple | None = None
@@ -152,13 +174,16 @@ class Follower(TorchDispatchMode):
         _current.remove(self)
         return super().__exit__(*exception)
 
-    # -- storages ------------------------------------------------------------------------------------------------
+    # -- storages ----------------------------------------------------------------------------------
 
     def track(self, tensor: Tensor, op: str = "given", category: str | None = None) -> Block | None:
         """Notes the tensor's storage if it is new or has changed its size; returns its block."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have none; their parts have
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # sparse tensors and wrappers have none; their parts have
             return None
         known = self._refs.get(id(storage))
         nbytes = round_up(storage.nbytes(), self.rounding)
@@ -183,7 +208,9 @@ class Follower(TorchDispatchMode):
 
     def _birth(self, nbytes: int, op: str, category: str = "activations") -> int:
         ledger = self.ledger
-        block = Block(nbytes, len(ledger.events), op, self._where(), self.phase, self._host > 0, category)
+        block = Block(
+            nbytes, len(ledger.events), op, self._where(), self.phase, self._host > 0, category
+        )
         ledger.blocks.append(block)
         ledger.events.append((len(ledger.blocks) - 1, nbytes))
         return len(ledger.blocks) - 1
@@ -194,7 +221,9 @@ class Follower(TorchDispatchMode):
         self.ledger.events.append((index, -block.nbytes))
 
     def transient(self, nbytes: int, op: str) -> None:
-        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it returns."""
+        """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it
+        returns.
+        """
         if nbytes > 0:
             self._death(self._birth(round_up(nbytes, self.rounding), op, "workspace"))
 
@@ -207,7 +236,7 @@ class Follower(TorchDispatchMode):
         finally:
             self._host -= 1
 
-    # -- where we are --------------------------------------------------------------------------------------------
+    # -- where we are ------------------------------------------------------------------------------
 
     def set_phase(self, name: str) -> None:
         """Names what follows: "forward", "backward", "optimizer"."""
@@ -237,23 +266,27 @@ class Follower(TorchDispatchMode):
             return ""
         numbers, names = self._sequence
         at = bisect.bisect_right(numbers, sequence_number(node)) - 1
-        # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one module.
+        # AccumulateGrad nodes carry the largest number there is: their gradients belong to no one
+        #     module.
         return names[at] if 0 <= at < len(names) - 1 else ""
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # torch.compile is not traced through here; the wrapper it would add is half our own cost
+        # torch.compile is not traced through here; the wrapper it would add is half our own cost
+        return False
 
-    # -- operations ----------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # `x.device` of a fake tensor: as frequent as all the rest
+        # `x.device` of a fake tensor: as frequent as all the rest
+        if func is torch.ops.prim.device.default:
             return args[0].fake_device
         self.operations += 1
         if self.most_operations is not None and self.operations > self.most_operations:
             raise ValueError(
-                f"hfpatch: expected a step of at most {self.most_operations:,} operations, plain code that goes through the "
+                f"hfpatch: expected a step of at most {self.most_operations:,} operations, plain "
+                "code that goes through the "
                 "tokens one by one came; ask for fewer tokens, or run it."
             )
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
@@ -269,11 +302,16 @@ class Follower(TorchDispatchMode):
             if id(tensor.untyped_storage()) not in self._refs:
                 self.track(tensor)
         if func.namespace == "hfpatch" and not self.cuda:
-            # A kernel on CUDA allocates its outputs, which the fake gives; the plain version has temporaries.
+            # A kernel on CUDA allocates its outputs, which the fake gives; the plain version has
+            # temporaries.
             with self:
                 out = IMPLEMENTATIONS[func](*args, **kwargs)
         else:
-            out = self._fakes(func, args, kwargs, inputs) if self.shadows is not None else func(*args, **kwargs)
+            out = (
+                self._fakes(func, args, kwargs, inputs)
+                if self.shadows is not None
+                else func(*args, **kwargs)
+            )
         name = func.__name__
         outputs = _tensors((out,), [])
         for tensor in outputs:
@@ -288,36 +326,55 @@ class Follower(TorchDispatchMode):
         return out
 
     def moves(self, tensors: list) -> None:
-        """Counts what a kernel that no dispatcher sees reads or writes: a tensor as often as it stands here."""
+        """Counts what a kernel that no dispatcher sees reads or writes: a tensor as often as it
+        stands here.
+        """
         self._moved(sum(map(kernels_cost.bytes_of, tensors)))
 
     def _moved(self, nbytes: int) -> None:
         self.ledger.traffic[self.phase] += nbytes * self.times
 
     def _fakes(self, func, args, kwargs, inputs):
-        """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than the call does;
-        operations that stay on the device of their arguments go to their meta kernels directly, as it would."""
-        mode, plain = self.shadows.fake_mode, func.namespace in ("aten", "hfpatch") and "device" not in kwargs
-        if not plain or not inputs or func in self._slow or any(type(t) is not FakeTensor for t in inputs):
+        """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than
+        the call does; operations that stay on the device of their arguments go to their meta
+        kernels directly, as it would.
+        """
+        mode, plain = (
+            self.shadows.fake_mode,
+            func.namespace in ("aten", "hfpatch") and "device" not in kwargs,
+        )
+        if (
+            not plain
+            or not inputs
+            or func in self._slow
+            or any(type(t) is not FakeTensor for t in inputs)
+        ):
             return func(*args, **kwargs)
         device = inputs[0].fake_device
         try:
             with on_fakes(mode):
                 out = func(*args, **kwargs)
-        except (NotImplementedError, TypeError):  # TypeError: addmm with out_dtype in torch 2.11, see compat
+        except (
+            NotImplementedError,
+            TypeError,
+        ):  # TypeError: addmm with out_dtype in torch 2.11, see compat
             self._slow.add(func)
             return func(*args, **kwargs)
 
         def fake(o):
-            return FakeTensor(mode, o, device) if isinstance(o, Tensor) and type(o) is not FakeTensor else o
+            return (
+                FakeTensor(mode, o, device)
+                if isinstance(o, Tensor) and type(o) is not FakeTensor
+                else o
+            )
 
         return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
 
     def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd adding up gradients, which a bare run does in place.
 
-        The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would have done: it
-        needs the last reference to the old gradient and to its storage.
+        The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would
+        have done: it needs the last reference to the old gradient and to its storage.
         """
         if kwargs or len(args) != 2 or torch.is_grad_enabled():
             return False
@@ -352,7 +409,11 @@ class Follower(TorchDispatchMode):
             kind, flops = attention
             self.ledger.attention_flops[kind] += flops
             self.ledger.attention_calls[kind] += 1
-        scratch = kernels_cost.scratch_bytes(func, args) if self.cuda else kernels_cost.cpu_scratch_bytes(func, args)
+        scratch = (
+            kernels_cost.scratch_bytes(func, args)
+            if self.cuda
+            else kernels_cost.cpu_scratch_bytes(func, args)
+        )
         self.transient(scratch, f"{func.__name__} scratch")
 
 
@@ -364,7 +425,9 @@ def _holders(args) -> tuple[int, int, int]:
 def _dense(tensor: Tensor) -> bool:
     """Non-overlapping and dense, the layout in which autograd accumulates in place."""
     expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1):
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1
+    ):
         if stride != expected:
             return False
         expected *= size

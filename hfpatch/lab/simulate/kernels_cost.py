@@ -1,8 +1,9 @@
-"""What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and FLOPs.
+"""What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and
+FLOPs.
 
-Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention backward: the fp32 dq
-accumulator, softmax_d, dk, dv of every query head, and copies of out and its gradient where these are not contiguous) and
-native/cuda/Embedding.cu (fp32 partial sums).
+Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention
+backward: the fp32 dq accumulator, softmax_d, dk, dv of every query head, and copies of out and its
+gradient where these are not contiguous) and native/cuda/Embedding.cu (fp32 partial sums).
 """
 
 import torch
@@ -21,15 +22,19 @@ def _ops(*names):
 # The op and the position of q in its arguments.
 ATTENTION_FORWARD = {op: 0 for op in _ops(
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention", "_flash_attention_forward",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
+    "_flash_attention_forward",
 )}  # fmt: skip
 ATTENTION_BACKWARD = {op: 1 for op in _ops(
-    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
 )}  # fmt: skip
-_ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")  # q is [N, H, E], k [N, K, E]
+# q is [N, H, E], k [N, K, E]
+_ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")
 _ANY_STRIDES = _ops(
-    "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_cudnn_attention_backward"
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
 )
 GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
 
@@ -37,22 +42,26 @@ GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, nam
 def _argument(func, args, kwargs, name, default=None):
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+            return (
+                args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+            )
     return default
 
 
 def sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
     """(batch, query heads, KV heads, queries, keys, head dim)."""
     if func in _ROWS_FIRST:  # with or without a batch
-        (batch, rows, heads, width), (_, columns, kv_heads, _) = ((1, *x.shape)[-4:] for x in (q, k))
+        (batch, rows, heads, width), (_, columns, kv_heads, _) = (
+            (1, *x.shape)[-4:] for x in (q, k)
+        )
     else:
         (batch, heads, rows, width), (_, kv_heads, columns, _) = q.shape, k.shape
     return batch, heads, kv_heads, rows, columns, width
 
 
 def attention(func, args, kwargs):
-    """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square counts when causal, a band of
-    it under a window.
+    """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square
+    counts when causal, a band of it under a window.
 
     Forward is two T x T matmuls a head (4 T T E FLOPs), backward five of them.
     """
@@ -76,12 +85,15 @@ _ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
 
 
 def matmul_flops(func, args) -> int:
-    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms; 0 for other operations."""
+    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms;
+    0 for other operations.
+    """
     packet = func.overloadpacket
     if packet in (aten.mm, aten.bmm, aten._int_mm):
         a, b = args[0], args[1]
     elif packet in GROUPED:
-        # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole, whatever the groups are.
+        # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole,
+        # whatever the groups are.
         a, b = args[0], args[1]
         return 2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
     elif packet in _ADDING:
@@ -92,7 +104,17 @@ def matmul_flops(func, args) -> int:
 
 
 # What they are given is not read, or is written alone.
-_WRITE_ALONE = ("copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_WRITE_ALONE = (
+    "copy_",
+    "zero_",
+    "fill_",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+)
 _MOVE_NOTHING = ("empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
 
 
@@ -105,16 +127,18 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def _sum_bytes(func, args, kwargs) -> int:
-    """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its inputs: the sum read, and as much
-    of it as is wider."""
+    """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its
+    inputs: the sum read, and as much of it as is wider.
+    """
     out = kwargs.get("out")
     wider = 0 if out is None or "dtype" not in func.__name__ else bytes_of(out) // 2
     return wider + (bytes_of(args[0]) if func.overloadpacket in _ADDING else 0)
 
 
 def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
-    """Bytes that an operation reads and writes; 0 for attention and matmuls, whose time their FLOPs are, but for wide sums in
-    these, and for views."""
+    """Bytes that an operation reads and writes; 0 for attention and matmuls, whose time their FLOPs
+    are, but for wide sums in these, and for views.
+    """
     name = func.overloadpacket.__name__
     if name in _MOVE_NOTHING or not outputs or not inputs:
         return 0
@@ -143,8 +167,15 @@ def scratch_bytes(func, args) -> int:
         padded = -(-rows // 128) * 128
         dq_accumulator = 4 * batch * heads * padded * (-(-width // 32) * 32)
         softmax_d = 4 * batch * heads * padded
-        expanded = 2 * batch * heads * columns * width * k.element_size() if kv_heads != heads else 0
-        return dq_accumulator + softmax_d + expanded + sum(_copied(func, x) for x in (args[0], args[4]))
+        expanded = (
+            2 * batch * heads * columns * width * k.element_size() if kv_heads != heads else 0
+        )
+        return (
+            dq_accumulator
+            + softmax_d
+            + expanded
+            + sum(_copied(func, x) for x in (args[0], args[4]))
+        )
     if func is aten.embedding_dense_backward.default:
         grad, indices, vocabulary = args[0], args[1], args[2]
         count, width = indices.numel(), grad.shape[-1]
@@ -156,7 +187,9 @@ def scratch_bytes(func, args) -> int:
 
 
 def cpu_scratch_bytes(func, args) -> int:
-    """The same of the CPU's flash attention (native/cpu/FlashAttentionKernel.cpp) in float32: each thread's buffers."""
+    """The same of the CPU's flash attention (native/cpu/FlashAttentionKernel.cpp) in float32: each
+    thread's buffers.
+    """
     name = func.__name__.split(".")[0]
     if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         return 0

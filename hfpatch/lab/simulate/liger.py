@@ -1,7 +1,9 @@
-"""Liger Kernel as a comparison that needs no GPU: its own Python, its Triton kernels replaced by nothing.
+"""Liger Kernel as a comparison that needs no GPU: its own Python, its Triton kernels replaced by
+nothing.
 
-A Triton kernel writes into what torch allocated and allocates nothing itself, so on fake tensors leaving the launch
-out changes no figure. Liger rebinds names in transformers' modules: use a process for this and nothing else.
+A Triton kernel writes into what torch allocated and allocates nothing itself, so on fake tensors
+leaving the launch out changes no figure. Liger rebinds names in transformers' modules: use a
+process for this and nothing else.
 """
 
 import ast
@@ -16,8 +18,10 @@ from hfpatch.lab.simulate.follow import current
 
 
 class _NoKernel:
-    """Stands for a Triton kernel: kernel[grid](...) does nothing, and counts as reading each tensor that its source loads from
-    once, and as writing each that it stores to once: the least that it moves."""
+    """Stands for a Triton kernel: kernel[grid](...) does nothing, and counts as reading each tensor
+    that its source loads from once, and as writing each that it stores to once: the least that it
+    moves.
+    """
 
     def __init__(self, kernel):
         self.passes = _passes(kernel)
@@ -30,20 +34,32 @@ class _NoKernel:
         if follower is not None:
             given = (*zip(self.passes, args), *kwargs.items())
             follower.moves(
-                [x for name, x in given for _ in range(self.passes.get(name, 0)) if isinstance(x, torch.Tensor)]
+                [
+                    x
+                    for name, x in given
+                    for _ in range(self.passes.get(name, 0))
+                    if isinstance(x, torch.Tensor)
+                ]
             )
 
 
 def _passes(kernel) -> dict[str, int]:
-    """Of each argument of a Triton kernel: 0, or 1 where it is loaded from or stored to, 2 where both."""
+    """Of each argument of a Triton kernel: 0, or 1 where it is loaded from or stored to, 2 where
+    both.
+    """
     while not inspect.isfunction(kernel.fn):  # autotuned ones hold another
         kernel = kernel.fn
     body = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body[0]
     points = {name: {name} for name in kernel.arg_names}  # what addresses are made of
     touched = {"load": set(), "store": set()}
-    behind = lambda tree: set().union(*(points.get(n.id, ()) for n in ast.walk(tree) if isinstance(n, ast.Name)))  # noqa: E731
-    is_call = lambda tree: any(isinstance(n, ast.Call) and ast.unparse(n.func) == "tl.load" for n in ast.walk(tree))  # noqa: E731
-    for node in ast.walk(body):  # assignments of one level come before those inside loops, which is all that is needed
+    behind = lambda tree: set().union(  # noqa: E731
+        *(points.get(n.id, ()) for n in ast.walk(tree) if isinstance(n, ast.Name))
+    )
+    is_call = lambda tree: any(  # noqa: E731
+        isinstance(n, ast.Call) and ast.unparse(n.func) == "tl.load" for n in ast.walk(tree)
+    )
+    # assignments of one level come before those inside loops, which is all that is needed
+    for node in ast.walk(body):
         if isinstance(node, (ast.Assign, ast.AugAssign)) and not is_call(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
@@ -58,14 +74,17 @@ def _passes(kernel) -> dict[str, int]:
 def _drop_kernels() -> None:
     import triton
 
-    for module in [module for name, module in sys.modules.items() if name.startswith("liger_kernel")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("liger_kernel")
+    ]:
         for attribute, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.jit.KernelInterface):
                 setattr(module, attribute, _NoKernel(value))
 
 
 def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> nn.Module:
-    """Liger's kernels on a Llama model. tiled: its TiledMLP too, with layer inputs checkpointed into host memory.
+    """Liger's kernels on a Llama model. tiled: its TiledMLP too, with layer inputs checkpointed
+    into host memory.
 
     Raises ImportError where liger-kernel is not installed.
     """
@@ -76,14 +95,17 @@ def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> 
             "hfpatch: the comparison needs liger-kernel, which is absent; pip install liger-kernel."
         ) from error
     rest = not loss_only
-    apply_liger_kernel_to_llama(rope=rest, rms_norm=rest, swiglu=rest, fused_linear_cross_entropy=True, model=model)
+    apply_liger_kernel_to_llama(
+        rope=rest, rms_norm=rest, swiglu=rest, fused_linear_cross_entropy=True, model=model
+    )
     if tiled:
         from liger_kernel.transformers.tiled_mlp import LigerTiledSwiGLUMLP
 
         for layer in model.model.layers:
             layer.mlp.__class__ = LigerTiledSwiGLUMLP
             layer.mlp.num_shards = None
-            layer.mlp.__dict__.pop("forward", None)  # Liger bound its untiled forward on the instance
+            # Liger bound its untiled forward on the instance
+            layer.mlp.__dict__.pop("forward", None)
         _offload_inputs(model)
     _head_as_on_cuda()
     _drop_kernels()
@@ -91,12 +113,15 @@ def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> 
 
 
 def _head_as_on_cuda() -> None:
-    """Liger's head asks its tensors whether they are on CUDA, where it adds to the weight's gradient inside the matmul; elsewhere
-    it makes two more tensors of the weight's size. Its functions are compiled anew with the answer of an A100."""
+    """Liger's head asks its tensors whether they are on CUDA, where it adds to the weight's
+    gradient inside the matmul; elsewhere it makes two more tensors of the weight's size. Its
+    functions are compiled anew with the answer of an A100.
+    """
     from liger_kernel.ops import fused_linear_cross_entropy as head
 
     answers = (
-        ('.device.type == "cuda"', '.device.type != "cuda"'), ('_input.device.type != "cuda"', "False"),
+        ('.device.type == "cuda"', '.device.type != "cuda"'),
+        ('_input.device.type != "cuda"', "False"),
         ("torch.cuda.get_device_capability(grad_weight.device)[0]", "8"),
     )  # fmt: skip
     for name in ("fused_linear_cross_entropy_forward", "_can_use_mm_out"):
@@ -107,8 +132,13 @@ def _head_as_on_cuda() -> None:
 
 
 def _offload_inputs(model: nn.Module) -> None:
-    """Non-reentrant checkpointing under saved-tensor hooks that copy layer inputs to host memory: the ALST recipe."""
-    checkpointing = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    """Non-reentrant checkpointing under saved-tensor hooks that copy layer inputs to host memory:
+    the ALST recipe.
+    """
+    checkpointing = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     checkpointing({"use_reentrant": False})
     body = model.model
     forward = body.forward

@@ -1,4 +1,5 @@
-"""The implementations that a simulation can compare: transformers as it is, TRL's and Liger's recipes, ALST's, hfpatch.
+"""The implementations that a simulation can compare: transformers as it is, TRL's and Liger's
+recipes, ALST's, hfpatch.
 
 TRL and Liger change transformers process-wide: one of them a process.
 """
@@ -10,7 +11,8 @@ from hfpatch.compat import run_scans_plainly
 from hfpatch.lab.simulate import liger, trl
 from hfpatch.lab.simulate.adapters import adapted
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload", *trl.IMPLEMENTATIONS, "hfpatch",
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload",
+                   *trl.IMPLEMENTATIONS, "hfpatch",
                    "hfpatch-off")  # fmt: skip
 
 
@@ -20,15 +22,17 @@ def config_class(kind):
 
     if kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code is its own is not run from here: "
+            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code "
+            "is its own is not run from here: "
             "load it and print(hfpatch.apply(model))."
         )
     return CONFIG_MAPPING[kind]
 
 
 def build(config: dict, dtype=torch.bfloat16, adapters=None):
-    """A causal language model, or one of images and text, of a config.json's values on the meta device: shapes without memory.
-    adapters: a memory.adapters.Adapters, LoRA over it."""
+    """A causal language model, or one of images and text, of a config.json's values on the meta
+    device: shapes without memory. adapters: a memory.adapters.Adapters, LoRA over it.
+    """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -40,24 +44,35 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
     values = dict(config)
     kind = values.pop("model_type", None)
     made = config_class(kind)
-    if not any(made in m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
+    if not any(
+        made in m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    ):
         raise ValueError(
-            f"hfpatch: expected a model that writes text one token after another, {kind!r} came; pass the config.json of one."
+            f"hfpatch: expected a model that writes text one token after another, {kind!r} came; "
+            "pass the config.json of one."
         )
-    check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))  # a list: one a layer
+    # a list: one a layer
+    check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))
     try:
         made = AutoConfig.for_model(kind, **values)
-        auto = AutoModelForCausalLM if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+        auto = (
+            AutoModelForCausalLM
+            if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING
+            else AutoModelForImageTextToText
+        )
         with torch.device("meta"):
             try:
                 model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
             except ValueError:  # families whose attention sdpa cannot do (sinks): their own
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
         run_scans_plainly(model)
-        model.tie_weights()  # on the meta device transformers 5.0 leaves that to those who load weights
+        # on the meta device transformers 5.0 leaves that to those who load weights
+        model.tie_weights()
     except Exception as error:  # what a family's classes make of junk has a class of its own each
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise ValueError(f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file.") from error
+        raise ValueError(
+            f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
+        ) from error
     return adapted(model, adapters) if adapters else model
 
 
@@ -72,7 +87,10 @@ def prepare(model, implementation: str):
     elif implementation.startswith("liger"):
         liger.apply(model, tiled=implementation == "liger-tiled-offload")
     if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     if implementation == "hf-ckpt-chunked":
         liger.apply(model, loss_only=True)

@@ -1,8 +1,9 @@
-"""Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of Mamba, Falcon-Mamba, Jamba and
-Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids; and our own attention in blocks of queries.
+"""Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of
+Mamba, Falcon-Mamba, Jamba and Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids;
+and our own attention in blocks of queries.
 
-Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few operations at a million tokens as
-at a thousand. Values mean nothing here.
+Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few
+operations at a million tokens as at a thousand. Values mean nothing here.
 
 B batch, H heads, I channels, T tokens, N states a channel, C chunks a block.
 """
@@ -23,7 +24,8 @@ BLOCKS = 64
 
 
 def selective_scan(
-    x_BIT: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D=None, z=None, delta_bias=None, delta_softplus=False,
+    x_BIT: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D=None, z=None, delta_bias=None,
+    delta_softplus=False,
     return_last_state=False, **_,
 ):  # fmt: skip
     """transformers' function of that name with blocks for tokens; last state: of the last block."""
@@ -48,17 +50,24 @@ def selective_scan(
 
 
 def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int = 64, **kwargs):
-    """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it indexes by a slice where it had
-    a number, and the state that it hands on is one a chunk [B, H, C, K, V]."""
+    """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it
+    indexes by a slice where it had a number, and the state that it hands on is one a chunk [B, H,
+    C, K, V].
+    """
     plain = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
     size = -(-chunks // BLOCKS)
-    state = value.new_zeros(value.shape[0], value.shape[2], size, key.shape[3], value.shape[3], dtype=torch.float32)
+    state = value.new_zeros(
+        value.shape[0], value.shape[2], size, key.shape[3], value.shape[3], dtype=torch.float32
+    )
 
     def blocks(*bounds):
         if bounds not in ((chunks,), (0, chunks)):
             return range(*bounds)
-        return [slice(min(a, chunks - size), min(a, chunks - size) + size) for a in range(0, chunks, size)]
+        return [
+            slice(min(a, chunks - size), min(a, chunks - size) + size)
+            for a in range(0, chunks, size)
+        ]
 
     with mock.patch.dict(plain.__globals__, range=blocks):
         return plain(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
@@ -76,15 +85,23 @@ def scans_by_blocks():
     """Within, transformers' models scan so."""
     with contextlib.ExitStack() as stack:
         for file, module in list(sys.modules.items()):
-            for name in _BY_BLOCKS.keys() & vars(module).keys() if file.startswith("transformers.models.") else ():
-                stack.enter_context(mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name))))
+            for name in (
+                _BY_BLOCKS.keys() & vars(module).keys()
+                if file.startswith("transformers.models.")
+                else ()
+            ):
+                stack.enter_context(
+                    mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name)))
+                )
         yield
 
 
 @contextlib.contextmanager
 def few_blocks(follower):
-    """Within, attention in blocks (attention/blocks.py) runs those in the middle, which stand for all in what is counted, and
-    the last two, which take the most bytes (of each the next finds something alive) and are not counted."""
+    """Within, attention in blocks (attention/blocks.py) runs those in the middle, which stand for
+    all in what is counted, and the last two, which take the most bytes (of each the next finds
+    something alive) and are not counted.
+    """
     stock = _attention_blocks._blocks
 
     def few(q_BTHE, pattern):

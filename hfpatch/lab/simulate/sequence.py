@@ -1,4 +1,6 @@
-"""One of several ranks that share each row, where there are no others: exchanges give tensors of the right sizes."""
+"""One of several ranks that share each row, where there are no others: exchanges give tensors of
+the right sizes.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +9,9 @@ from hfpatch.parallel.exchange import Sequence
 
 
 class LoneRank(Sequence):
-    """Rank 0 of `size`, on fake or real tensors; nothing that came from another rank has a meaning."""
+    """Rank 0 of `size`, on fake or real tensors; nothing that came from another rank has a
+    meaning.
+    """
 
     def __init__(self, size: int):
         self.group, self.zigzag, self.rank, self.size = None, False, 0, size
@@ -21,7 +25,10 @@ class LoneRank(Sequence):
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
         """What counts goes on counting."""
-        return [torch.cat([x + r * (x[:, -1:] - x[:, :1] + 1) for r in range(self.size)], 1) for x in xs_Bt]
+        return [
+            torch.cat([x + r * (x[:, -1:] - x[:, :1] + 1) for r in range(self.size)], 1)
+            for x in xs_Bt
+        ]
 
     def least(self, numbers, device):
         return numbers

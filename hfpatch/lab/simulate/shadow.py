@@ -1,7 +1,9 @@
-"""Real values behind small fake tensors, so that `.item()`, `bool()`, `equal` and `nonzero` have an answer.
+"""Real values behind small fake tensors, so that `.item()`, `bool()`, `equal` and `nonzero` have an
+answer.
 
-Token ids, labels, position ids and masks are small even at a million tokens, and control flow depends on them alone.
-The shadow of a storage is a real storage of the same size; views and in-place operations need no cases of their own.
+Token ids, labels, position ids and masks are small even at a million tokens, and control flow
+depends on them alone. The shadow of a storage is a real storage of the same size; views and
+in-place operations need no cases of their own.
 """
 
 import weakref
@@ -15,18 +17,24 @@ LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
 LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
 
 aten = torch.ops.aten
-_DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
-                   aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_consecutive.default,
+_DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
+                   aten.masked_select.default,
+                   aten.repeat_interleave.Tensor, aten._unique2.default,
+                   aten.unique_consecutive.default,
                    aten.unique_dim.default, aten.bincount.default}  # fmt: skip
 # Their results do not depend on the values of their tensor argument.
-_LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
-         aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}  # fmt: skip
+_LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+         aten.empty_like.default,
+         aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+         aten.new_empty.default}  # fmt: skip
 _UNKNOWN = object()
 FakeTensor = simulation_parts()[1]
 
 
 class Shadows:
-    """The real storages that stand behind fake ones. fake_mode: the FakeTensorMode the fakes belong to."""
+    """The real storages that stand behind fake ones. fake_mode: the FakeTensorMode the fakes belong
+    to.
+    """
 
     def __init__(self, fake_mode):
         self.fake_mode = fake_mode
@@ -43,7 +51,9 @@ class Shadows:
                                copy.untyped_storage())  # fmt: skip
 
     def get(self, fake: Tensor):
-        """The real tensor behind fake, sharing memory with every other view of it; None where values are unknown."""
+        """The real tensor behind fake, sharing memory with every other view of it; None where
+        values are unknown.
+        """
         if not isinstance(fake, FakeTensor):
             return fake  # a constant made from Python numbers
         found = self._real.get(id(fake.untyped_storage()))
@@ -72,8 +82,12 @@ class Shadows:
         return tree
 
     def answer(self, func, args, kwargs):
-        """(True, value) for an operation whose result, or its shape, depends on values; else (False, None)."""
-        by_mask = func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        """(True, value) for an operation whose result, or its shape, depends on values; else
+        (False, None).
+        """
+        by_mask = func is aten.index.Tensor and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         if func not in _DATA_DEPENDENT and not by_mask:
             return False, None
         if by_mask and self._map(args[0]) is _UNKNOWN:
@@ -82,8 +96,13 @@ class Shadows:
             if any(m is None and i is not None for m, i in zip(masks, args[1])):
                 return False, None
             with real_tensors():
-                cut = [m.nonzero(as_tuple=True) if m is not None and m.dtype == torch.bool else (m,) for m in masks]
-            return True, aten.index.Tensor(args[0], [m if m is None else self.fake(m) for part in cut for m in part])
+                cut = [
+                    m.nonzero(as_tuple=True) if m is not None and m.dtype == torch.bool else (m,)
+                    for m in masks
+                ]
+            return True, aten.index.Tensor(
+                args[0], [m if m is None else self.fake(m) for part in cut for m in part]
+            )
         reals, real_kwargs = self._map(args), self._map(kwargs)
         if reals is _UNKNOWN or real_kwargs is _UNKNOWN:
             return False, None
@@ -91,10 +110,13 @@ class Shadows:
             out = func(*reals, **real_kwargs)
         if isinstance(out, Tensor):
             return True, self.fake(out)
-        return True, tuple(self.fake(o) for o in out) if isinstance(out, tuple) else out  # a number, a boolean
+        # a number, a boolean
+        return True, tuple(self.fake(o) for o in out) if isinstance(out, tuple) else out
 
     def run(self, func, args, kwargs, inputs, outputs) -> None:
-        """Repeats an operation on the values behind its arguments, or forgets the values it overwrote."""
+        """Repeats an operation on the values behind its arguments, or forgets the values it
+        overwrote.
+        """
         mutable = schema_of(func).is_mutable
         fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
         if not mutable and not fresh:
@@ -108,13 +130,21 @@ class Shadows:
                 real_kwargs["device"] = torch.device("cpu")
             with real_tensors(), torch.no_grad():
                 out = func(*reals, **real_kwargs)
-            outs = [out] if isinstance(out, Tensor) else [o for o in out or () if isinstance(o, Tensor)]
+            outs = (
+                [out]
+                if isinstance(out, Tensor)
+                else [o for o in out or () if isinstance(o, Tensor)]
+            )
             for fake, real in zip(outputs, outs):
                 if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
                     self.put(fake, real)
         elif mutable:
             for argument, value in zip(schema_of(func).arguments, args):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                if (
+                    argument.alias_info is not None
+                    and argument.alias_info.is_write
+                    and isinstance(value, Tensor)
+                ):
                     self._real.pop(id(value.untyped_storage()), None)
 
     def _known(self, tensor) -> bool:
@@ -124,7 +154,9 @@ class Shadows:
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return False
         for out in fresh:
-            if out.untyped_storage().nbytes() > (LARGEST_FLOAT if out.is_floating_point() else LARGEST_WHOLE):
+            if out.untyped_storage().nbytes() > (
+                LARGEST_FLOAT if out.is_floating_point() else LARGEST_WHOLE
+            ):
                 return False
         return func in _LIKE or all(self._known(t) for t in inputs)
 

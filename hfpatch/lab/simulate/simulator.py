@@ -1,11 +1,13 @@
-"""Runs a real training step of the real model object on fake tensors, and says what memory it would take.
+"""Runs a real training step of the real model object on fake tensors, and says what memory it would
+take.
 
     python -m hfpatch.cli.simulate --model llama-3.1-8b --impl hfpatch --seq-len 131072 --json
 
-Nothing is modelled here but what a CUDA kernel allocates inside itself (kernels_cost.py): the Python that runs is the
-model's own, patched or stock, and follow.py writes down each storage's life. An 8B model at 131,072 tokens takes
-seconds and a few hundred MiB on a laptop. transformers and Liger are changed process-wide while a step runs: one
-measurement a process where figures of several implementations are wanted.
+Nothing is modelled here but what a CUDA kernel allocates inside itself (kernels_cost.py): the
+Python that runs is the model's own, patched or stock, and follow.py writes down each storage's
+life. An 8B model at 131,072 tokens takes seconds and a few hundred MiB on a laptop. transformers
+and Liger are changed process-wide while a step runs: one measurement a process where figures of
+several implementations are wanted.
 """
 
 import contextlib
@@ -20,7 +22,13 @@ from torch import Tensor, nn
 
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
-from hfpatch.compat import buffers_of, closing_checkpoints, parameters_of, plain_scans, simulation_parts
+from hfpatch.compat import (
+    buffers_of,
+    closing_checkpoints,
+    parameters_of,
+    plain_scans,
+    simulation_parts,
+)
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate.follow import ROUNDING, Follower, Ledger, module_calls
@@ -40,11 +48,11 @@ from hfpatch.store import device
 class Simulation:
     """The memory of one simulated run. Sizes in bytes.
 
-    peak_bytes: the highest total on the device, with parameters and gradients; `categories` and `modules` split what
-    was alive then. beyond_bytes: that total less the parameters and gradients alive at that moment; most_beyond_bytes:
-    the highest such difference at any moment, which is what counts where gradients leave the device as they come.
-    host_peak_bytes: of the memory the session takes, none of files'. whole: why layers of a patched model run whole, and how
-    many.
+    peak_bytes: the highest total on the device, with parameters and gradients; `categories` and
+    `modules` split what was alive then. beyond_bytes: that total less the parameters and gradients
+    alive at that moment; most_beyond_bytes: the highest such difference at any moment, which is
+    what counts where gradients leave the device as they come. host_peak_bytes: of the memory the
+    session takes, none of files'. whole: why layers of a patched model run whole, and how many.
     """
 
     peak_bytes: int
@@ -86,8 +94,14 @@ def summarize(ledger: Ledger) -> Simulation:
             if device > top:
                 top, top_at, top_phase = device, at, phase
     categories, modules, operations = Counter(), Counter(), Counter()
-    turn = max((at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None)
-    alive = (b for b in ledger.blocks if not b.host and b.born <= top_at and (b.died is None or b.died > top_at))
+    turn = max(
+        (at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None
+    )
+    alive = (
+        b
+        for b in ledger.blocks
+        if not b.host and b.born <= top_at and (b.died is None or b.died > top_at)
+    )
     for block in sorted(alive, key=lambda b: -b.nbytes):
         category = block.category
         if category == "activations" and turn is not None and block.born < turn:
@@ -97,7 +111,8 @@ def summarize(ledger: Ledger) -> Simulation:
             modules[block.module] += block.nbytes
             operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
     return Simulation(
-        peak_bytes=max(top, 0), beyond_bytes=top - categories["parameters"] - categories["gradients"],
+        peak_bytes=max(top, 0),
+        beyond_bytes=top - categories["parameters"] - categories["gradients"],
         most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
         peak_module=ledger.blocks[ledger.events[top_at][0]].module, categories=dict(categories),
         modules=modules.most_common(), operations=operations.most_common(), phase_peaks=phase_peaks,
@@ -112,7 +127,9 @@ def summarize(ledger: Ledger) -> Simulation:
 
 @contextlib.contextmanager
 def _transformers_as_if_real():
-    """transformers builds a full T x T mask for fake tensors, taking them for a graph being traced."""
+    """transformers builds a full T x T mask for fake tensors, taking them for a graph being
+    traced.
+    """
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers") and "is_fake_tensor" in vars(module):
@@ -134,20 +151,26 @@ def _host_buffers(follower: Follower):
 
 
 def _on_cuda(supported):
-    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here too."""
-    return lambda head_dim, dtype, device, *pattern: supported(head_dim, dtype, torch.device("cuda"), *pattern)
+    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here
+    too.
+    """
+    return lambda head_dim, dtype, device, *pattern: supported(
+        head_dim, dtype, torch.device("cuda"), *pattern
+    )
 
 
 @contextlib.contextmanager
 def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None):
-    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they differ in memory.
+    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they
+    differ in memory.
 
     Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
     """
     with contextlib.ExitStack() as stack:
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
-            for user in (heads, exchange, attending):  # of tiled layers, and of those that run whole
+            # of tiled layers, and of those that run whole
+            for user in (heads, exchange, attending):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
             for user in (attention, route, attending):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
@@ -163,9 +186,13 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
             found.close()
             stack.callback(found.close)
             if policy is not None:
-                stack.enter_context(mock.patch.object(found.weights, "on", policy.frozen_weights == "host"))
+                stack.enter_context(
+                    mock.patch.object(found.weights, "on", policy.frozen_weights == "host")
+                )
         if policy is not None:
-            stack.enter_context(mock.patch.object(LayerRuntime, "_resolve", lambda self, *batch: policy))
+            stack.enter_context(
+                mock.patch.object(LayerRuntime, "_resolve", lambda self, *batch: policy)
+            )
         yield
 
 
@@ -186,9 +213,13 @@ def sessions(model: nn.Module) -> list[LayerRuntime]:
 
 
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
-    """Frozen weights that wait on the host are there when the step begins, and their slots are on the device."""
+    """Frozen weights that wait on the host are there when the step begins, and their slots are on
+    the device.
+    """
     for weights in (session.weights for session in sessions(model) if session.weights.on):
-        weights.pack([m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu"))
+        weights.pack(
+            [m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu")
+        )
         weights.make_slots()
         for slot, _ in weights.slots.rows:
             follower.track(slot.bytes, category="parameters")
@@ -224,8 +255,15 @@ def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
 @contextlib.contextmanager
 def _fake_weights(model: nn.Module, shadows: Shadows):
     """Within, fake parameters and buffers stand in the place of a model's own."""
-    tables = [table for module in model.modules() for table in (parameters_of(module), buffers_of(module))]
-    own = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    tables = [
+        table for module in model.modules() for table in (parameters_of(module), buffers_of(module))
+    ]
+    own = [
+        (table, name, tensor)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
     fakes = {id(tensor): tensor for *_, tensor in own}
     fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
     try:
@@ -240,7 +278,9 @@ def _fake_weights(model: nn.Module, shadows: Shadows):
 
 @contextlib.contextmanager
 def following(model: nn.Module, follower: Follower):
-    """Follows what runs inside: the model's parameters and buffers are its "parameters", their .grad "gradients"."""
+    """Follows what runs inside: the model's parameters and buffers are its "parameters", their
+    .grad "gradients".
+    """
 
     def accumulated(parameter):
         if parameter.grad is not None:
@@ -258,8 +298,12 @@ def following(model: nn.Module, follower: Follower):
         yield stack.enter_context(follower)
 
 
-def train_step(model: nn.Module, follower: Follower, input_ids: Tensor, labels: Tensor, **inputs) -> None:
-    """One forward and backward as a training loop runs it: the output object does not outlive the forward."""
+def train_step(
+    model: nn.Module, follower: Follower, input_ids: Tensor, labels: Tensor, **inputs
+) -> None:
+    """One forward and backward as a training loop runs it: the output object does not outlive the
+    forward.
+    """
     follower.set_phase("forward")
     loss = model(input_ids=input_ids, labels=labels, **inputs).loss
     follower.set_phase("backward")
@@ -285,15 +329,16 @@ def simulate(
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
-    model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are replaced while the
-    steps run and put back afterwards. optimizer: a function from parameters to a torch optimizer, stepped each step.
-    labels: [batch, seq_len] int64, real values; all tokens count where it is None. inputs: more real tensors for the
-    model's forward. cuda: charge the scratch memory of CUDA's kernels; rounding: of each storage, in bytes.
-    policy: what hfpatch's tiled layers keep, where the model is patched and "auto" should not decide by this machine. Files are
-    not written: blocks of the host stand for them.
-    ranks: that share each row of a patched model; seq_len is what this one has of it. no_flex: why flex_attention does not serve
-    on the device that is meant, None where it does. most_operations: ValueError once the steps take more. follower: makes the
-    Follower, or one of a class of its own, from the settings of one.
+    model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are
+    replaced while the steps run and put back afterwards. optimizer: a function from parameters to a
+    torch optimizer, stepped each step. labels: [batch, seq_len] int64, real values; all tokens
+    count where it is None. inputs: more real tensors for the model's forward. cuda: charge the
+    scratch memory of CUDA's kernels; rounding: of each storage, in bytes. policy: what hfpatch's
+    tiled layers keep, where the model is patched and "auto" should not decide by this machine.
+    Files are not written: blocks of the host stand for them. ranks: that share each row of a
+    patched model; seq_len is what this one has of it. no_flex: why flex_attention does not serve on
+    the device that is meant, None where it does. most_operations: ValueError once the steps take
+    more. follower: makes the Follower, or one of a class of its own, from the settings of one.
     """
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy
@@ -305,13 +350,16 @@ def simulate(
     model.train()
     mode = simulation_parts()[0](allow_non_fake_inputs=True)
     shadows = Shadows(mode)
-    follower = follower(rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations)
+    follower = follower(
+        rounding=rounding, cuda=cuda, shadows=shadows, most_operations=most_operations
+    )
     shares = contextlib.nullcontext()
     if ranks > 1:
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     around = (
-        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares, plain_scans(), scans_by_blocks(),
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares,
+        plain_scans(), scans_by_blocks(),
         few_blocks(follower), _fake_weights(model, shadows),
     )  # fmt: skip
     try:
@@ -321,14 +369,19 @@ def simulate(
             with following(model, follower), closing_checkpoints():
                 fake_ids = shadows.fake(ids)
                 fake_labels = shadows.fake(ids if labels is None else labels)
-                more = {k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()}
+                more = {
+                    k: shadows.fake(v) if isinstance(v, Tensor) else v
+                    for k, v in (inputs or {}).items()
+                }
                 stepper = optimizer(model.parameters()) if optimizer else None
                 for _ in range(steps):
                     train_step(model, follower, fake_ids, fake_labels, **more)
                     if stepper:
                         follower.set_phase("optimizer")
                         stepper.step()
-                        for value in (value for state in stepper.state.values() for value in state.values()):
+                        for value in (
+                            value for state in stepper.state.values() for value in state.values()
+                        ):
                             if isinstance(value, Tensor):
                                 follower.track(value, category="optimizer")
                         stepper.zero_grad()
