@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import numerics
 import torch

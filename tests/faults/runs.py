@@ -1,4 +1,4 @@
-"""What the fault tests of the training script share: the fixtures of tests/training, and the script
+"""What the fault tests of the training script share: the fixtures of tests/trainer, and the script
 in a process of its own.
 """
 
@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
+sys.path.insert(0, str(ROOT / "tests" / "trainer"))
 _spec = importlib.util.spec_from_file_location(
-    "training_fixtures", ROOT / "tests" / "training" / "conftest.py"
+    "training_fixtures", ROOT / "tests" / "trainer" / "conftest.py"
 )
 _fixtures = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_fixtures)

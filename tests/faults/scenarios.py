@@ -15,8 +15,8 @@ from hfpatch.budget.policy import KEEPABLE
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import disk
 from hfpatch.store.device import ToHost, beside, mark_batch_ready
-from tests.checkpoint.deep import tiny_llama, tokens
 from tests.faults.checker import standing_in
+from tests.layer.deep import tiny_llama, tokens
 
 
 class Stop(Exception):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hfpatch
-from tests.checkpoint.deep import tiny_llama, tokens
+from tests.layer.deep import tiny_llama, tokens
 
 PARTS = {
     "model.embed_tokens": "cpu",

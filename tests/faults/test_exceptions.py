@@ -15,8 +15,8 @@ from tiny import OfAnEngine, gradients, stock_loss
 
 import hfpatch
 from hfpatch.store import disk
-from tests.checkpoint.deep import pair, tiny_llama, tokens
 from tests.faults.checker import qualname
+from tests.layer.deep import pair, tiny_llama, tokens
 
 CODE = tuple(str(Path(hfpatch.__file__).parent / name) for name in ("layer", "store"))
 # tile, save_attention, every: several tiles or one, attention saved or run again, segments

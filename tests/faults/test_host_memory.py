@@ -20,9 +20,9 @@ from hfpatch.store import device as device_module
 from hfpatch.store import disk
 from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
 from hfpatch.store.transfers import HostPool, Transfers
-from tests.checkpoint.deep import tokens
 from tests.faults.checker import CheckedDevice, standing_in
 from tests.faults.test_exceptions import assert_same, patched, step
+from tests.layer.deep import tokens
 
 CPU = torch.device("cpu")
 
@@ -289,7 +289,7 @@ sys.path.insert(0, "tests")
 from tests.faults.checker import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
-from tests.checkpoint.deep import tokens
+from tests.layer.deep import tokens
 standing_in(CPU, Pinning()).__enter__()
 for tier in ("host", "disk"):
     model = patched(tier, "tiles", {str(tmp_path / "tier")!r})

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
 import hfpatch
-from tests.checkpoint.deep import pair, tokens
+from tests.layer.deep import pair, tokens
 
 BUDGET = 4096 * 2.0**-52
 WAYS = [

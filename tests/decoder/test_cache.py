@@ -8,10 +8,10 @@ import families
 import pytest
 import tiny
 import torch
-from test_mixers import lengths
 from transformers import StaticCache
 
 import hfpatch
+from tests.layer.test_mixers import lengths
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 LONG = ("gemma3_text", "deepseek_v3", "gpt_oss", "llama4_text", "cohere2", "phi3")

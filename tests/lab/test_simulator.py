@@ -21,7 +21,7 @@ from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate, summarize
 from tests import tiny
-from tests.simulate.real_memory import real_events, real_peak, train_step
+from tests.lab.real_memory import real_events, real_peak, train_step
 
 GiB = 2**30
 SMALL = preset_config("llama-tiny") | dict(

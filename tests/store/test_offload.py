@@ -15,7 +15,9 @@ import hfpatch
 from hfpatch.store.device import Device
 from hfpatch.store.pool import Area
 from hfpatch.store.transfers import FetchQueue, HostPool, Transfers
-from tests.checkpoint.deep import pair, tiny_llama, tokens
+from tests.layer.deep import pair, tiny_llama, tokens
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 
 def test_pool_takes_exact_sizes_and_reuses_them():

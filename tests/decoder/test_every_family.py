@@ -25,7 +25,7 @@ def stock_model(name):
     try:
         config = CONFIG_MAPPING[name](**families.CHANGES.get(name, {}))
         if hasattr(config, "text_config"):
-            pytest.skip("a wrapper: tests/models/test_vision.py")
+            pytest.skip("a wrapper: tests/decoder/test_vision.py")
         model = families.small_model(name)
     except (Exception, SystemError) as error:
         pytest.skip(f"no small one: {type(error).__name__}")

@@ -19,9 +19,11 @@ from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
 from hfpatch.layer import call as layer_module
 from hfpatch.layer import function as tiled_module
-from tests.checkpoint.deep import pair, tiny_llama, tokens
-from tests.models.families import small_model
+from tests.families import small_model
+from tests.layer.deep import pair, tiny_llama, tokens
 from tests.numerics import assert_close
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 BUDGET = 4096 * 2.0**-52
 

@@ -143,7 +143,7 @@ def test_what_is_kept_is_not_run_again(model, tile):
     assert step_flops(shape, Policy(tile=tile, plain=shape.num_layers), **sizes) == least
 
 
-# bf16 parameters and gradients resident in 79 GiB, no optimizer; tests/memory/test_formula.py holds
+# bf16 parameters and gradients resident in 79 GiB, no optimizer; tests/budget/test_formula.py holds
 # the counts to what is run.
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import torch
 
 import hfpatch
 
+pytestmark = pytest.mark.usefixtures("exact_loss")
+
 MOST_OF_A_TILE = 650  # functions called, in Python and from it, for a tile's forward and backward
 # for a layer in one tile, looked through for adapters where PEFT is imported
 MOST_OF_A_LAYER = 1330

@@ -31,7 +31,7 @@ from hfpatch.trainer.callback import (
     rounded_to_nearest,
 )
 from hfpatch.trainer.sequence import refuse_unshared_batches
-from tests.checkpoint.test_room import Told
+from tests.layer.test_room import Told
 
 COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 

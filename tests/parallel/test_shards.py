@@ -277,11 +277,10 @@ def evaluated(
     monkeypatch.setattr(shared_rows, "is_sharded", lambda _: True)
     monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
     monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    everybody = (
-        lambda group, mine, _: (  # noqa: E731
-            [min(next(said), mine[0]), *mine[1:]] if group is None else None
-        )
-    )
+
+    def everybody(group, mine, _):
+        return [min(next(said), mine[0]), *mine[1:]] if group is None else None
+
     monkeypatch.setattr(shared_rows, "least_of", least or everybody)
     model.model.layers[0].register_forward_pre_hook(
         lambda _, args: seen.append(tuple(args[0].shape[:2]))

@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 from test_families import assert_close, step
-from test_mixers import lengths
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import scaled_config
+from tests.layer.test_mixers import lengths
 
 IMAGE = 60
 TOWER = {

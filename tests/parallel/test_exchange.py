@@ -12,6 +12,8 @@ from hfpatch.budget import sequence
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.parallel import exchange
 
+pytestmark = pytest.mark.usefixtures("exact_loss")
+
 
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("B", [1, 2])

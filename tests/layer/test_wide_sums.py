@@ -14,6 +14,8 @@ import hfpatch
 from hfpatch.layer import weight_gradients as weights
 from hfpatch.ops import _wide_sums
 
+pytestmark = pytest.mark.usefixtures("exact_loss")
+
 
 def in_float32(out, a, b, first):
     out.copy_(a.float() @ b.float()) if first else out.addmm_(a.float(), b.float())

@@ -10,7 +10,7 @@ from hfpatch.lab.profile import page
 from hfpatch.lab.profile import run as writer
 from hfpatch.lab.profile.report import family_table, markdown, module_table
 from hfpatch.lab.profile.timeline import Run
-from tests.profiling.test_timeline import MIB, a_run
+from tests.lab.test_timeline import MIB, a_run
 
 
 @pytest.fixture

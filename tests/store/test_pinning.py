@@ -10,9 +10,11 @@ import pytest
 import hfpatch
 from hfpatch.layer import runtime as session_module
 from hfpatch.store.transfers import HostPool
-from tests.checkpoint.deep import tiny_llama, tokens
 from tests.faults.checker import standing_in
 from tests.faults.test_host_memory import CPU, Pinning
+from tests.layer.deep import tiny_llama, tokens
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 STEPS, LAYERS = 200, 8
 BOUND = 1 << 24

@@ -16,9 +16,11 @@ from hfpatch.budget.seconds import link_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.layer.parts import LayerParts
 from hfpatch.store.transfers import Transfers
-from tests.checkpoint.deep import tiny_llama, tokens
-from tests.checkpoint.test_layer import BUDGET, check
-from tests.models.families import small_model
+from tests.families import small_model
+from tests.layer.deep import tiny_llama, tokens
+from tests.layer.test_layer import BUDGET, check
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 KEEPS = [names for n in (1, 2, 3) for names in combinations(KEEPABLE, n)]
 # Each name alone and all of them; on the device, on the host, in files; one tile and many;

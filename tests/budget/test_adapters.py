@@ -19,7 +19,7 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
-from tests.memory.test_shape import MORE, TINY, built
+from tests.budget.test_shape import MORE, TINY, built
 
 LAYERS = 2
 CARDS = ("rtx4090", "rtx5090", "l40s", "a100-80gb", "h100")

@@ -25,6 +25,8 @@ from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.layer.room import Gauge
 
+pytestmark = pytest.mark.usefixtures("exact_loss")
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "gpu"))
 LAYERS = 4
 HOST = {"tile": 8, "frozen_weights": "host"}

@@ -19,7 +19,9 @@ from hfpatch.attention import heads
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel import exchange
-from tests.checkpoint.deep import tiny_llama, tokens
+from tests.layer.deep import tiny_llama, tokens
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 # (settings, what the policy has besides) of every path; the same length throughout, so that strides
 # meet.

@@ -23,7 +23,9 @@ from hfpatch.layer import room as room_module
 from hfpatch.layer import runtime as session_module
 from hfpatch.layer.room import SHRINK, Gauge, Room
 from hfpatch.layer.runtime import _rounded
-from tests.checkpoint.deep import tiny_llama, tokens
+from tests.layer.deep import tiny_llama, tokens
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
 
 GiB = 2**30
 
