@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
 from hfpatch import ops
-from hfpatch.ops._linear_ce_loop import BYTES_PER_TOKEN
+from hfpatch.ops._linear_ce_sizes import BYTES_PER_TOKEN
 
 
 class HeadMatmuls(TorchDispatchMode):

@@ -30,16 +30,20 @@ from hfpatch.ops._library import define, use_kernel, wide_dtype
 TILE = 1 << 18
 
 
-def _tiles(logits_CV: Tensor):
-    rows, vocab_size = logits_CV.shape
+def _tiles(logits_CV: Tensor, labels_C: Tensor, ignore_index: int, inner: float):
+    """Yields (rows, u_RV, keep_R, labels_R1) of a few rows at a time.
+
+    u_RV is a new tensor in the wide dtype. labels_R1 are columns, also where ignored.
+    """
+    n_rows, vocab_size = logits_CV.shape
     step = max(1, TILE // max(1, vocab_size))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _u(logits_RV: Tensor, inner: float) -> Tensor:
-    """u, see the top of this file: a new tensor in the wide dtype."""
-    u_RV = logits_RV.to(wide_dtype(logits_RV.dtype), copy=True)
-    return u_RV.mul_(inner).tanh_() if inner else u_RV
+    for start in range(0, n_rows, step):
+        rows = slice(start, start + step)
+        u_RV = logits_CV[rows].to(wide_dtype(logits_CV.dtype), copy=True)
+        if inner:
+            u_RV.mul_(inner).tanh_()
+        labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, vocab_size - 1)
+        yield rows, u_RV, labels_C[rows] != ignore_index, labels_R1
 
 
 def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
@@ -54,25 +58,22 @@ def _below(u_RV: Tensor, top_R: Tensor, outer: float) -> Tensor:
 
 
 def _gradient_(
-    u_RV: Tensor,
     logits_RV: Tensor,
-    labels_R1,
-    keep_R1,
+    u_RV: Tensor,
+    labels_R1: Tensor,
+    keep_R: Tensor,
     rows_KR: Tensor,
-    class_weight_V,
+    class_weight_V: Tensor | None,
     inner: float,
     outer: float,
-) -> Tensor:
-    """dx, see the top of this file.
+) -> None:
+    """Overwrites the logits with dx, see the top of this file. Overwrites u_RV too.
 
-    Overwrites u_RV. rows_KR: largest u, P, Y, then U, then entropy, H, Q.
+    rows_KR: largest u, P, Y, then U, then entropy, H, Q.
     """
-    # 1 - tanh^2 without the cancellation where tanh is near 1.
-    slope_RV = (
-        logits_RV.to(u_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner)
-        if inner
-        else None
-    )
+    slope_RV = None
+    if inner:  # 1 - tanh^2 without the cancellation where tanh is near 1
+        slope_RV = logits_RV.to(u_RV.dtype).mul(inner).cosh_().square_().reciprocal_().mul_(inner)
     below_RV = _below(u_RV, rows_KR[0], outer)
     p_R1, y_R1, *others = rows_KR[1:].unsqueeze(-1)
     if len(others) > 1:
@@ -83,13 +84,14 @@ def _gradient_(
     else:
         d_RV = below_RV.exp_().mul_(p_R1)
     if others:
-        d_RV.sub_(
-            others[0] if class_weight_V is None else others[0] * class_weight_V.to(d_RV.dtype)
-        )
+        weight = 1.0 if class_weight_V is None else class_weight_V.to(d_RV.dtype)
+        d_RV.sub_(others[0] * weight)
     d_RV.scatter_add_(1, labels_R1, -y_R1)
     if slope_RV is not None:
         d_RV.mul_(slope_RV)
-    return (d_RV.mul_(outer) if outer != 1.0 else d_RV).masked_fill_(~keep_R1, 0.0)
+    if outer != 1.0:
+        d_RV.mul_(outer)
+    logits_RV.copy_(d_RV.masked_fill_(~keep_R.unsqueeze(1), 0.0))
 
 
 def cross_entropy_chunk_plain_(
@@ -111,10 +113,7 @@ def cross_entropy_chunk_plain_(
     """`hfpatch::cross_entropy_chunk_` in plain torch, in float32 (float64 for float64 logits)."""
     vocab_size = logits_CV.shape[1]
     w_V = None if class_weight_V is None else class_weight_V.to(loss_C.dtype)
-    for rows in _tiles(logits_CV):
-        u_RV = _u(logits_CV[rows], inner)
-        keep_R = labels_C[rows] != ignore_index
-        labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, vocab_size - 1)
+    for rows, u_RV, keep_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
         top_R = u_RV.amax(1)
         top_R.masked_fill_(top_R.isinf(), 0.0)  # a row of -inf has an lse of -inf
         log_R = _below(u_RV.clone(), top_R, outer).exp_().sum(1).log_()
@@ -144,16 +143,8 @@ def cross_entropy_chunk_plain_(
                 factors[1] += scale * uniform * w_sum
                 factors.append((scale * uniform).expand_as(lse_R))
             factors[1] *= log_R.neg().exp_()
-            logits_CV[rows] = _gradient_(
-                u_RV,
-                logits_CV[rows],
-                labels_R1,
-                keep_R.unsqueeze(1),
-                torch.stack(factors),
-                w_V,
-                inner,
-                outer,
-            ).to(logits_CV.dtype)
+            rows_KR = torch.stack(factors)
+            _gradient_(logits_CV[rows], u_RV, labels_R1, keep_R, rows_KR, w_V, inner, outer)
 
 
 def _stats_(u_RV: Tensor, top_R: Tensor, outer: float, keep_R: Tensor, out_3R: Tensor) -> None:
@@ -181,29 +172,17 @@ def cross_entropy_chunk_bwd_plain_(
     outer: float,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
-    for rows in _tiles(logits_CV):
-        u_RV = _u(logits_CV[rows], inner)
-        keep_R1 = (labels_C[rows] != ignore_index).unsqueeze(1)
-        labels_R1 = labels_C[rows].long().unsqueeze(1).clamp(0, u_RV.shape[1] - 1)
-        logits_CV[rows] = _gradient_(
-            u_RV,
-            logits_CV[rows],
-            labels_R1,
-            keep_R1,
-            rows_KC[:, rows],
-            class_weight_V,
-            inner,
-            outer,
-        ).to(logits_CV.dtype)
+    for rows, u_RV, keep_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
+        _gradient_(
+            logits_CV[rows], u_RV, labels_R1, keep_R, rows_KC[:, rows], class_weight_V, inner, outer
+        )
 
 
-def _chunk(*args) -> None:
-    if use_kernel(args[0]):
-        from hfpatch.kernels.cross_entropy import cross_entropy_fwd
-
-        cross_entropy_fwd(*args)
-    else:
-        cross_entropy_chunk_plain_(*args)
+def _chunk(logits_CV, *args) -> None:
+    run = cross_entropy_chunk_plain_
+    if use_kernel(logits_CV):
+        from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
+    run(logits_CV, *args)
 
 
 def _chunk_bwd(logits_CV, *args) -> None:
@@ -223,9 +202,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
     else:
         # In float32, because a 16-bit x would round the factor first.
         for part in x.view(-1).split(TILE):
-            part.copy_(
-                part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor
-            )
+            part.copy_(part.to(factor.dtype) * factor)
 
 
 def _no_output(*args) -> None:

@@ -41,13 +41,8 @@ class VocabShard:
         self.widest = -(-size // ranks)
         self.start, self.stop = (min(size, r * self.widest) for r in (rank, rank + 1))
 
-    def summed(self, dx_ND: Tensor | None) -> Tensor | None:
-        """The gradient of hidden: the sum of the ranks' parts, in place."""
-        if dx_ND is not None:
-            self._reduce(dx_ND, dist.ReduceOp.SUM)
-        return dx_ND
-
-    def _reduce(self, x: Tensor, op) -> None:
+    def reduce_(self, x: Tensor, op) -> None:
+        """Combines the ranks' x, in place."""
         dist.all_reduce(x, op, group=self.group)
 
     def _local(self, labels_C: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -112,10 +107,10 @@ class VocabShard:
             log_C == float("-inf"), float("-inf")
         )  # every word of this part is ruled out
         part_2C = lse_2C.clone()
-        self._reduce(top_C, dist.ReduceOp.MAX)
+        self.reduce_(top_C, dist.ReduceOp.MAX)
         below_C = (part_2C[0] - top_C).mul_(opts.outer).add_(part_2C[1])
         sums_KC = torch.stack([below_C.exp(), *sums])
-        self._reduce(sums_KC, dist.ReduceOp.SUM)
+        self.reduce_(sums_KC, dist.ReduceOp.SUM)
         log_C.copy_(sums_KC[0].log_())
         log_share_C = below_C.sub_(log_C)  # log of the probability of this rank's words
         lse_2C.masked_fill_(~keep_C, 0.0)
@@ -134,9 +129,7 @@ class VocabShard:
         if stats_3C is not None:
             self._stats_(log_share_C, keep_C, stats_3C, v)
         if factors is not None:
-            rows_KC = factors(
-                scale.expand_as(lse_C), labels_C, lse_2C, class_weight_V, self.size, opts
-            )
+            rows_KC = factors(scale.expand_as(lse_C), labels_C, lse_2C, class_weight_V, opts)
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
 
     def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor, inner: float) -> None:
@@ -149,9 +142,9 @@ class VocabShard:
             value_C.copy_(logits_Cv.gather(1, best_C.clamp(min=0).long().unsqueeze(1)).squeeze(1))
             value_C = torch.tanh(value_C * inner) if inner else value_C
         top_C = value_C.clone()
-        self._reduce(top_C, dist.ReduceOp.MAX)
+        self.reduce_(top_C, dist.ReduceOp.MAX)
         best_C.copy_(torch.where(value_C == top_C, best_C + self.start, self.size))
-        self._reduce(best_C, dist.ReduceOp.MIN)
+        self.reduce_(best_C, dist.ReduceOp.MIN)
         best_C.masked_fill_(~keep_C, -1)
 
     def _stats_(self, log_share_C: Tensor, keep_C: Tensor, stats_3C: Tensor, v: int) -> None:
@@ -166,7 +159,7 @@ class VocabShard:
             out_C.masked_fill_(share_C == 0.0, 0.0)  # every word of this part is ruled out
         stats_3C.masked_fill_(~keep_C, 0.0)
         summed_3C = stats_3C.contiguous()
-        self._reduce(summed_3C, dist.ReduceOp.SUM)
+        self.reduce_(summed_3C, dist.ReduceOp.SUM)
         stats_3C.copy_(summed_3C)
 
     def chunk_bwd_(

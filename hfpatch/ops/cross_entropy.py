@@ -13,16 +13,10 @@ from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_
-from hfpatch.ops._linear_ce_inputs import (
-    as_class_weight,
-    as_num_items,
-    check_labels_like,
-    check_loss,
-    check_options,
-    refuse,
-    shift_labels,
-)
-from hfpatch.ops._linear_ce_loop import SCHEMA, Options, check_labels, divisor, loss_factors
+from hfpatch.ops._linear_ce_inputs import check_loss, refuse, shift_labels
+from hfpatch.ops._linear_ce_loop import Options, check_labels, divisor, loss_factors
+
+SCHEMA = "int ignore_index, float smoothing, float inner, float outer, float z_loss"
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -64,7 +58,8 @@ def cross_entropy_ref(
     labels = shift_labels(labels, ignore_index) if shift else labels
     z = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1])
     z = softcap * torch.tanh(z / softcap) if softcap else z
-    class_weight = as_class_weight(class_weight, z, z.dtype)
+    if class_weight is not None:
+        class_weight = class_weight.to(z.device, z.dtype)
     labels_N = labels.reshape(-1).long()
     keep_N = labels_N != ignore_index
     lse_N = z.logsumexp(-1) * keep_N
@@ -91,9 +86,8 @@ def cross_entropy_ref(
 # The op, its backward op and their fakes: one loss per token. Absent outputs are empty tensors.
 
 
-def _op(logits, labels, class_weight, best, *options):
-    opts = Options(*options)
-    check_labels(labels, logits.shape[1], opts.ignore_index)
+def _op(logits, labels, class_weight, best, ignore_index, *options):
+    check_labels(labels, logits.shape[1], ignore_index)
     loss_N = logits.new_zeros(labels.shape, dtype=wide_dtype(logits.dtype))
     lse_2N = loss_N.new_zeros(2, *labels.shape)
     best_N = labels.new_full(labels.shape if best else (0,), -1, dtype=torch.int32)
@@ -102,8 +96,7 @@ def _op(logits, labels, class_weight, best, *options):
         from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
     outputs = loss_N, lse_2N, best_N if best else None, None
     scale = loss_N.new_ones(())  # the gradient is computed in the backward
-    settings = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, False
-    run(logits, labels, scale, class_weight, *outputs, *settings)
+    run(logits, labels, scale, class_weight, *outputs, ignore_index, *options, False)
     return loss_N, lse_2N, best_N
 
 
@@ -117,8 +110,8 @@ def _op_fake(logits, labels, class_weight, best, *options):
 
 
 def _op_bwd(dloss, logits, labels, class_weight, lse, *options):
-    opts = Options(*options)
-    rows = loss_factors(dloss, labels, lse, class_weight, logits.shape[1], opts)
+    opts = Options(*options, logits.shape[1], logits.dtype)
+    rows = loss_factors(dloss, labels, lse, class_weight, opts)
     settings = labels, rows, class_weight, opts.ignore_index, opts.inner, opts.outer
     if use_kernel(logits):
         from hfpatch.kernels.cross_entropy import cross_entropy_bwd
@@ -193,39 +186,29 @@ def cross_entropy(
     Example:
         loss = cross_entropy(logits_BTV, labels_BT, shift=True)
     """
-    op = "cross_entropy"
-    if logits.dim() == 0 or not logits.is_floating_point():
-        refuse(
-            op,
-            "floating-point logits [..., V]",
-            f"{logits.dtype} {tuple(logits.shape)}",
-            "check the head",
-        )
-    check_labels_like(op, logits, labels, shift)
-    check_options(op, softcap=softcap)
-    check_loss(op, logits.shape[-1], class_weight, reduction, num_items, label_smoothing, z_loss)
-    labels = shift_labels(labels, ignore_index) if shift else labels
-    class_weight = as_class_weight(class_weight, logits, logits.dtype)
-    opts = Options(
-        ignore_index,
-        reduction,
-        None,
-        label_smoothing,
-        1.0,
-        softcap or 0.0,
-        1.0,
-        z_loss,
-        0,
-        logits.dtype,
-    )
-    logits_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    op, dtype, came = "cross_entropy", logits.dtype, tuple(logits.shape)
+    floating = dtype.is_floating_point and bool(came)
+    message = "floating-point logits [..., V], {} {} came; check the head"
+    refuse(op, (not floating, message, dtype, came))
+    vocab_size = came[-1]
+    check_loss(
+        op, logits, vocab_size, labels, shift, softcap=softcap, class_weight=class_weight,
+        reduction=reduction, num_items=num_items, label_smoothing=label_smoothing, z_loss=z_loss,
+    )  # fmt: skip
+    if shift:
+        labels = shift_labels(labels, ignore_index)
+    if class_weight is not None:
+        class_weight = class_weight.to(logits.device, wide_dtype(dtype)).contiguous()
+    inner, outer = 1.0 / softcap if softcap else 0.0, softcap or 1.0
+    options = ignore_index, label_smoothing, inner, outer, z_loss
+    logits_NV, labels_N = logits.reshape(-1, vocab_size), labels.reshape(-1)
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     best = return_accuracy or return_predicted
-    token_loss_N, _, best_N = _fwd(logits_NV, labels_N, class_weight, best, *opts)
+    token_loss_N, _, best_N = _fwd(logits_NV, labels_N, class_weight, best, *options)
     if reduction == "none":
         loss = token_loss_N.view(labels.shape)
     else:
-        num_items = as_num_items(num_items, logits, logits.dtype)
+        opts = Options(*options, vocab_size, dtype, reduction)
         loss = token_loss_N.sum() / divisor(labels_N, class_weight, num_items, opts, logits.device)
     if not best:
         return loss

@@ -21,26 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.compat import autocast, keeps_graph
-from hfpatch.ops._library import no_second_derivative, one_gradient
+from hfpatch.compat import autocast, is_fake, keeps_graph
+from hfpatch.ops._library import no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
-from hfpatch.ops._linear_ce_inputs import (
-    as_class_weight,
-    as_num_items,
-    check_head,
-    check_loss,
-    check_options,
-    check_shard,
-    logits_dtype,
-    shift_labels,
-)
-from hfpatch.ops._linear_ce_loop import (
-    Options,
-    backward_pass,
-    forward_pass,
-    loss_factors,
-    readable,
-)
+from hfpatch.ops._linear_ce_inputs import check_head, check_loss, shift_labels
+from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, loss_factors
 from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops.cross_entropy import CrossEntropyOutput, cross_entropy_ref
 
@@ -55,46 +40,40 @@ def linear_cross_entropy_ref(
     return cross_entropy_ref(F.linear(hidden, weight, bias), labels, **options)
 
 
-def _scaled(grad: Tensor | None, factor: Tensor, keep: bool) -> Tensor | None:
-    """grad * factor, multiplied in float32.
-
-    In place, unless `keep`: another backward may follow.
-    """
-    if grad is None:
-        return None
-    if readable(grad) and factor == 1.0 and not keep:
-        return grad
-    grad = grad.clone() if keep else grad
-    scale_(grad, factor)
-    return grad
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
-    """settings: (opts, needs, best, overwrite, shard), see linear_cross_entropy.
+    """settings: (opts, grad, best, inplace_hidden), see linear_cross_entropy.
 
-    Returns the loss (a scalar, or one per token for reduction="none") and best_N.
+    grad: whether autograd records. Returns the loss (a scalar, or one per token for
+    reduction="none") and best_N.
     """
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, num_items, settings):
-        opts, needs, best, overwrite, shard = settings
+        opts, grad, best, inplace_hidden = settings
+        needs = none = (False,) * 3
+        if grad:
+            needs = ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs, ctx.now, ctx.shard = opts, needs, _in_forward(opts, needs), shard
+        ctx.opts, ctx.needs = opts, needs
+        # float16 waits for the GradScaler's factor, see the top of this file.
+        ctx.now = any(needs) and opts.reduction != "none" and opts.dtype != torch.float16
+        fits = hidden_ND.is_contiguous() and hidden_ND.dtype == opts.dtype
+        inputs = hidden_ND, weight_VD, bias_V, labels_N, class_weight_V
         with autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
-                *(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V)),
+                hidden_ND.detach(),
+                weight_VD.detach(),
+                None if bias_V is None else bias_V.detach(),
                 labels_N,
                 class_weight_V,
                 num_items,
                 opts,
-                needs if ctx.now else (False,) * 3,
+                needs if ctx.now else none,
                 best=best,
-                overwrite=overwrite and ctx.now,
-                shard=shard,
+                overwrite=inplace_hidden and ctx.now and needs[0] and fits,
             )
         again = any(needs) and not ctx.now
-        inputs = (hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, out.lse_2N, out.scale)
-        ctx.save_for_backward(*(inputs if again else out.grads))
+        ctx.save_for_backward(*((*inputs, out.lse_2N, out.scale) if again else out.grads))
         ctx.mark_non_differentiable(out.best_N)
         return out.token_loss_N if opts.reduction == "none" else out.total, out.best_N
 
@@ -103,31 +82,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)
-        if dloss is None:
-            grads = None, None, None
-        elif ctx.now:
+        grads = [None] * 3
+        if dloss is not None and not ctx.now:
+            grads = _backward_again(dloss, *ctx.saved_tensors, ctx.opts, ctx.needs)
+        elif dloss is not None:
             keep = keeps_graph()
-            grads = tuple(_scaled(g, dloss, keep) for g in ctx.saved_tensors)
-        else:
-            grads = _backward_again(dloss, *ctx.saved_tensors, ctx.opts, ctx.needs, ctx.shard)
+            one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
+            for i, grad in enumerate(ctx.saved_tensors):
+                if grad is not None:
+                    grads[i] = grad.clone() if keep else grad  # another backward may follow
+                    if not one:
+                        scale_(grads[i], dloss)
         return *grads, None, None, None, None
 
 
-def _backward_again(
-    dloss, hidden, weight, bias, labels, class_weight, lse, scale, opts, needs, shard
-):
+def _backward_again(dloss, hidden, weight, bias, labels, class_weight, lse, scale, opts, needs):
     if opts.reduction != "none":
         dloss = (dloss * scale).to(lse.dtype).expand_as(lse[0])
-    vocab_size = weight.shape[0] if shard is None else shard.size
-    rows = loss_factors(dloss.contiguous(), labels, lse, class_weight, vocab_size, opts)
+    rows = loss_factors(dloss.contiguous(), labels, lse, class_weight, opts)
     with autocast(hidden.device.type, enabled=False):
-        return backward_pass(
-            hidden, weight, bias, labels, class_weight, rows, opts, needs, shard=shard
-        )
-
-
-def _in_forward(opts: Options, needs: tuple[bool, bool, bool]) -> bool:
-    return any(needs) and opts.reduction != "none" and opts.dtype != torch.float16
+        return backward_pass(hidden, weight, bias, labels, class_weight, rows, opts, needs)
 
 
 # Under torch.compile the loss runs outside the graph: its loop over chunks depends on the labels.
@@ -219,45 +193,24 @@ def linear_cross_entropy(
         loss = linear_cross_entropy(hidden_BTD, head.weight, labels_BT, shift=True)
     """
     op = "linear_cross_entropy"
-    check_head(op, hidden, weight, bias, labels, shift)
-    vocab_size = check_shard(op, weight, shard)
-    check_options(op, softcap=softcap, num_valid=num_valid)
-    check_loss(op, vocab_size, class_weight, reduction, num_items, label_smoothing, z_loss)
-    dtype = logits_dtype(op, hidden, weight, bias)
-    labels = shift_labels(labels, ignore_index) if shift else labels
-    num_items = as_num_items(num_items, hidden, dtype)
-    class_weight = as_class_weight(class_weight, hidden, dtype)
-    grad = torch.is_grad_enabled()
-    needs = tuple(grad and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    dtype = check_head(op, hidden, weight, bias, shard)
+    vocab_size = weight.shape[0] if shard is None else shard.size
+    check_loss(
+        op, hidden, vocab_size, labels, shift, softcap=softcap, num_valid=num_valid,
+        class_weight=class_weight, reduction=reduction, num_items=num_items,
+        label_smoothing=label_smoothing, z_loss=z_loss,
+    )  # fmt: skip
+    if shift:
+        labels = shift_labels(labels, ignore_index)
+    if class_weight is not None:
+        class_weight = class_weight.to(hidden.device, wide_dtype(dtype)).contiguous()
     opts = Options(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        num_valid=num_valid,
-        smoothing=label_smoothing,
-        scale=1.0,
-        softcap=softcap or 0.0,
-        temperature=1.0,
-        z_loss=z_loss,
-        workspace_bytes=workspace_bytes,
-        dtype=dtype,
-    )
-    tensors = (
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(-1),
-        class_weight,
-        num_items,
-    )
-    private = (
-        inplace_hidden
-        and needs[0]
-        and not hidden.is_leaf
-        and hidden.is_contiguous()
-        and hidden.dtype == dtype
-    )
-    best = return_accuracy or return_predicted
-    loss, best_N = _apply(*tensors, (opts, needs, best, private, shard))
+        ignore_index, label_smoothing, 1.0 / softcap if softcap else 0.0, softcap or 1.0, z_loss,
+        vocab_size, dtype, reduction, num_valid, workspace_bytes, shard,
+    )  # fmt: skip
+    best, rows = return_accuracy or return_predicted, hidden.reshape(-1, hidden.shape[-1])
+    settings = opts, torch.is_grad_enabled(), best, inplace_hidden and not hidden.is_leaf
+    loss, best_N = _apply(rows, weight, bias, labels.reshape(-1), class_weight, num_items, settings)
     loss = loss.view(labels.shape) if reduction == "none" else loss
     if not best:
         return loss

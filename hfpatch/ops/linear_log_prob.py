@@ -28,14 +28,7 @@ from torch import Tensor
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import no_second_derivative, one_gradient, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
-from hfpatch.ops._linear_ce_inputs import (
-    check_head,
-    check_options,
-    check_shard,
-    logits_dtype,
-    refuse,
-    shift_labels,
-)
+from hfpatch.ops._linear_ce_inputs import check_head, check_loss, refuse, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, share
 from hfpatch.ops._linear_ce_shards import VocabShard
 
@@ -108,38 +101,6 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
     )
 
 
-def _forward(hidden, weight, bias, labels, stats, best, opts, shard=None):
-    with autocast(hidden.device.type, enabled=False):
-        out = forward_pass(
-            hidden, weight, bias, labels, None, None, opts, best=best, stats=stats, shard=shard
-        )
-    return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
-
-
-def _backward(
-    dlog_prob,
-    dlse,
-    dstats,
-    hidden,
-    weight,
-    bias,
-    labels,
-    lse,
-    stats,
-    needs,
-    opts,
-    overwrite=False,
-    shard=None,
-):
-    rows_KN = _factors(
-        dlog_prob, dlse, dstats, lse, stats, weight.shape[0] if shard is None else shard.size
-    )
-    with autocast(hidden.device.type, enabled=False):
-        return backward_pass(
-            hidden, weight, bias, labels, None, rows_KN, opts, needs, overwrite, shard
-        )
-
-
 class _LinearLogProb(torch.autograd.Function):
     """Returns log_prob, lse as two numbers [2, N], stats [3, N] and best (int32).
 
@@ -147,39 +108,39 @@ class _LinearLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private, shard):
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private):
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs, ctx.private, ctx.shard = opts, ctx.needs_input_grad[:3], private, shard
-        tensors = tuple(None if t is None else t.detach() for t in (hidden_ND, weight_VD, bias_V))
-        log_prob_N, lse_2N, stats_3N, best_N = _forward(
-            *tensors, labels_N, stats, best, opts, shard
-        )
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N)
-        ctx.mark_non_differentiable(best_N)
-        return log_prob_N, lse_2N, stats_3N, best_N
+        ctx.opts, ctx.needs, ctx.private = opts, ctx.needs_input_grad[:3], private
+        with autocast(hidden_ND.device.type, enabled=False):
+            out = forward_pass(
+                hidden_ND.detach(),
+                weight_VD.detach(),
+                None if bias_V is None else bias_V.detach(),
+                labels_N,
+                None,
+                None,
+                opts,
+                best=best,
+                stats=stats,
+            )
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, out.lse_2N, out.stats_3N)
+        ctx.mark_non_differentiable(out.best_N)
+        return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
 
     @staticmethod
     @one_gradient
     def backward(ctx, dlog_prob_N, dlse_2N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob")(ctx)
-        hidden_ND, *others = ctx.saved_tensors
-        overwrite = ctx.private and not keeps_graph()
+        hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N = ctx.saved_tensors
+        rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
         # Detached: its values are not read again, so autograd need not see that they are
         # overwritten.
-        hidden_ND = hidden_ND.detach()
-        grads = _backward(
-            dlog_prob_N,
-            dlse_2N,
-            dstats_3N,
-            hidden_ND,
-            *others,
-            ctx.needs,
-            ctx.opts,
-            overwrite,
-            ctx.shard,
-        )
-        return *grads, None, None, None, None, None, None
+        head = hidden_ND.detach(), weight_VD, bias_V
+        overwrite = ctx.private and not keeps_graph()
+        with autocast(hidden_ND.device.type, enabled=False):
+            grads = backward_pass(*head, labels_N, None, rows_KN, ctx.opts, ctx.needs, overwrite)
+        return *grads, None, None, None, None, None
 
 
 # Under torch.compile this runs outside the graph, as linear_cross_entropy does.
@@ -235,37 +196,32 @@ def linear_log_prob(
     """
     op, names = "linear_log_prob", LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    if not outputs or not set(outputs) <= set(names):
-        refuse(op, f"outputs among {', '.join(names)}", outputs, "name at least one of them")
-    check_head(op, hidden, weight, bias, labels, shift)
-    check_shard(op, weight, shard)
-    check_options(op, scale=scale, softcap=softcap, temperature=temperature, num_valid=num_valid)
-    dtype = logits_dtype(op, hidden, weight, bias)
-    labels = shift_labels(labels, ignore_index) if shift else labels
+    known = outputs and set(outputs) <= set(names)
+    message = "outputs among {}, {} came; name at least one of them"
+    refuse(op, (not known, message, ", ".join(names), outputs))
+    dtype = check_head(op, hidden, weight, bias, shard)
+    vocab_size = weight.shape[0] if shard is None else shard.size
+    check_loss(
+        op, hidden, vocab_size, labels, shift, softcap=softcap, scale=scale,
+        temperature=temperature, num_valid=num_valid,
+    )  # fmt: skip
+    if shift:
+        labels = shift_labels(labels, ignore_index)
+    inner, outer = scale / softcap if softcap else 0.0, (softcap or scale) / temperature
     opts = Options(
-        ignore_index,
-        "none",
-        num_valid,
-        0.0,
-        scale,
-        softcap or 0.0,
-        temperature,
-        0.0,
-        workspace_bytes,
-        dtype,
+        ignore_index, 0.0, inner, outer, 0.0, vocab_size, dtype, num_valid=num_valid,
+        workspace_bytes=workspace_bytes, shard=shard,
+    )  # fmt: skip
+    stats = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs)
+    best, labels_N = "is_top1" in outputs, labels.reshape(-1)
+    private = inplace_hidden and not hidden.is_leaf
+    private = private and hidden.is_contiguous() and hidden.dtype == dtype
+    log_prob_N, lse_2N, stats_3N, best_N = _apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels_N, stats, best, opts, private
     )
-    stats, best = (
-        not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs),
-        "is_top1" in outputs,
-    )
-    tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1)
-    private = (
-        inplace_hidden and not hidden.is_leaf and hidden.is_contiguous() and hidden.dtype == dtype
-    )
-    log_prob_N, lse_2N, stats_3N, best_N = _apply(*tensors, stats, best, opts, private, shard)
     entropy_N, mean_N, square_N = stats_3N
-    is_top1_N = (best_N == tensors[3]) & (tensors[3] != ignore_index) if best else None
-    values = log_prob_N, entropy_N, whole_lse(lse_2N, opts.outer), mean_N, square_N, is_top1_N
+    is_top1_N = (best_N == labels_N) & (labels_N != ignore_index) if best else None
+    values = log_prob_N, entropy_N, whole_lse(lse_2N, outer), mean_N, square_N, is_top1_N
     return LinearLogProbOutput(
         *(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values))
     )

@@ -268,8 +268,8 @@ def _step(
     )
     matmul = onward(lambda s: sum(s.flops["matmul"].values()))
     forward, backward = (
-        onward(lambda s: s.flops["attention"].get(way, 0))
-        for way in ("forward", "backward")  # noqa: B023
+        onward(lambda s: s.flops["attention"].get(way, 0))  # noqa: B023
+        for way in ("forward", "backward")
     )
     least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023

@@ -253,7 +253,7 @@ def test_llama_8b_at_128k_keeps_its_promise():
 
 
 def test_loss_chunks_are_those_of_the_op():
-    from hfpatch.ops._linear_ce_loop import BYTES_PER_TOKEN, chunk_bounds
+    from hfpatch.ops._linear_ce_sizes import BYTES_PER_TOKEN, chunk_bounds
 
     for preset in PRESETS:
         shape = ModelShape.from_config(preset_config(preset))

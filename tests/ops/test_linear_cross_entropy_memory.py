@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hfpatch.ops._linear_ce_loop as loop
+import hfpatch.ops._linear_ce_sizes as sizes_of
 from hfpatch.kernels import _launch
 from hfpatch.ops._library import INTERPRET
-from hfpatch.ops._linear_ce_loop import chunk_bounds
+from hfpatch.ops._linear_ce_sizes import chunk_bounds
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 
@@ -211,14 +212,14 @@ def test_chunks_fill_the_processors(processors, hidden_size):
     """Within a sixteenth of the best of all lengths, by the count of rounds of tiles; longest where
     that is as good.
     """
-    tokens, across, a_pass = 131_072, hidden_size // 256, loop.ROWS_OF_A_PASS
+    tokens, across, a_pass = 131_072, hidden_size // 256, sizes_of.ROWS_OF_A_PASS
 
     def seconds(size):
         lengths = [min(size, tokens - a) for a in range(0, tokens, size)]
         rounds = (math.ceil(math.ceil(n / 128) * across / processors) for n in lengths)
         return sum(r * processors * 128 / across + a_pass for r in rounds)
 
-    found = loop.rows_that_fill(2048, tokens, hidden_size, processors, a_pass)
+    found = sizes_of.rows_that_fill(2048, tokens, hidden_size, processors, a_pass)
     least = min(map(seconds, range(128, 2049, 128)))
     assert found % 128 == 0 and (
         seconds(found) == least if found < 2048 else 15 * seconds(found) <= 16 * least
@@ -254,7 +255,7 @@ def test_chunks_are_those_of_the_device_they_run_on(monkeypatch):
     labels, lengths, real = torch.arange(tokens) % 11, [], loop.cross_entropy_chunk_
     noted = lambda logits, *rest: lengths.append(len(logits)) or real(logits, *rest)  # noqa: E731
     monkeypatch.setattr(loop, "cross_entropy_chunk_", noted)
-    workspace, grads = 512 * 11 * 4 + tokens * loop.BYTES_PER_TOKEN, []
+    workspace, grads = 512 * 11 * 4 + tokens * sizes_of.BYTES_PER_TOKEN, []
     for processors in (None, 3):
         monkeypatch.setattr(loop, "processors_of", lambda x, n=processors: n)
         hidden = torch.randn(tokens, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
