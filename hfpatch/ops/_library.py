@@ -39,22 +39,16 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     return True
 
 
-def expect_floating(op: str, x: Tensor) -> None:
-    """Raises ValueError for integers, which would be rounded silently."""
-    if not x.dtype.is_floating_point:
-        raise ValueError(
-            f"hfpatch: {op} expects floating-point values, {x.dtype} came; cast them first."
-        )
+def refuse(op: str, *rules: tuple) -> None:
+    """Raises ValueError for the first broken rule (broken, message, what its {} stand for)."""
+    for broken, message, *came in rules:
+        if broken:
+            raise ValueError(f"hfpatch: {op} expected {message.format(*came)}.")
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype that the plain versions compute in: float32, or float64 if an input is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), without the call where x has that dtype: it would cost as much as a small op."""
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 def define(

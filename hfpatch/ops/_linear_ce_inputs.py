@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import autocast_dtype
+from hfpatch.ops._library import refuse
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -14,13 +15,6 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
     return shifted
-
-
-def refuse(op: str, *rules: tuple) -> None:
-    """Raises ValueError for the first broken rule (broken, message, what its {} stand for)."""
-    for broken, message, *came in rules:
-        if broken:
-            raise ValueError(f"hfpatch: {op} expected {message.format(*came)}.")
 
 
 def check_loss(

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import define, no_second_derivative, use_kernel, wide_dtype
+from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_bwd_plain_, cross_entropy_chunk_plain_
-from hfpatch.ops._linear_ce_inputs import check_loss, refuse, shift_labels
+from hfpatch.ops._linear_ce_inputs import check_loss, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, check_labels, divisor, loss_factors
 
 SCHEMA = "int ignore_index, float smoothing, float inner, float outer, float z_loss"

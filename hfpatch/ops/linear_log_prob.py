@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, keeps_graph
-from hfpatch.ops._library import no_second_derivative, one_gradient, wide_dtype
+from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
-from hfpatch.ops._linear_ce_inputs import check_head, check_loss, refuse, shift_labels
+from hfpatch.ops._linear_ce_inputs import check_head, check_loss, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, share
 from hfpatch.ops._linear_ce_shards import VocabShard
 

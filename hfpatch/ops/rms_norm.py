@@ -23,14 +23,7 @@ The backward is the same for all, since a rounding has no derivative.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import (
-    as_dtype,
-    define,
-    expect_floating,
-    no_second_derivative,
-    use_kernel,
-    wide_dtype,
-)
+from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
 
 CASTS = ("before", "after", "weight", "rstd")
 MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; wider rows take the plain path
@@ -63,65 +56,48 @@ def add_rms_norm_ref(
 
 
 def _plain_fwd(x, weight, eps, offset, cast):
-    x_wide = as_dtype(x, wide_dtype(x.dtype))
+    x_wide = x.to(wide_dtype(x.dtype))
     rstd = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    dtype = _x_hat_dtype(x.dtype, weight, cast)
-    x_hat = as_dtype(x_wide * (as_dtype(rstd, x.dtype) if cast == "rstd" else rstd), dtype)
+    x_hat_dtype, y_dtype = _dtypes(x.dtype, weight, cast)
+    y = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(x_hat_dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
     w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
-    y = x_hat if w is None else x_hat * w
-    return as_dtype(y, _y_dtype(x.dtype, dtype, weight, cast)), rstd.squeeze(-1)
+    return (y if w is None else y * w).to(y_dtype), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
     """offset + weight in the wide dtype, None for 1."""
     if weight is None:
         return 1.0 + offset if offset else None
-    return as_dtype(weight, wide) + offset if offset else as_dtype(weight, wide)
+    return weight.to(wide) + offset if offset else weight.to(wide)
 
 
 def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
-    dy, rstd, w = (
-        as_dtype(dy, wide),
-        as_dtype(rstd, wide).unsqueeze(-1),
-        _factor(weight, offset, wide),
-    )
-    x_hat = as_dtype(x, wide) * rstd
+    dy, rstd, w = dy.to(wide), rstd.to(wide).unsqueeze(-1), _factor(weight, offset, wide)
+    x_hat = x.to(wide) * rstd
     dx = dw = None
     if need_dw:
-        dw = as_dtype(
-            (dy * x_hat).flatten(0, -2).sum(0) if x.dim() > 1 else dy * x_hat, weight.dtype
-        )
+        dw = dy * x_hat
+        dw = (dw.flatten(0, -2).sum(0) if x.dim() > 1 else dw).to(weight.dtype)
     if need_dx:
         g = dy if w is None else dy * w
         x_hat *= (g * x_hat).mean(-1, keepdim=True)
         dx = (g - x_hat).mul_(rstd)
-        dx = as_dtype(dx if dsum is None else dx + dsum, x.dtype)
+        dx = (dx if dsum is None else dx + dsum).to(x.dtype)
     return dx, dw
 
 
-def _x_hat_dtype(dtype, weight, cast):
-    """The dtype to which x_hat is rounded before it is multiplied by the weight."""
-    if cast == "weight":
-        return weight.dtype if weight.dtype.itemsize == 2 else wide_dtype(dtype)
-    return wide_dtype(dtype) if cast == "after" else dtype
-
-
-def _y_dtype(dtype, x_hat_dtype, weight, cast):
-    if cast == "after" or weight is None:
-        return dtype
-    return (
-        x_hat_dtype
-        if x_hat_dtype is weight.dtype
-        else torch.promote_types(x_hat_dtype, weight.dtype)
-    )
-
-
 def _dtypes(dtype, weight, cast):
-    """The dtypes of x_hat and of the result."""
-    x_hat = _x_hat_dtype(dtype, weight, cast)
-    return x_hat, _y_dtype(dtype, x_hat, weight, cast)
+    """The dtype to which x_hat is rounded before it is multiplied by the weight, and the
+    result's."""
+    if cast == "after":
+        return wide_dtype(dtype), dtype
+    if cast == "weight":
+        x_hat = weight.dtype if weight.dtype.itemsize == 2 else wide_dtype(dtype)
+    else:
+        x_hat = dtype
+    return x_hat, dtype if weight is None else torch.promote_types(x_hat, weight.dtype)
 
 
 def _kernel_serves(x, *others):
@@ -244,21 +220,19 @@ ADD_RMS_NORM = define(
 
 
 def _check(x, weight, cast):
-    expect_floating("rms_norm", x)
-    if x.ndim == 0 or (weight is not None and (weight.ndim != 1 or x.shape[-1] != weight.shape[0])):
-        came = "None" if weight is None else list(weight.shape)
-        raise ValueError(
-            f"hfpatch: rms_norm expects weight [D] or None for x [..., D], came weight {came} and "
-            f"x {list(x.shape)}; "
-            "normalise over the last dimension."
-        )
-    if cast not in CASTS or (cast == "weight" and weight is None):
-        raise ValueError(
-            f'hfpatch: rms_norm expects cast to be one of {", ".join(CASTS)} ("weight" with a '
-            "weight alone), "
-            f'came {cast!r} with weight {"absent" if weight is None else "given"}; "before" is '
-            "Llama's."
-        )
+    shape = None if weight is None else tuple(weight.shape)
+    alone = "with a weight" if weight is not None else "without a weight"
+    refuse(
+        "rms_norm",
+        (not x.dtype.is_floating_point,
+         "floating-point values, {} came; cast them first", x.dtype),
+        (x.ndim == 0 or shape not in (None, x.shape[-1:]),
+         "weight [D] or None for x [..., D], weight {} and x {} came; normalise over the last "
+         "dimension", shape, tuple(x.shape)),
+        (cast not in CASTS or (cast == "weight" and weight is None),
+         'cast to be one of {} ("weight" with a weight alone), {!r} {} came; "before" is Llama\'s',
+         ", ".join(CASTS), cast, alone),
+    )  # fmt: skip
 
 
 def rms_norm(
@@ -316,10 +290,7 @@ def add_rms_norm(
         ValueError: as rms_norm, or where the shapes differ.
     """
     _check(x, weight, cast)
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"hfpatch: add_rms_norm expects x and residual of one shape, came {list(x.shape)} and "
-            f"{list(residual.shape)}; expand the smaller one."
-        )
+    message = "x and residual of one shape, {} and {} came; expand the smaller one"
+    refuse("add_rms_norm", (x.shape != residual.shape, message, x.shape, residual.shape))
     y, _, total = ADD_RMS_NORM(x, residual, weight, eps, offset, cast)
     return y, total

@@ -11,14 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import (
-    as_dtype,
-    define,
-    expect_floating,
-    no_second_derivative,
-    use_kernel,
-    wide_dtype,
-)
+from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
 
 # Names in transformers' ACT2FN -> the function computed. Other names are refused, never replaced.
 ACTIVATIONS = {
@@ -41,8 +34,8 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     """swiglu in plain torch, with any number of derivatives. float64 stays float64."""
     wide = wide_dtype(gate.dtype, up.dtype)
-    y = _act(as_dtype(gate, wide), ACTIVATIONS[activation]) * as_dtype(up, wide)
-    return as_dtype(y, torch.promote_types(gate.dtype, up.dtype))
+    y = _act(gate.to(wide), ACTIVATIONS[activation]) * up.to(wide)
+    return y.to(torch.promote_types(gate.dtype, up.dtype))
 
 
 def _act(x, name):
@@ -64,12 +57,12 @@ def _dgate(dact, x, name):
 
 def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
     wide = wide_dtype(gate.dtype, up.dtype)
-    dy, gate_wide = as_dtype(dy, wide), as_dtype(gate, wide)
+    dy, gate_wide = dy.to(wide), gate.to(wide)
     dgate = dup = None
     if need_dgate:
-        dgate = as_dtype(_dgate(dy * up, gate_wide, activation), gate.dtype)
+        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype)
     if need_dup:
-        dup = as_dtype(_act(gate_wide, activation).mul_(dy), up.dtype)
+        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype)
     return dgate, dup
 
 
@@ -150,16 +143,15 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     Example:
         y = swiglu(gate_proj(x), up_proj(x), activation="silu")
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"hfpatch: swiglu computes {', '.join(ACTIVATIONS)}, came activation={activation!r}; "
-            "leave that MLP as it is (apply(mlp=False))."
-        )
-    expect_floating("swiglu", gate)
-    if gate.shape != up.shape:
-        raise ValueError(
-            f"hfpatch: swiglu expects gate and up of one shape, came {list(gate.shape)} and "
-            f"{list(up.shape)}; "
-            "both come from projections of one width."
-        )
+    refuse(
+        "swiglu",
+        (activation not in ACTIVATIONS,
+         "one of {} as activation, {!r} came; leave that MLP as it is (apply(mlp=False))",
+         ", ".join(ACTIVATIONS), activation),
+        (not gate.dtype.is_floating_point,
+         "floating-point values, {} came; cast them first", gate.dtype),
+        (gate.shape != up.shape,
+         "gate and up of one shape, {} and {} came; both come from projections of one width",
+         gate.shape, up.shape),
+    )  # fmt: skip
     return SWIGLU(gate, up, ACTIVATIONS[activation])

@@ -147,7 +147,7 @@ def test_weights_pruned_before_their_backward_are_those_of_forward(used):
 def test_a_norm_of_another_width_is_refused():
     ours = tiny.patched(tiny.llama())
     ours.model.layers[1].input_layernorm.weight = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"expects weight \[D\] or None"):
+    with pytest.raises(ValueError, match=r"expected weight \[D\] or None"):
         ours(**tiny.labelled())
 
 

@@ -266,7 +266,7 @@ def test_second_derivative_is_refused():
 
 
 def test_wrong_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"hfpatch: rms_norm expects weight \[D\]"):
+    with pytest.raises(ValueError, match=r"hfpatch: rms_norm expected weight \[D\]"):
         rms_norm(randn(3, 8), randn(7))
     with pytest.raises(ValueError, match="torch.int64 came"):
         rms_norm(torch.ones(3, 8).long(), randn(8))
@@ -274,6 +274,6 @@ def test_wrong_shapes_are_refused():
         add_rms_norm(randn(3, 8), randn(1, 8), randn(8))
     for weight, cast in ((randn(8), "later"), (None, "weight")):
         with pytest.raises(
-            ValueError, match=f"expects cast to be one of before, after, .*came '{cast}'"
+            ValueError, match=f"expected cast to be one of before, after, .*'{cast}' .*came"
         ):
             rms_norm(randn(3, 8), weight, cast=cast)
