@@ -269,7 +269,7 @@ def test_a_report_prints_on_rank_0_alone(monkeypatch):
 
 UNDER_ZERO_INIT = """
 import os, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = [{tests!r}, {here!r}]
 os.environ |= {{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}}
 import deepspeed, torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -299,7 +299,7 @@ os._exit(0)
 def test_it_is_the_same_under_zero_init(tmp_path):
     pytest.importorskip("deepspeed")
     here = Path(__file__).parent
-    code = UNDER_ZERO_INIT.format(tests=str(here.parent), file=tmp_path / "store")
+    code = UNDER_ZERO_INIT.format(tests=str(here.parent), here=str(here), file=tmp_path / "store")
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
