@@ -13,13 +13,14 @@ of several storages over the same memory it names. Reported are
   the copy.
 
 Threads run as late as their results allow, and files are short until then. `without` names
-synchronisations to leave out: "function: source line" of the caller.
+synchronisations to leave out: "function: call" of the caller.
 """
 
+import ast
 import functools
 import gc
 import inspect
-import linecache
+import pathlib
 import sys
 import weakref
 from contextlib import contextmanager
@@ -151,6 +152,20 @@ class LateFuture:
         return self.dropped
 
 
+@functools.cache
+def _statements(path: str) -> list[ast.Expr]:
+    tree = ast.parse(pathlib.Path(path).read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+
+
+@functools.cache
+def statement(path: str, line: int) -> str:
+    """The call that stands on a line, on one line however the file breaks it."""
+    return next(
+        ast.unparse(node) for node in _statements(path) if node.lineno <= line <= node.end_lineno
+    )
+
+
 class CheckedDevice(TorchDispatchMode, Device):
     pins = True
 
@@ -193,8 +208,7 @@ class CheckedDevice(TorchDispatchMode, Device):
 
     def _left_out(self) -> bool:
         frame = sys._getframe(2)
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        site = f"{qualname(frame.f_code)}: {line}"
+        site = f"{qualname(frame.f_code)}: {statement(frame.f_code.co_filename, frame.f_lineno)}"
         self.sites[site] = self.sites.get(site, 0) + 1
         return site in self.without
 

@@ -16,11 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from hfpatch.trainer import folders, resume
-from tests.faults.runs import (
+from tests.faults.runs import (  # noqa: F401
     ROOT,
     end_group,
     flags,
+    run_train,
+    saved_tokenizer,
     spawn,
+    texts,
+    tokenizer,
     until,
 )
 
@@ -35,7 +39,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(finished, run_train, tmp_path):
+def folder(finished, run_train, tmp_path):  # noqa: F811
     """A copy of a run's folder with checkpoints 2, 4 and 6 and the final model."""
     if not (finished / "run").exists():
         code, _, err, made = run_train("made", **STEPS)
@@ -113,7 +117,7 @@ def test_what_is_not_whole_is_never_chosen(folder, monkeypatch):
         begin()
 
 
-def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):
+def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):  # noqa: F811
     wanted = load_file(folder / "model.safetensors")
     cut(folder / "checkpoint-6" / "optimizer.pt")
     with pytest.raises(
@@ -131,7 +135,7 @@ def test_the_run_goes_on_as_if_nothing_had_happened(folder, run_train):
 
 
 @pytest.mark.parametrize("steps", [6, 4])
-def test_never_a_step_past_max_steps(folder, run_train, steps):
+def test_never_a_step_past_max_steps(folder, run_train, steps):  # noqa: F811
     (folder / "model.safetensors").unlink()  # killed before the final save
     code, out, err, _ = run_train("run", *RESUME, **STEPS | {"max_steps": steps})
     assert code == 0, err
@@ -148,7 +152,7 @@ def test_never_a_step_past_max_steps(folder, run_train, steps):
         assert "max_steps 6 there, 4 here" in out
 
 
-def test_an_older_one_sets_the_later_ones_aside(folder, run_train):
+def test_an_older_one_sets_the_later_ones_aside(folder, run_train):  # noqa: F811
     older = str(folder / "checkpoint-2")
     code, out, err, _ = run_train(
         "run", "--resume_from_checkpoint", older, **STEPS | {"max_steps": 3}
@@ -163,7 +167,7 @@ def test_an_older_one_sets_the_later_ones_aside(folder, run_train):
     assert code == 2 and "holds another run (checkpoint-3)" in err
 
 
-def test_what_differs_is_listed_in_one_sentence(folder, run_train):
+def test_what_differs_is_listed_in_one_sentence(folder, run_train):  # noqa: F811
     code, _, err, _ = run_train(
         "run", *RESUME, **STEPS | {"learning_rate": 0.02, "seed": 7, "data_glob": "decoder.py"}
     )
@@ -172,7 +176,7 @@ def test_what_differs_is_listed_in_one_sentence(folder, run_train):
     assert "seed 42 there, 7 here" in line and "data " in line
 
 
-def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):
+def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):  # noqa: F811
     """What a kill leaves is a folder that the same command starts in anew, with and without the
     flag to resume.
     """
@@ -203,7 +207,7 @@ def test_killed_in_the_first_checkpoint(run_train, monkeypatch, tmp_path):
     assert code == 0 and "checkpoint-2 set aside" in out, err
 
 
-def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):
+def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):  # noqa: F811
     save, count = torch.save, []
 
     def full(*args, **kwargs):
@@ -251,7 +255,7 @@ def test_the_final_model_is_all_old_or_all_new(tmp_path, monkeypatch):
         assert parts[1] not in there or set(there.values()) == {"new"}, there
 
 
-def test_one_run_a_folder(run_train, tmp_path):
+def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
     lock = folders.Lock(tmp_path / "run")
     code, _, err, folder = run_train(max_steps=1)
     assert (
@@ -296,7 +300,7 @@ def test_save_total_limit_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     assert [p.name for p in folders.checkpoints(tmp_path)] == ["checkpoint-10"]
 
 
-def test_the_hub_token_is_not_saved(run_train, monkeypatch):
+def test_the_hub_token_is_not_saved(run_train, monkeypatch):  # noqa: F811
     from transformers import Trainer
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
@@ -321,7 +325,7 @@ def test_the_hub_token_is_not_saved(run_train, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_at_random(seed, saved_tokenizer, tmp_path, run_train):
+def test_killed_at_random(seed, saved_tokenizer, tmp_path, run_train):  # noqa: F811
     """kill -9 at any moment, again and again: it goes on each time, and ends at the weights of a
     run never killed.
     """

@@ -12,11 +12,14 @@ import pytest
 
 from hfpatch.cli.failures import guarded
 from hfpatch.trainer import folders, stop
-from tests.faults.runs import (
+from tests.faults.runs import (  # noqa: F401
     ROOT,
     end_group,
     flags,
+    saved_tokenizer,
     spawn,
+    texts,
+    tokenizer,
     until,
 )
 
@@ -32,7 +35,7 @@ CASES = {
 }
 
 
-def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):
+def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F811
     """Side by side, for a process takes its time to begin."""
     began, workers = {}, []
     try:
@@ -121,7 +124,7 @@ def kill(pids) -> None:
 
 
 @pytest.mark.long
-def test_two_ranks_stop_together(saved_tokenizer, tmp_path):
+def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
     """SIGTERM to one rank of two: both stop at the same step, with one checkpoint; the launcher's
     death stops both too.
     """
