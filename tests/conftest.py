@@ -13,14 +13,16 @@ torch.utils._device._device_constructors()
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the long grids")
+    parser.addoption("--docs", action="store_true", help="also run all commands of the site")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        long = [i for i in items if i.get_closest_marker("long")]
-        chosen = [i for i in items if not i.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = chosen
+    left = [
+        mark for mark, flag in (("long", "--all"), ("docs", "--docs")) if not config.getoption(flag)
+    ]
+    out = [i for i in items if any(i.get_closest_marker(mark) for mark in left)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [i for i in items if not any(i.get_closest_marker(mark) for mark in left)]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

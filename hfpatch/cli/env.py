@@ -64,7 +64,7 @@ def add_arguments(parser) -> None:
         help="with --model: also what a step of that many tokens takes, as hfpatch plan says",
     )
     parser.add_argument(
-        "--families", action="store_true", help="the same of many families, as README's table"
+        "--families", action="store_true", help="the same of many families (takes minutes)"
     )
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 

@@ -3,6 +3,7 @@
 """
 
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 
@@ -10,7 +11,7 @@ from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.show import gib
 
-# One row of README's table each: what budget/families.py describes, and what transformers has
+# What `--families` answers for: what budget/families.py describes, and what transformers has
 # beside it.
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral",
@@ -97,7 +98,7 @@ def family_config(kind: str) -> dict:
 
 
 def table_row(support: Support) -> str:
-    """A line of README's table."""
+    """A family's line in the table of `--families`."""
     share = support.tiled / support.layers
     tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
     return (
@@ -109,6 +110,19 @@ def table_row(support: Support) -> str:
 HEADER = (
     "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
 )
+USUAL = " all | norms, RoPE, MLP, loss | isolated | agrees |"  # the end of most families' rows
+
+
+def families_text(found: list[Support]) -> str:
+    """What `--families` prints: the families of the usual row by name, a table of the others."""
+    rows = {one.model: table_row(one) for one in found}
+    usual = [kind for kind, row in rows.items() if row.endswith(USUAL)]
+    others = [row for row in rows.values() if not row.endswith(USUAL)]
+    return (
+        "All layers run in tiles, norms, RoPE, MLP and loss are fused, packed rows are isolated, and "
+        f"the verdict agrees: {', '.join(usual)}.\n\nThe exceptions:\n\n"
+        + "\n".join([HEADER, *others])
+    )
 
 
 def _plan(config: dict, seq_len: int):
@@ -123,9 +137,11 @@ def _plan(config: dict, seq_len: int):
 
 def main(args) -> int:
     if args.families:
-        print(HEADER)
+        found = []
         for kind in FAMILIES:
-            print(table_row(support_of(kind, family_config(kind))), flush=True)
+            print(f"{kind} ...", file=sys.stderr, flush=True)
+            found.append(support_of(kind, family_config(kind)))
+        print(families_text(found))
         return 0
     from hfpatch.lab.models import config_of
 

@@ -1,6 +1,5 @@
 """A trained Llama written as GGUF and read back through transformers' own loader."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +28,10 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hfpatch.cli import export_gguf
+from hfpatch.cli.main import main
+
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("export_gguf", ROOT / "scripts" / "export_gguf.py")
-export_gguf = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(export_gguf)
 
 TEXT = [
     "the tiled layer runs tile by tile",
@@ -242,7 +241,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
         ("gelu", "new.gguf", "SiLU"),
         ("small", "new.gguf", "vocab_size 290"),
     ]:
-        assert export_gguf.main([str(tmp_path / source), str(tmp_path / target)]) == 2
+        assert main(["export-gguf", str(tmp_path / source), str(tmp_path / target)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("hfpatch: ") and message in said and said.count("\n") == 1
     assert (tmp_path / "taken.gguf").read_text() == "mine"
@@ -269,7 +268,7 @@ def test_a_part_of_somebody_else_stays(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
 
 
-@pytest.mark.parametrize("script", ["export_gguf", "consolidate", "placement_curves"])
+@pytest.mark.parametrize("script", ["convergence", "placement_curves"])
 def test_runs_as_a_script(script):
     """From its own folder, whose profile.py would hide the standard library's."""
     found = subprocess.run(

@@ -6,7 +6,6 @@ One launch an engine, since a launch takes most of the time; the workers check a
 in it.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -20,12 +19,12 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from hfpatch.cli import consolidate
+from hfpatch.cli.main import main
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXACT = 1e-14  # float64 against float64, relative to the largest value; sums come in another order
-_spec = importlib.util.spec_from_file_location("consolidate", ROOT / "scripts" / "consolidate.py")
-consolidate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(consolidate)
 
 
 def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
@@ -288,7 +287,7 @@ def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
         ("empty", "new", "neither ZeRO nor sharded FSDP"),
         ("empty", "taken", "already holds weights"),
     ]:
-        assert consolidate.main([str(tmp_path / source), str(tmp_path / target)]) == 2
+        assert main(["consolidate", str(tmp_path / source), str(tmp_path / target)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("hfpatch: ") and message in said
     assert not (tmp_path / "new").exists()

@@ -467,9 +467,7 @@ def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
     assert "hf_secret" not in out and '"seed": 3' in out
 
 
-@pytest.mark.parametrize(
-    "name", ["profile", "convergence", "placement_curves", "consolidate", "export_gguf"]
-)
+@pytest.mark.parametrize("name", ["profile", "convergence", "placement_curves"])
 def test_scripts_share_the_handler(name, said, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -478,7 +476,6 @@ def test_scripts_share_the_handler(name, said, monkeypatch):
     flags = {
         "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0",
         "placement_curves": "--learning_rate nan",
-        "consolidate": "/nowhere/a /nowhere/b", "export_gguf": "/nowhere/a /nowhere/b",
     }  # fmt: skip
     said(script.main(flags[name].split()))
     if name == "profile":

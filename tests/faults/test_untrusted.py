@@ -2,7 +2,6 @@
 stays as it was.
 """
 
-import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -12,17 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-consolidate = script("consolidate")
+from hfpatch.cli import consolidate, export_gguf
+from hfpatch.cli.main import main
 
 
 class Touch:
@@ -89,7 +79,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     whole = index.read_bytes()
     index.write_bytes(pickle.dumps(Touch(ran)))
     for folder in (zero, fsdp):
-        assert consolidate.main([str(folder), str(tmp_path / "out")]) == 2
+        assert main(["consolidate", str(folder), str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert (
             said.startswith("hfpatch: the checkpoint holds more than tensors")
@@ -97,7 +87,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
         )
         assert not ran.exists() and not (tmp_path / "out").exists()
     # The flag is what the sentence says it is.
-    assert consolidate.main([str(zero), str(tmp_path / "out"), "--allow_pickle"]) == 0
+    assert main(["consolidate", str(zero), str(tmp_path / "out"), "--allow_pickle"]) == 0
     assert ran.exists()
     # A tensor of the FSDP checkpoint somewhere else.
     metadata = pickle.loads(whole)
@@ -105,7 +95,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     for info in metadata.storage_data.values():
         info.relative_path = "../../elsewhere/__0_0.distcp"
     index.write_bytes(pickle.dumps(metadata))
-    assert consolidate.main([str(fsdp), str(tmp_path / "third")]) == 2
+    assert main(["consolidate", str(fsdp), str(tmp_path / "third")]) == 2
     assert "leads out of it" in capsys.readouterr().err
 
 
@@ -113,10 +103,9 @@ def test_names_that_lead_out_of_the_folder(tmp_path, capsys):
     zero = zero_checkpoint(tmp_path / "zero")
     for tag in ("../other", "/etc", "..", ""):
         (zero / "latest").write_text(tag)
-        assert consolidate.main([str(zero), str(tmp_path / "out")]) == 2
+        assert main(["consolidate", str(zero), str(tmp_path / "out")]) == 2
         assert "expected a folder's name" in capsys.readouterr().err
     pytest.importorskip("gguf")
-    export_gguf = script("export_gguf")
     index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(

@@ -1,7 +1,7 @@
-"""Turns a sharded checkpoint folder of Trainer (ZeRO or FSDP) into one model.safetensors beside its
-config.
+"""`hfpatch consolidate`: one model.safetensors, beside its config, of a checkpoint folder of Trainer
+that ZeRO or FSDP sharded.
 
-    python scripts/consolidate.py runs/my-run/checkpoint-500 final --base meta-llama/checkout
+    hfpatch consolidate runs/my-run/checkpoint-500 final --base meta-llama/checkout
 
 One process, no GPU; needs host memory for one copy of the weights. ZeRO gives the float32 master
 weights, FSDP the weights in the dtype they were kept in.
@@ -10,21 +10,14 @@ weights, FSDP the weights in the dtype they were kept in.
 import os
 import pickle
 import shutil
-import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its
-# parent has hfpatch.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+import torch
+from safetensors.torch import load_file, save_file
 
-import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from hfpatch.cli.failures import Parser, guarded  # noqa: E402
-from hfpatch.trainer import folders  # noqa: E402
+from hfpatch.trainer import folders
 
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
           "special_tokens_map.json",
@@ -198,12 +191,8 @@ def _cast(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
 
 
-def main(argv=None) -> int:
-    return guarded(_main, sys.argv[1:] if argv is None else argv)
-
-
-def _main(argv) -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
+def add_arguments(parser) -> None:
+    """The arguments of `hfpatch consolidate` on an argparse parser."""
     parser.add_argument(
         "checkpoint", help="a checkpoint-N folder that Trainer wrote under ZeRO or FSDP"
     )
@@ -217,11 +206,14 @@ def _main(argv) -> int:
         "--base", help="folder whose config.json and tokenizer go beside the weights"
     )
     parser.add_argument(
-        "--allow_pickle",
+        "--allow-pickle",
         action="store_true",
         help="read files that could run code; trust their origin",
     )
-    args = parser.parse_args(argv)
+
+
+def main(args) -> int:
+    """Runs the command; returns its exit code."""
     print(
         consolidate(
             args.checkpoint,
@@ -232,7 +224,3 @@ def _main(argv) -> int:
         )
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

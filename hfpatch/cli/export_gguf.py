@@ -1,6 +1,6 @@
-"""Writes a trained Llama and its tokenizer as one GGUF file for llama.cpp.
+"""`hfpatch export-gguf`: a trained Llama and its tokenizer as one GGUF file for llama.cpp.
 
-    python scripts/export_gguf.py runs/my-model my-model-q8_0.gguf --type q8_0
+    hfpatch export-gguf runs/my-model my-model-q8_0.gguf --type q8_0
 
 Reads a Hugging Face folder (config.json, safetensors, tokenizer.json) tensor by tensor, so memory
 stays near the largest single weight. llama.cpp rotates neighbouring pairs where HF rotates halves:
@@ -11,23 +11,16 @@ rope_freqs.weight, one divisor per frequency.
 import json
 import math
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its
-# parent has hfpatch.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
 
-import gguf  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from transformers import AutoConfig, AutoTokenizer  # noqa: E402
-
-from hfpatch.cli.failures import Parser, guarded  # noqa: E402
-from hfpatch.trainer import folders  # noqa: E402
+from hfpatch.trainer import folders
 
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -358,26 +351,21 @@ def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.nda
     return gguf.quantize(values, qtype)
 
 
-def main(argv=None) -> int:
-    return guarded(_main, sys.argv[1:] if argv is None else argv)
-
-
-def _main(argv) -> int:
-    parser = Parser(description=__doc__.splitlines()[0])
+def add_arguments(parser) -> None:
+    """The arguments of `hfpatch export-gguf` on an argparse parser."""
     parser.add_argument("source", help="folder with config.json, *.safetensors and tokenizer.json")
     parser.add_argument("target", help="the .gguf file to write")
     parser.add_argument(
-        "--type", choices=sorted(TYPES), default="f16", help="storage of the matrices"
+        "--type", choices=sorted(TYPES), default="f16", help="storage of the matrices (f16)"
     )
     parser.add_argument(
         "--pre", help="llama.cpp's pre-tokenizer name, where the split pattern is not a known one"
     )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-    args = parser.parse_args(argv)
+
+
+def main(args) -> int:
+    """Runs the command; returns its exit code."""
     out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

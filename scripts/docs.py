@@ -1,0 +1,189 @@
+"""Writes the generated parts of docs/: `python scripts/docs.py [cli|models|memory]`, all by default.
+
+cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
+`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv.
+Tests hold each to what it would be now.
+"""
+
+import argparse
+import csv
+import dataclasses
+import importlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# This folder has a profile.py, which the standard library must not find in place of its own.
+sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "scripts")]
+TOKENS = "131072"
+# (name in the picture, implementation and policy in profiles/plan/results.csv)
+BARS = (
+    ("transformers", "hf", ""),
+    ("transformers, checkpointing", "hf-ckpt", ""),
+    ("Liger (ALST recipe)", "liger-tiled-offload", ""),
+    ("hfpatch", "hfpatch", ""),
+    ('hfpatch, "least"', "hfpatch", "least"),
+)
+TRAIN = """hfpatch train [CONFIG.yaml | CONFIG.json] --model M --data D [flags]
+accelerate launch -m hfpatch train CONFIG.yaml [flags]"""
+
+
+def cli() -> str:
+    """The page of all commands."""
+    from hfpatch.cli.failures import Parser
+    from hfpatch.cli.main import COMMANDS
+
+    os.environ["COLUMNS"] = "100"
+    out = ["# Command line", "", "Written by `python scripts/docs.py cli` from each command's "
+           "`--help`. Lengths may be written `8192`, `128k` or `1M`. Exit codes: 0 done, 2 bad "
+           "input, 1 a failure of the machine, 3 a plan that does not fit. `--debug` shows a "
+           "failure's traceback.", ""]  # fmt: skip
+    out += [f"- [`hfpatch {name}`](#hfpatch-{name}): {summary}"
+            for name, (_, summary) in COMMANDS.items()]  # fmt: skip
+    for name, (module, summary) in COMMANDS.items():
+        out += ["", f"## hfpatch {name}", ""]
+        if name == "train":
+            out += [f"{summary[0].upper()}{summary[1:]}.", "", "```text", TRAIN, "```", ""]
+            out += train_flags()
+            continue
+        loaded = importlib.import_module(module)
+        if name == "run":
+            out += ["```text", loaded.__doc__.strip(), "```"]
+            continue
+        parser = Parser(
+            prog=f"hfpatch {name}", description=summary,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
+        )  # fmt: skip
+        loaded.add_arguments(parser)
+        out += ["```text", parser.format_help().strip(), "```"]
+    return "\n".join(out) + "\n"
+
+
+def train_flags() -> list[str]:
+    """hfpatch's own flags of `hfpatch train`, a table; transformers' are its own."""
+    from hfpatch.trainer.flags import CLASSES, TrainArguments
+
+    out = ["All flags of transformers' `TrainingArguments` work too; `hfpatch train --help` lists "
+           "them.", "", "| flag | default | what it says |", "| --- | --- | --- |"]  # fmt: skip
+    for kind in CLASSES:
+        for field in dataclasses.fields(kind):
+            if kind is TrainArguments and field.name not in vars(TrainArguments)["__annotations__"]:
+                continue
+            made = field.default_factory
+            default = made() if made is not dataclasses.MISSING else field.default
+            shown = "" if default in (None, "", []) or field.name == "report_to" else f"`{default}`"
+            words = field.metadata["help"].replace("|", "\\|")
+            choices = field.metadata.get("choices")
+            words += f" One of {', '.join(map(str, choices))}." if choices else ""
+            out.append(f"| `--{field.name}` | {shown} | {words} |")
+    return out
+
+
+def models() -> str:
+    """The page of models."""
+    from hfpatch.cli import support
+
+    found = [support.support_of(kind, support.family_config(kind)) for kind in support.FAMILIES]
+    return MODELS.format(table=support.families_text(found))
+
+
+MODELS = """# Models
+
+Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family. Before
+a layer is trusted, a small instance of the model runs stock and patched, forward and backward, plain,
+packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
+whole: correct, with more memory. The report gives the reason.
+
+Ask about your own model. Nothing is downloaded but its `config.json`, if you have it in the cache:
+
+```bash
+hfpatch env --model llama-3.1-8b --seq-len 32k
+```
+
+## What to expect
+
+Default configs of transformers 5.23, by `hfpatch env --families`. *Packed rows* are documents that
+`position_ids` tell apart, also beside an attention mask of ones. *Verdict* is the comparison of the
+small instance with stock.
+
+{table}
+
+Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) the language tower is in
+tiles; see [Images](guides/images.md). Mixers of hybrids take whole rows; see
+[Hybrids](guides/hybrids.md).
+
+## Attention
+
+Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
+runs in FlashAttention-2, cuDNN or FlashAttention-3, whichever a trial on the device finds fastest.
+Windows and packed rows take FlashAttention-2. Soft caps (Gemma 2), and masked tokens at heads of 256
+columns, go through torch's `flex_attention`: tested on CPUs only. Heads of more than 256 columns
+(Gemma 4 has 512) take torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
+
+## Versions
+
+Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.23; accelerate 1.15;
+deepspeed 0.19.8; liger-kernel 0.8.5; trl 1.16; peft 0.21. The oldest that work are torch 2.11 and
+transformers 5.0. Some things need more:
+
+| you want | you need |
+| --- | --- |
+| hybrids and OPT in tiles | transformers above 5.0 |
+| Qwen3-Next in tiles beside flash-linear-attention | transformers 5.16 |
+| experts within the planned memory in a layer of one tile | transformers 5.10 ([figures](benchmarks/plan/index.md)) |
+| FSDP config files in a Trainer | transformers 5.17 |
+| Ulysses | accelerate 1.12, transformers above 5.0 |
+| tensor parallelism that saves | transformers 5.18 |
+
+Kernels are written for sm_80, sm_89, sm_90, sm_100, sm_120 and gfx942. Each compiles there without
+spills ([kernels](benchmarks/kernels/index.md)); none has been run there.
+"""
+
+
+def memory() -> str:
+    """The picture of README: most GiB of a step at 131,072 tokens, one bar each."""
+    with open(ROOT / "profiles/plan/results.csv") as file:
+        rows = [r for r in csv.DictReader(file) if r["model"] == "llama-3.1-8b"]
+    found = {
+        (r["implementation"], r["policy"]): float(r["most_gib"])
+        for r in rows
+        if r["tokens"] == TOKENS
+    }
+    left, full, high = 210, 470, 34
+    scale = full / max(found[name, policy] for _, name, policy in BARS)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high * len(BARS) + 78}" '
+           'font-family="sans-serif" font-size="14">',
+           '<rect width="100%" height="100%" fill="#ffffff"/>',
+           '<text x="12" y="24" font-weight="bold">GPU memory of one step, GiB (simulated)</text>',
+           ]  # fmt: skip
+    for i, (words, name, policy) in enumerate(BARS):
+        gib, y = found[name, policy], 40 + high * i
+        colour = "#3f51b5" if name == "hfpatch" else "#9e9e9e"
+        out += [f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escaped(words)}</text>',
+                f'<rect x="{left}" y="{y}" width="{max(2, gib * scale):.1f}" height="24" '
+                f'fill="{colour}"/>',
+                f'<text x="{left + max(2, gib * scale) + 6:.1f}" y="{y + 17}">{gib:.1f}</text>',
+                ]  # fmt: skip
+    y = 40 + high * len(BARS) + 18
+    out += [f'<text x="12" y="{y}" font-size="12" fill="#555555">Llama-3.1-8B, bf16, batch 1, '
+            '131,072 tokens; parameters and gradients not counted.</text>',
+            "</svg>"]  # fmt: skip
+    return "\n".join(out) + "\n"
+
+
+def escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+WRITTEN = {
+    "cli": (cli, "docs/reference/cli.md"),
+    "models": (models, "docs/models.md"),
+    "memory": (memory, "docs/assets/memory.svg"),
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or WRITTEN:
+        make, path = WRITTEN[name]
+        (ROOT / path).write_text(make())
+        print(f"wrote {path}")

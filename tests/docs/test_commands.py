@@ -1,0 +1,138 @@
+"""What the site tells people to type, typed: at tiny size, without a GPU, a network or a hub."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import REASONS, ROOT, blocks
+
+from hfpatch.cli.main import COMMANDS, main
+
+# What the plain suite runs; `scripts/test.sh --docs` runs all.
+PLAIN = (
+    "README.md:3", "docs/guides/plan.md:0", "docs/guides/keep.md:0", "docs/guides/keep.md:1",
+    "docs/guides/lora.md:0", "docs/guides/packing.md:0", "docs/guides/several-gpus.md:1",
+    "docs/start/existing-script.md:1", "docs/start/existing-script.md:3",
+    "docs/internals/hardware.md:0",
+)  # fmt: skip
+BLOCKS = {block.name: block for block in blocks()}
+TINY = ["--max_steps", "2", "--use_cpu", "true", "--report_to", "none", "--disable_tqdm", "true",
+        "--per_device_train_batch_size", "1", "--seq-len", "64", "--save_steps", "1",
+        "--config_overrides", "num_hidden_layers=1,hidden_size=64,intermediate_size=64"]  # fmt: skip
+
+
+def test_blocks_are_found_and_their_reasons_known():
+    assert len(BLOCKS) > 40 and set(PLAIN) <= set(BLOCKS)
+    assert {block.reason for block in BLOCKS.values()} <= {"", *REASONS}
+    assert len([b for b in BLOCKS.values() if not b.reason]) > 25
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_commands_name_what_there_is(name):
+    """Commands of every block, whether it runs or not: each is a command, each flag is one."""
+    block = BLOCKS[name]
+    for line in block.commands if block.language == "bash" else ():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["hfpatch"] and words[1] != "run":
+            assert words[1] in COMMANDS, line
+            page = (ROOT / "docs/reference/cli.md").read_text()
+            help_text = page[page.index(f"## hfpatch {words[1]}\n") :]
+            for word in words[2:]:
+                flag = word.partition("=")[0]
+                theirs = ("--learning_rate", "--bf16", "--resume_from_checkpoint")
+                assert not flag.startswith("--") or flag in help_text or flag in theirs, line
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """A folder as a reader's: data, a tiny model under the name of a large one, the repository's
+    files.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("docs")
+    texts = sorted((Path(sysconfig.get_path("stdlib")) / "json").glob("*.py"))
+    for name in ("my_texts", "books"):
+        (folder / name).mkdir()
+        for file in texts:
+            shutil.copy(file, folder / name / f"{file.stem}.txt")
+    for name in ("scripts", "ds_configs", "fsdp_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    model = folder / "meta-llama" / "Llama-3.1-8B"
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(model)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator([file.read_text() for file in texts], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(model)
+    return folder
+
+
+def marked(name: str):
+    block = BLOCKS[name]
+    return pytest.param(name, marks=[] if name in PLAIN else pytest.mark.docs, id=block.name)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name, b in BLOCKS.items() if not b.reason])
+@pytest.mark.filterwarnings("ignore")  # of the stack's libraries about each other
+def test_a_block_runs(name, place, monkeypatch, capsys):
+    block = BLOCKS[name]
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if block.language == "python":
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+            warnings.simplefilter("ignore")
+            exec(compile(block.text, block.name, "exec"), {"__name__": "docs"})
+        return
+    for line in block.commands:
+        words = shlex.split(line, comments=True)
+        if words[0] == "hfpatch":
+            tiny = TINY if words[1] == "train" else []
+            assert main([*words[1:], *tiny]) in (0, 3), line
+        else:
+            variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path()}
+            done = subprocess.run(["bash", "-c", line], capture_output=True, text=True,
+                                  env=variables)  # fmt: skip
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert capsys.readouterr().out.strip()
+
+
+def path() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def test_answers_on_pages_are_those_of_the_commands(capsys):
+    """The plan that the page explains line by line, and the first line of the QLoRA page."""
+    for page, kept in (("plan", None), ("lora", 1)):
+        text = (ROOT / f"docs/guides/{page}.md").read_text()
+        command, answer = text.split("```bash\n", 1)[1].split("```", 1)
+        answer = answer.split("```text\n", 1)[1].split("```", 1)[0]
+        assert main(shlex.split(command)[1:]) == 0
+        out = capsys.readouterr().out
+        assert answer.splitlines() == out.splitlines()[:kept]
+
+
+def test_configs_in_yaml_name_what_there_is():
+    text = (ROOT / "docs/guides/lora.md").read_text()
+    assert "hfpatch.trainer.plugins.axolotl.HFPatchPlugin" in text
+    assert (ROOT / "hfpatch/trainer/plugins/axolotl.py").read_text().count("class HFPatchPlugin")
+    assert json.dumps(text)  # no stray surrogates

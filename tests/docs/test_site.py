@@ -1,0 +1,123 @@
+"""The site builds without a warning, its generated parts are current, and three people find their
+command.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from blocks import PAGES, ROOT
+from packaging.version import Version
+
+STATUS = ("Measured", "Simulated", "Planned", "Compiled", "Counted")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built strictly: a broken link or anchor, or a page that no menu has, is an
+    error.
+    """
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name)
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_site_builds_strictly(site):
+    for page in ("index.html", "models/index.html", "benchmarks/plan/index.html"):
+        assert (site / page).is_file()
+    api = (site / "reference/api/index.html").read_text()
+    assert "frozen_weights" in api and "linear_cross_entropy" in api
+
+
+def links(site: Path, page: str) -> set[str]:
+    """Pages of the site that a page's own text links to, menus left out."""
+    file = site / page / "index.html"
+    html = file.read_text()
+    body = html[html.index("<article") : html.index("</article>")]
+    found = set()
+    for target in re.findall(r'href="([^"#]+)', body):
+        if "://" not in target:
+            full = Path(os.path.normpath(file.parent / target))
+            found.add(full.relative_to(site).as_posix())
+    return found
+
+
+# (a) a Trainer script, 8B, 80 GB; (b) Axolotl's YAML, QLoRA, 24 GB; (c) eight GPUs, 1M tokens.
+@pytest.mark.parametrize("words", [
+    ("hfpatch.apply(model)", "--gpu a100-80gb --host-ram 96GiB --placement gpu8bit"),
+    ("hfpatch.trainer.plugins.axolotl.HFPatchPlugin", "--gpu rtx4090 --host-ram 128GiB --lora-r 16"),
+    ("--seq-len 1M", "--sp_size 8", "hfpatch plan", "--gpus 8 --sp-size 8"),
+])  # fmt: skip
+def test_a_person_finds_the_command_in_three_clicks(site, words):
+    """One page, at most three links of the text from the first one, has what this person types."""
+    seen, reached = {"."}, ["."]
+    for _ in range(3):
+        reached = [p for page in reached for p in links(site, page) if (site / p).is_dir()]
+        reached = [p for p in dict.fromkeys(reached) if p not in seen]
+        seen |= set(reached)
+        for page in reached:
+            text = re.sub(r"<[^>]+>", "", (site / page / "index.html").read_text())
+            if all(word in text for word in words):
+                return
+    pytest.fail(f"no page within three clicks has {words}")
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / target).exists(), target
+
+
+def test_each_page_of_benchmarks_says_first_how_its_figures_were_had():
+    for page in [
+        *sorted((ROOT / "profiles").glob("*/README.md")),
+        ROOT / "docs/benchmarks/index.md",
+    ]:
+        first = page.read_text().split("\n\n", 2)[1]
+        assert first.startswith(tuple(f"**{word}" for word in STATUS)), page
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse prints by version")
+def test_the_command_line_page_is_current():
+    assert (ROOT / "docs/reference/cli.md").read_text() == script("docs").cli(), (
+        "run python scripts/docs.py cli"
+    )
+
+
+def test_the_picture_is_current():
+    made = script("docs").memory()
+    assert (ROOT / "docs/assets/memory.svg").read_text() == made, (
+        "run python scripts/docs.py memory"
+    )
+    readme = (ROOT / "README.md").read_text()
+    for gib in re.findall(r">([0-9.]+)</text>", made):
+        assert gib in readme.split("docs/assets/memory.svg")[0], gib
+
+
+@pytest.mark.long
+@pytest.mark.skipif(Version(transformers.__version__).release[:2] != (5, 23), reason="5.23's table")
+def test_the_models_page_is_current():
+    assert (ROOT / "docs/models.md").read_text() == script("docs").models()
+
+
+def test_lines_of_pages_say_nothing_of_one_machine():
+    for page in PAGES:
+        assert not re.search(r"/(tmp|root|home)/", page.read_text()), page
