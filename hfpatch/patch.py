@@ -375,18 +375,7 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
         report.notes.append(
             f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
         )
-    mixers = [
-        type(layer.get_submodule(name)).__name__
-        for layer, a in zip(layers, found.answers)
-        if not a.reason
-        for name in a.mixers
-    ]
-    if mixers:
-        kinds = ", ".join(dict.fromkeys(mixers))
-        report.notes.append(
-            f"{len(mixers)} modules that mix tokens ({kinds}) take all tokens at once, and again "
-            "in backward."
-        )
+    report.notes += _mixer_notes(layers, found.answers)
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     report.notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
@@ -448,6 +437,16 @@ def _shape(config) -> ModelShape | None:
         return ModelShape.from_config(config)
     except Exception:  # a config whose sizes differ from layer to layer raises one of its own
         return None
+
+
+def _mixer_notes(layers, answers) -> list[str]:
+    """How the modules run that mix tokens beside attention, a line for each way."""
+    found = Counter()
+    for layer, traits in zip(layers, answers):
+        for name in traits.mixers if traits.reason is None else ():
+            kind = type(layer.get_submodule(name)).__name__
+            found[kind, traits.in_time(name)] += 1
+    return [f"{n} {kind}s, which mix tokens, {in_time}." for (kind, in_time), n in found.items()]
 
 
 def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:

@@ -10,5 +10,6 @@ from hfpatch.compat.engines import *  # noqa: F403
 from hfpatch.compat.models import *  # noqa: F403
 from hfpatch.compat.modules import *  # noqa: F403
 from hfpatch.compat.scans import *  # noqa: F403
+from hfpatch.compat.states import *  # noqa: F403
 from hfpatch.compat.tensors import *  # noqa: F403
 from hfpatch.compat.turns import *  # noqa: F403

@@ -72,12 +72,12 @@ class _Captured(Exception):
     pass
 
 
-def captured(stack: nn.Module, layer: nn.Module) -> tuple[tuple, dict, Batch]:
+def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[tuple, dict, Batch]:
     """(args, kwargs) with which the stack calls this layer, and the batch that its mask
     describes.
     """
-    ids = torch.arange(TOKENS)[None] % stack.config.vocab_size
-    batch = Batch(1, TOKENS, ids.device)
+    ids = torch.arange(tokens)[None] % stack.config.vocab_size
+    batch = Batch(1, tokens, ids.device)
     found = {}
 
     def note(module, args, kwargs):
@@ -87,7 +87,7 @@ def captured(stack: nn.Module, layer: nn.Module) -> tuple[tuple, dict, Batch]:
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with our_attention((stack.config,), batch), torch.no_grad():
-            mask = torch.ones(1, TOKENS, dtype=torch.bool)
+            mask = torch.ones(1, tokens, dtype=torch.bool)
             stack(input_ids=ids, attention_mask=mask, use_cache=False)
     except _Captured:
         pass

@@ -22,6 +22,7 @@ from hfpatch.decoder import probe
 from hfpatch.decoder.find import Decoder, list_of_layers
 from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
 from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.places import places_in
 from hfpatch.layer.runtime import LayerRuntime
@@ -173,6 +174,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
         found.across = not _keeps_apart(stack)
+        _ask_in_time(stack, found)
         return found
 
 
@@ -191,6 +193,21 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
                 )
             )
     return answers
+
+
+def _ask_in_time(stack: nn.Module, found: "_Found") -> None:
+    """Which mixers run in tiles through time; those that are not asked in time run whole."""
+    began = time.thread_time()
+    for layer in list_of_layers(stack):
+        kind = kind_of(layer)
+        traits = found.answers[kind]
+        if traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
+            late = time.thread_time() - began > SECONDS
+            found.answers[kind] = (
+                replace(traits, untimed=tuple((name, LATE) for name in traits.mixers))
+                if late
+                else ask_in_time(stack, layer, traits)
+            )
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _Found:

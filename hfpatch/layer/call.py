@@ -18,7 +18,7 @@ layer's own forward (layer/parts.py, `LayerParts`); it may call attention more t
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +30,8 @@ from hfpatch.attention.heads import Attention, groups_of
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype, backward_from
 from hfpatch.layer.kept import Cut, Kept
-from hfpatch.layer.random_state import Generators
+from hfpatch.layer.random_state import replayed
+from hfpatch.layer.time_tiles import go_in_time
 from hfpatch.layer.weight_gradients import AsInForward, AsThen, WeightGradients
 from hfpatch.store.transfers import Saved
 
@@ -81,19 +82,8 @@ class LayerCall(Kept):
         """
         if not self.random:
             return run()
-        with self._replayed(phase, index):
+        with replayed(self.rng, (phase, index), self.device):
             return run()
-
-    @contextmanager
-    def _replayed(self, phase: str, index: int):
-        states = self.rng.get((phase, index))
-        if states is None:
-            self.rng[phase, index] = Generators(self.device)
-            yield
-            return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            states.put_back()
-            yield
 
     def _pre(self, x_BtD: Tensor, index: int, dead: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs [B,
@@ -114,6 +104,8 @@ class LayerCall(Kept):
         return [*map(cast, parts[:n]), *parts[n:]]
 
     def _attend(self, parts: list[Tensor], again: bool = False):
+        if self.ask.mixers:
+            go_in_time(self, again)
         forward = partial(
             self.attention.forward, self.ask.asked, self.ask.mixers, parts, keep=again
         )
@@ -317,7 +309,9 @@ class LayerCall(Kept):
         streamed = self.session.weights.again(
             self.layer, None if before is None else before.first_again.layer
         )
-        several = len(self.bounds) > 1 or any(mixer.bounds is not None for mixer in self.ask.mixers)
+        several = len(self.bounds) > 1 or any(
+            mixer.several(self.shape[1]) for mixer in self.attention.mixers
+        )
         weights = WeightGradients(self.then, several=several, by_hand=self.ask.direct is not None)
         self.ask.adds_up(weights.adding if several else None)
         try:

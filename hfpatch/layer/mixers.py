@@ -53,43 +53,55 @@ class Mixer:
     batch: Batch | None
     bounds: tuple | None = None
     kept: list | None = None  # each document's input and output with its graph, until backward
+    time: "object | None" = None  # layer.time_tiles.TimeTiles, where it goes through time
 
-    def _pieces(self, x_BTD: Tensor):
+    def documents(self, T: int) -> list[tuple[slice, int, int]]:
         """(rows, first, last) of each document."""
         if self.bounds is None:
-            return [(slice(None), 0, x_BTD.shape[1])]
-        T = x_BTD.shape[1]
+            return [(slice(None), 0, T)]
         return [
             (slice(a // T, a // T + 1), a % T, (b - 1) % T + 1)
             for a, b in zip(self.bounds, self.bounds[1:])
         ]
 
-    def _call(self, x: Tensor, rows: slice, a: int, b: int) -> Tensor:
-        """x: whole, or the document's own."""
-        leaves = list(self.leaves)
-        if self.bounds is not None:
-            x = x if x.shape[1] == b - a and len(x) == 1 else x[rows, a:b]
+    def several(self, T: int) -> bool:
+        """Whether its weights get more than one gradient."""
+        return self.bounds is not None or self._in_time(T)
+
+    def _in_time(self, T: int) -> bool:
+        return self.time is not None and self.time.cuts(self, T)
+
+    def call(self, x: Tensor, rows: slice, a: int, b: int, states=None) -> Tensor:
+        """x: whole, or the document's or the tile's own. states: a tile's, compat.States."""
+        leaves, parted = list(self.leaves), self.bounds is not None or states is not None
+        if parted:
+            if states is None:
+                x = x if x.shape[1] == b - a and len(x) == 1 else x[rows, a:b]
             for i, axis in enumerate(self.axes):
                 if axis is not None:
                     cut = leaves[i].narrow(axis, a, b - a)
                     leaves[i] = cut[rows] if axis and cut.shape[0] == self.B > 1 else cut
         leaves[self.at] = x
         batch = self.batch
-        if self.bounds is not None and batch is not None:
+        if parted and batch is not None:
             leaves = [leaf.part(rows, a, b) if isinstance(leaf, Mask) else leaf for leaf in leaves]
             batch = batch.part(rows, a, b)
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
-        if self.bounds is not None:
+        if parted:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
+        if states is not None:
+            kwargs[self.time.argument] = states
         with our_attention(self.configs, batch):  # which may run inside
             out = self.module(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
         """[B, T, D]. keep: backward comes soon and walks the graph that is made here."""
+        if self._in_time(x_BTD.shape[1]):
+            return self.time.forward(self, x_BTD)
         outs = [
-            self._graph(x_BTD, *piece) if keep else (None, self._call(x_BTD, *piece))
-            for piece in self._pieces(x_BTD)
+            self._graph(x_BTD, *piece) if keep else (None, self.call(x_BTD, *piece))
+            for piece in self.documents(x_BTD.shape[1])
         ]
         self.kept = outs if keep else None
         outs = [out.detach() if keep else out for _, out in outs]
@@ -106,13 +118,15 @@ class Mixer:
         # other documents are written beside it
         x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
         with torch.enable_grad():
-            return x, self._call(x.requires_grad_(), rows, a, b)
+            return x, self.call(x.requires_grad_(), rows, a, b)
 
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
         """The input's gradient into `into`, which may be x; weights get theirs by autograd, a
         document at a time.
         """
-        for i, (rows, a, b) in enumerate(self._pieces(x_BTD)):
+        if self._in_time(x_BTD.shape[1]):
+            return self.time.backward(self, x_BTD, dout_BTD, into)
+        for i, (rows, a, b) in enumerate(self.documents(x_BTD.shape[1])):
             x, out = self.kept[i] if self.kept else self._graph(x_BTD, rows, a, b)
             torch.autograd.backward(out, dout_BTD[rows, a:b])
             into[rows, a:b] = x.grad

@@ -2,6 +2,8 @@
 drew.
 """
 
+from contextlib import contextmanager
+
 import torch
 
 
@@ -23,3 +25,18 @@ class Generators:
         torch.set_rng_state(self.host)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@contextmanager
+def replayed(states: dict, key, device: torch.device):
+    """Within, random numbers are those that were drawn under the same key before. At first it notes
+    in `states` where the generators stand.
+    """
+    before = states.get(key)
+    if before is None:
+        states[key] = Generators(device)
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        before.put_back()
+        yield

@@ -18,6 +18,8 @@ class LayerTraits:
         attention: names of the modules that called attention, in order.
         mixers: names of the modules that mix tokens in another way and run on whole rows.
         paired: those mixers that return a pair whose second value is unread.
+        timed: (name, argument that takes its states) of each mixer that runs in tiles through time.
+        untimed: (name, reason) of each that does not.
         block: the layer is norm, attention, norm, MLP, as in layer/block.py.
         dead_post: names of modules whose output values no gradient reads when `post` runs again in
             the backward.
@@ -32,6 +34,8 @@ class LayerTraits:
     attention: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     paired: tuple[str, ...] = ()
+    timed: tuple[tuple[str, str], ...] = ()
+    untimed: tuple[tuple[str, str], ...] = ()
     block: bool = False
     dead_post: tuple[str, ...] = ()
     dead_pre: tuple[str, ...] = ()
@@ -40,6 +44,13 @@ class LayerTraits:
     softcap: float | None = None
     looked: bool = False
     attends: bool = False
+
+    def in_time(self, mixer: str) -> str:
+        """How this mixer runs, as the report says it."""
+        if mixer in dict(self.timed):
+            return "run in tiles through time"
+        why = dict(self.untimed).get(mixer)
+        return "take all tokens at once, and again in backward" + (f": {why}" if why else "")
 
     @property
     def mixing(self) -> tuple[str, ...]:

@@ -1,0 +1,71 @@
+"""What transformers' mixers read their past from, and leave it in: the cache argument of a chunked
+prefill, here with states that carry gradients.
+
+transformers' cache copies states in place and cuts their graph. The methods are those that mixers
+call in transformers 5.23; a mixer that asks for another one raises, and runs whole.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_ARGUMENTS = ("cache_params", "past_key_values")  # what mixers call their cache
+
+
+def state_argument(module: nn.Module) -> str | None:
+    """The argument by which a mixer takes its past; None where it takes none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in _ARGUMENTS if name in names), None)
+
+
+class States:
+    """Stands for the cache in one call of one mixer.
+
+    Attributes:
+        before: the states that the call begins with, by ("conv" or "recurrent", state_idx); none of
+            them at a document's start.
+        after: the states that it left.
+    """
+
+    def __init__(self, before: dict | None = None):
+        self.before: dict[tuple, Tensor] = dict(before or {})
+        self.after: dict[tuple, Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.before.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, x_BCt: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size=None, **_
+    ) -> Tensor:
+        """The last tokens before this tile and the tile's own, which the convolution reads."""
+        tail = self.before.get(("conv", state_idx))
+        width = conv_kernel_size or (x_BCt if tail is None else tail).shape[-1]
+        if tail is None:
+            full = x_BCt
+        elif x_BCt.stride(1) == 1:  # kernels take the projection's layout, channels last
+            full = torch.cat([tail.mT, x_BCt.mT], 1).mT
+        else:
+            full = torch.cat([tail, x_BCt], -1)
+        kept = full[..., -width:]
+        if kept.shape[-1] < width:  # zeros to the left, as before a document
+            kept = F.pad(kept, (width - kept.shape[-1], 0))
+        self.after["conv", state_idx] = kept.clone()  # a view would keep the whole tile
+        return full
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: int, state_idx: int = 0, **_
+    ) -> Tensor:
+        self.after["recurrent", state_idx] = state
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: kernels of a single token write states in place, and have no backward."""
+        return True
+
+    def has_previous_state(self, layer_idx=None, state_idx=None) -> bool:
+        return bool(self.before)

@@ -1,0 +1,127 @@
+"""Which mixers of a small instance run in tiles through time (layer/time_tiles.py), and why the
+others do not.
+
+Each is run whole and in tiles: outputs and every gradient must agree. A mixer may take a state and
+drop it, or drop its gradient, without a word, so it is also run with one state lost between tiles,
+and with its gradient lost: where no difference shows, agreement would say nothing.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import state_argument
+from hfpatch.context.current import our_attention
+from hfpatch.decoder import probe
+from hfpatch.decoder.state import state_apart
+from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.mixers import Mixer
+from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.layer.traits import LayerTraits
+from hfpatch.store.transfers import Transfers
+
+# Of a result's norm. Aligned tiles agree to 3e-7 and better where a rule computes in float32 in a
+# float64 model; a whole model in float32 rounds in its projections too.
+CLOSE = {torch.float64: 3e-6, torch.float32: 1e-4}
+VISIBLE = 10  # times as much must a lost state change at least
+ODD = 5  # tokens beyond two tiles
+
+
+class _Losing(TimeTiles):
+    """Hands zeros on in place of one state, or hands none of its gradient back."""
+
+    def __init__(self, *args, state: tuple | None = None, gradient: tuple | None = None):
+        super().__init__(*args)
+        self.state, self.gradient = state, gradient
+
+    def _handed_on(self, states: dict) -> dict:
+        return {k: torch.zeros_like(s) if k == self.state else s for k, s in states.items()}
+
+    def _handed_back(self, dstates: dict) -> dict:
+        return {key: d for key, d in dstates.items() if key != self.gradient}
+
+
+def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> LayerTraits:
+    """The traits with those mixers that run in tiles through time, and the others' reasons."""
+    if traits.reason is not None or not traits.mixers or traits.attends:
+        return traits
+    found = {name: _why_whole(stack, layer, traits, name) for name in traits.mixers}
+    named = {name: state_argument(layer.get_submodule(name)) for name in traits.mixers}
+    return replace(
+        traits,
+        timed=tuple((name, named[name]) for name, reason in found.items() if reason is None),
+        untimed=tuple((name, reason) for name, reason in found.items() if reason is not None),
+    )
+
+
+def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
+    module = layer.get_submodule(name)
+    argument = state_argument(module)
+    if argument is None:
+        return "it takes no states"
+    try:
+        with state_apart(layer), torch.enable_grad(), torch.random.fork_rng([]):
+            return _compared(stack, layer, traits, name, argument, chunk_of(module))
+    except Exception as error:  # a family's own code
+        said = " ".join(str(error).split())[:80]
+        return f"given states, it raised {type(error).__name__} ({said})"
+
+
+def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str | None:
+    mixer, x = _call_of(stack, layer, traits, name, 2 * tile + ODD)
+    dout = torch.randn_like(x)
+
+    def run(time: TimeTiles | None) -> tuple[dict, dict]:
+        """The output, and every gradient."""
+        mixer.time, dx = time, torch.empty_like(x)
+        layer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            out = mixer.forward(x)
+            mixer.backward(x, dout, dx)
+        grads = {n: p.grad for n, p in mixer.module.named_parameters() if p.grad is not None}
+        return {"its output": out}, {"its input's gradient": dx, **grads}
+
+    place = (argument, tile, Transfers(x.device, "gpu"))
+    out, grads = run(None)
+    time = TimeTiles(*place)
+    out_in_time, grads_in_time = run(time)
+    keys = list(time.entries[1])
+    if not keys:
+        return "it leaves no states"
+    apart, what = _apart(out_in_time | grads_in_time, out | grads)
+    close = CLOSE[x.dtype]
+    if not apart <= close:
+        return f"in tiles it differs from whole rows ({what}: {apart:.0e})"
+    for key in keys:
+        lost = _apart(run(_Losing(*place, state=key))[0], out)[0]
+        unread = _apart(run(_Losing(*place, gradient=key))[1], grads)[0]
+        if not min(lost, unread) >= VISIBLE * close:
+            return f"its {key[0]} state changes too little to compare ({min(lost, unread):.0e})"
+    return None
+
+
+def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
+    """The mixer's call in a row of so many tokens, and its input."""
+    (x, *args), kwargs, batch = probe.captured(stack, layer, tokens)
+    arguments = Arguments(args, of_its_own(kwargs), 1, tokens)
+    ask = LayerParts(
+        layer, arguments, traits, (stack.config,), batch, forward=type(layer).forward.__get__(layer)
+    )
+    with torch.no_grad(), our_attention((stack.config,), batch):
+        parts = ask.pre(x.detach(), 0, tokens)
+    at = traits.mixers.index(name)
+    return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
+
+
+def _apart(ours: dict, theirs: dict) -> tuple[float, str]:
+    """The largest relative difference, and of what."""
+    least = 1e-6 * max(x.norm().item() for x in theirs.values())
+    found = [(float("inf"), "other gradients")] * (ours.keys() != theirs.keys())
+    for what in ours.keys() & theirs.keys():
+        a, b = ours[what], theirs[what]
+        apart = ((a - b).norm() / b.norm().clamp_min(least)).item()
+        found.append((float("inf") if apart != apart else apart, what))
+    return max(found)

@@ -1,0 +1,320 @@
+"""Mixers in tiles through time: states handed on, their gradients handed back (layer/time_tiles.py).
+
+Tiles are of 64 tokens, the delta rule's chunk, over rows of 165: two tiles and an odd rest.
+"""
+
+import copy
+from contextlib import contextmanager
+from unittest import mock
+
+import families
+import pytest
+import tiny
+import torch
+from test_families import batch, step
+
+import hfpatch
+from hfpatch.decoder.find import find_decoder
+
+pytestmark = tiny.not_before_transformers((5, 23), "hands mixers their states by other ways")
+TOKENS = 165
+TILE = hfpatch.Checkpointing(offload="host", tile=64)
+UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+KEYED = ("kimi_linear", "bailing_hybrid")  # a decay a channel, which plain code loops over
+MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2", "zamba2")
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
+TIMED = DELTA + KEYED + MAMBA2 + CONVOLUTIONS
+SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
+
+
+def names(short=SHORT):
+    return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in TIMED]
+
+
+@contextmanager
+def lifted():
+    """Within, modeling files cast to float64 where they cast to float32, in backward too."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+def timed_mixers(model):
+    layers = find_decoder(model).layers
+    return [m.get_submodule(name) for m in layers for name, _ in m._hfpatch_traits.timed]
+
+
+def lengths(model, found: list):
+    """Notes how many tokens the projections of each mixer that runs in time are given."""
+
+    def note(module, args):
+        found.append(args[0].shape[1])
+
+    for mixer in timed_mixers(model):
+        inside = next(m for m in mixer.modules() if isinstance(m, torch.nn.Linear))
+        inside.register_forward_pre_hook(tiny.OfAnEngine(note))
+
+
+def patched(stock, checkpointing=TILE):
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=checkpointing, **UNFUSED)
+    return ours, str(report)
+
+
+def assert_same(got: dict, wanted: dict, within: float) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        error = ((got[name] - value).norm() / value.norm().clamp_min(1e-3)).item()
+        assert error <= within, f"{name}: {error:.1e}"
+
+
+def padded(given: dict) -> dict:
+    """A batch with padding on the left of one row and on the right of the other."""
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, :70], mask[1, -9:] = 0, 0
+    labels = given["labels"].masked_fill(mask == 0, -100)
+    labels[0, 70] = -100  # its prediction sees nothing
+    return given | {"attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("name", names())
+def test_gradients_are_those_of_whole_rows(name):
+    """To rounding in float64, also with padding. Other layers of the family take theirs as ever."""
+    stock = families.small_model(name)
+    ours, report = patched(stock)
+    assert timed_mixers(ours) and "run in tiles through time" in report
+    runs: list = []
+    lengths(ours, runs)
+    for given in (batch(TOKENS), padded(batch(TOKENS))):
+        with lifted():
+            _, loss, grads = step(ours, given)
+            _, wanted_loss, wanted = step(stock, given)
+        assert abs(loss - wanted_loss) <= 1e-12 * abs(wanted_loss)
+        assert_same(grads, wanted, 1e-12)
+    assert max(runs) == 64 and 37 in runs
+
+
+CUTS = ((0, 1, 65, 66, 165), (0, 100, 164, 165))  # documents of one token, of a tile, and longer
+
+
+def packed():
+    """Rows of several documents, and the batches of one document."""
+    given = batch(TOKENS)
+    pairs = [list(zip(cuts, cuts[1:])) for cuts in CUTS]
+    given["position_ids"] = torch.stack(
+        [torch.cat([torch.arange(b - a) for a, b in row]) for row in pairs]
+    )
+    given["labels"].masked_fill_(given["position_ids"] == 0, -100)
+    n = {"num_items_in_batch": (given["labels"] != -100).sum()}
+    spans = [(r, a, b) for r, row in enumerate(pairs) for a, b in row]
+    pieces = [{k: given[k][r : r + 1, a:b] for k in ("input_ids", "labels")} for r, a, b in spans]
+    return given | n, [piece | n for piece in pieces if (piece["labels"] != -100).any()]
+
+
+@pytest.mark.parametrize("name", names(("lfm2",)))
+def test_documents_are_cut_from_their_own_start(name):
+    """Wherever they begin in their row, and those of one token."""
+    stock = families.small_model(name)
+    ours, _ = patched(stock)
+    given, pieces = packed()
+    runs: list = []
+    lengths(ours, runs)
+    with lifted():
+        wanted = step(stock, None, pieces)[2]
+        assert_same(step(ours, given)[2], wanted, 1e-12)
+    assert {1, 64} <= set(runs) and max(runs) <= 65  # the last tile takes a single token along
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_attention": False},
+        {"every": 2},
+        {"offload": "gpu", "tile": 37},  # no multiple of the chunk
+        {"tile": 100},
+    ],
+    ids=str,
+)
+def test_ways_of_keeping(settings):
+    """First states wait with the checkpoints, or are found again; a tile is cut to its chunk."""
+    stock = families.small_model("qwen3_5_text")
+    how = {"offload": "host", "tile": 64} | settings
+    ours, _ = patched(stock, hfpatch.Checkpointing(**how))
+    runs: list = []
+    lengths(ours, runs)
+    with lifted():
+        assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
+    assert max(runs) == 64
+
+
+def test_off_is_as_transformers_has_it():
+    stock = families.small_model("lfm2")
+    ours, _ = patched(stock, "off")
+    assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-5)
+
+
+def test_a_graph_is_walked_twice():
+    ours, _ = patched(families.small_model("falcon_h1"))
+    loss = ours(**batch(TOKENS), use_cache=False).loss
+    found = []
+    for keep in (True, False):
+        ours.zero_grad(set_to_none=True)
+        loss.backward(retain_graph=keep)
+        found.append({n: p.grad for n, p in ours.named_parameters() if p.grad is not None})
+    assert_same(*found, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", names(("qwen3_5_text",)))
+def test_errors_are_those_of_whole_rows(name, dtype):
+    """Unmodified, one document a row and packed: at most twice as far from float64."""
+    exact = families.small_model(name)
+    stock = copy.deepcopy(exact).to(dtype)
+    ours, _ = patched(stock)
+    given, pieces = packed()
+    for mine, theirs in ((batch(TOKENS), None), (given, pieces)):
+        got, plain = step(ours, mine)[2], step(stock, mine, theirs)[2]
+        with lifted():
+            true = step(exact, mine, theirs)[2]
+        for way in (got, plain):
+            assert way.keys() == true.keys()
+        norm = torch.stack([g.norm() for g in true.values()]).max()
+        for what, value in true.items():
+            far, allowed = ((way[what].double() - value).norm() for way in (got, plain))
+            step_of_all = torch.finfo(dtype).eps * max(value.norm(), 1e-3 * norm)
+            assert far <= 2 * allowed + step_of_all, f"{what}: {far:.1e}, {allowed:.1e}"
+
+
+def test_random_numbers_of_a_tile_come_again():
+    """LoRA with dropout inside the mixers, under autocast: gradients are those of finite
+    differences in the one direction that tells.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    stock = families.small_model("lfm2")
+    lora = LoraConfig(r=4, lora_dropout=0.3, target_modules=["in_proj", "out_proj", "w1"])
+    model = get_peft_model(stock, lora)
+    hfpatch.apply(model, checkpointing=TILE, **UNFUSED)
+    assert timed_mixers(model.base_model.model)
+    moved = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for p in moved.values():
+        p.data.normal_(std=0.1)
+    direction = {n: torch.randn_like(p) for n, p in moved.items()}
+
+    def loss():
+        torch.manual_seed(3)
+        return model(**batch(TOKENS), use_cache=False).loss
+
+    with lifted():
+        loss().backward()
+        slope = sum((p.grad * direction[n]).sum().item() for n, p in moved.items())
+        ends = []
+        for sign in (1, -2):
+            for n, p in moved.items():
+                p.data.add_(direction[n], alpha=sign * 1e-4)
+            ends.append(loss().item())
+    assert abs((ends[0] - ends[1]) / 2e-4 - slope) <= 1e-4 * abs(slope)
+
+
+def test_autocast_reaches_every_tile():
+    """As far from float64 as whole rows under autocast."""
+    exact = families.small_model("qwen3_5_text")
+    stock = copy.deepcopy(exact).float()
+    ours, _ = patched(stock)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, plain = step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2]
+    with lifted():
+        true = step(exact, batch(TOKENS))[2]
+    assert got.keys() == plain.keys()
+    for what, value in true.items():
+        far, allowed = ((way[what].double() - value).norm() for way in (got, plain))
+        assert far <= 2 * allowed + 2**-8 * value.norm(), f"{what}: {far:.1e}, {allowed:.1e}"
+
+
+# --- who carries states ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param("jamba", "in tiles it differs from whole rows", marks=pytest.mark.long),
+        ("falcon_mamba", "in tiles it differs from whole rows"),
+        ("minimax", "given states, it raised AttributeError"),
+        ("xlstm", "it takes no states"),
+    ],
+)
+def test_a_mixer_that_cannot_runs_whole_and_the_report_says_why(name, why):
+    """Mamba 1 drops its last state's gradient without a word, Lightning attention has a cache of
+    its own.
+    """
+    ours, report = patched(families.small_model(name))
+    assert (
+        not timed_mixers(ours)
+        and f"take all tokens at once, and again in backward: {why}" in report
+    )
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """What puts another gated delta rule in the place of Qwen3-Next's."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
+
+    from hfpatch.decoder.verdict import _verdict
+
+    stock = file.torch_chunk_gated_delta_rule
+
+    def put(change):
+        monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", change(stock))
+        _verdict.cache_clear()
+
+    yield put
+    _verdict.cache_clear()
+
+
+def takes_none(stock):
+    return lambda *args, initial_state=None, **kwargs: stock(*args, initial_state=None, **kwargs)
+
+
+def gives_one_without_a_graph(stock):
+    def run(*args, **kwargs):
+        out, state = stock(*args, **kwargs)
+        return out, None if state is None else state.detach()
+
+    return run
+
+
+def takes_one_without_a_graph(stock):
+    def run(*args, initial_state=None, **kwargs):
+        state = None if initial_state is None else initial_state.detach()
+        return stock(*args, initial_state=state, **kwargs)
+
+    return run
+
+
+def forgets_at_once(stock):
+    """No state matters here: that tiles agree would say nothing."""
+
+    def run(query, key, value, *, g, **kwargs):
+        return stock(query, key, value, g=g - 50.0, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (takes_none, "in tiles it differs"),
+        (gives_one_without_a_graph, "in tiles it differs"),
+        (takes_one_without_a_graph, "in tiles it differs"),
+        (forgets_at_once, "its recurrent state changes too little to compare"),
+    ],
+)
+def test_a_rule_that_drops_states_in_silence_is_seen(change, why, rule):
+    rule(change)
+    ours, report = patched(families.small_model("qwen3_next"))
+    assert not timed_mixers(ours) and why in report
