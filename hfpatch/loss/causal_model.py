@@ -9,14 +9,12 @@ import math
 import sys
 import warnings
 import weakref
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hfpatch import ops
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
     caller_reads_logits,
@@ -34,7 +32,7 @@ from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.context.ranks import items_of_a_mean_over_rows, sequence_now
 from hfpatch.context.router_balance import counted, once
-from hfpatch.loss.head import reads_logits, through, why_not_fused
+from hfpatch.loss.head import why_not_fused
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import Head, Logits
 from hfpatch.loss.shared_rows import evaluated_by_ranks, unlabelled
@@ -71,8 +69,8 @@ def not_its_own_loss(model: nn.Module) -> str | None:
     return None
 
 
-def _told(kwargs):
-    """A context that hands the causal model's positions and its lack of a cache to the decoder.
+def _as_called(kwargs) -> dict:
+    """What the decoder reads of its caller's arguments: the positions, and whether a cache came.
 
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
@@ -82,7 +80,7 @@ def _told(kwargs):
         or kwargs.get("past_key_values") is None
         and kwargs.get("use_cache") is None
     )
-    return having(positions=current.positions if given is None else given, uncached=uncached)
+    return {"positions": current.positions if given is None else given, "uncached": uncached}
 
 
 class TellsPositions(KeepsSignature):
@@ -93,7 +91,7 @@ class TellsPositions(KeepsSignature):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with _told(kwargs):
+        with having(**_as_called(kwargs)):
             return super().forward(**kwargs)
 
 
@@ -125,12 +123,8 @@ class FusedCausalLM(KeepsSignature):
         if current.target is not None and current.target[0] is self:
             return self._hfpatch_loss
         if torch.compiler.is_compiling():  # dynamo cannot trace a property behind a property
-            own = own_loss(self)
-            return (
-                LOSS_MAPPING.get(getattr(self, "loss_type", None), ForCausalLMLoss)
-                if own is None
-                else own
-            )
+            named = LOSS_MAPPING.get(getattr(self, "loss_type", None), ForCausalLMLoss)
+            return own_loss(self) or named
         return super().loss_function
 
     @loss_function.setter
@@ -165,7 +159,7 @@ class FusedCausalLM(KeepsSignature):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         embeds = None if asks_for_hidden_states(self, kwargs) else self
-        with having(causal=True, embeds=embeds), _told(kwargs):
+        with having(causal=True, embeds=embeds, **_as_called(kwargs)):
             out = super().forward(**kwargs)
         if getattr(out, "aux_loss", None) is not None:
             out["aux_loss"] = once(out.aux_loss)
@@ -175,26 +169,23 @@ class FusedCausalLM(KeepsSignature):
         kwargs |= zip(self._hfpatch_positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
-        labels, scores = (
-            kwargs.get("labels"),
-            self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False),
-        )
-        if labels is not None and not torch.compiler.is_compiling():
+        labels = kwargs.get("labels")
+        scores = self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
+        if torch.compiler.is_compiling():
+            return self._with_labels(labels, scores, kwargs)
+        if labels is not None:
             alone = not self.training and not torch.is_grad_enabled()
             if alone and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
             # In evaluation an outer caller may have set the count already.
             if self.training or current.balance is None:
-                with counted(self._count_as_one_process(kwargs)):
+                step = step_under_ulysses() if kwargs.get("num_items_in_batch") is None else False
+                rows = self._count_as_one_process(*step, kwargs) if step else step is None
+                with counted(rows):
                     return self._with_labels(labels, scores, kwargs)
-        elif labels is None and "shift_labels" in kwargs and self.training and context_parallel():
+        elif "shift_labels" in kwargs and self.training and context_parallel():
             self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
-        elif labels is None and not (
-            self.training
-            or torch.is_grad_enabled()
-            or "past_key_values" in kwargs
-            or torch.compiler.is_compiling()
-        ):
+        elif not (self.training or torch.is_grad_enabled() or "past_key_values" in kwargs):
             unlabelled(self, kwargs)
         return self._with_labels(labels, scores, kwargs)
 
@@ -202,50 +193,56 @@ class FusedCausalLM(KeepsSignature):
         """The forward, with labels or without. scores: compute the outputs of TRL's head."""
         if scores:
             return self._hfpatch_log_probs(kwargs)
-        if (
-            labels is None
-            or not self._fused_loss_serves(kwargs)
-            or self._wants_logits(labels, kwargs)
-        ):
+        fused = labels is not None and self._fused_loss_serves(kwargs)
+        if not fused or self._wants_logits(labels, kwargs):
             return self._hfpatch_stock(kwargs)
-        if torch.compiler.is_compiling():
-            return self._compiled(kwargs) if _plain_head(self) else self._hfpatch_stock(kwargs)
+        return self._hfpatch_fused(labels, kwargs)
+
+    # Lazy logits cannot be traced: this frame breaks the graph, and the backbone is one of its own.
+    @partial(torch.compiler.disable, recursive=False)
+    def _hfpatch_fused(self, labels, kwargs):
+        """The forward with the fused loss.
+
+        Within it, the holder's own table has a stand-in for the head, found before the module of
+        that name, and `loss_function` is `_hfpatch_loss`.
+        """
         return_dict = kwargs.pop("return_dict", None)
         kwargs.pop("skip_logits", None)
         shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
-        target = labels if shifted is None else shifted
-        first = 1 if shifted is None else 0
+        target, first = (labels, 1) if shifted is None else (shifted, 0)
         count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
-        with self._stand_in((self, target, shifted is None, count)):
-            with self._read_where_labelled(target, first, ignore, kwargs):
+        holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
+        before = holder.get(name)  # of the forward in whose midst a hook runs this one
+        try:
+            holder[name] = Head(self._hfpatch_head())
+            with (
+                having(target=(self, target, shifted is None, count)),
+                self._read_where_labelled(target, first, ignore, kwargs),
+            ):
                 out = self._hfpatch_stock({**kwargs, "return_dict": True})
+        finally:
+            holder[name] = before
+            if before is None:
+                del holder[name]
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
-            # Rebuilt without the stand-in: an output object keeps no None.
-            out = type(out)(**{n: v for n, v in out.items() if n != "logits"})
+            # An output object drops None: outputs.logits is None, and no entry of the tuple.
+            out["logits"] = None
+            out = type(out)(**out)
         return out if return_dict else out.to_tuple()
 
-    def _count_as_one_process(self, kwargs) -> float:
+    def _count_as_one_process(self, batches, trainer, kwargs) -> int:
         """Makes the loss under Ulysses a mean over the step's tokens, as in one process.
 
         transformers' Trainer passes no num_items_in_batch there and averages over rows. Returns how
         many times this rank's loss contains the losses beside its tokens'
         (context/router_balance.py: counted).
         """
-        if kwargs.get("num_items_in_batch") is not None:
-            return 0
-        step = step_under_ulysses()
-        if step is None:
-            return 1
-        batches, trainer = step
-        ignored = [
-            n
-            for n in ("compute_loss_func", "label_smoother")
-            if getattr(trainer, n, None) is not None
-        ]
-        if ignored:
-            self._tell(_NOT_ITS_LOSS.format("sequence", ignored[0], "leaves out", "sp"))
+        for name in ("compute_loss_func", "label_smoother"):
+            if getattr(trainer, name, None) is not None:
+                self._tell(_NOT_ITS_LOSS.format("sequence", name, "leaves out", "sp"))
+                break
         sequence = sequence_now(self.config.get_text_config(), True)
         if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
             kwargs["num_items_in_batch"], rows = items_of_a_mean_over_rows(
@@ -258,27 +255,10 @@ class FusedCausalLM(KeepsSignature):
             return rows
         self._tell(
             "expected the batches of Trainer's step under sequence parallelism, none were found: "
-            "its loss stays the mean over "
-            "rows, not tokens, which differs where rows have different numbers of labels; train "
-            "with `hfpatch train`."
+            "its loss stays the mean over rows, not tokens, which differs where rows have "
+            "different numbers of labels; train with `hfpatch train`."
         )
         return 1
-
-    @contextmanager
-    def _stand_in(self, target: tuple):
-        """Within, the forward finds a stand-in for the head in its holder's own table, before the
-        module of that name, and asks for the loss of `target`.
-        """
-        holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
-        before = holder.get(name)  # of the forward in whose midst a hook has this one run
-        try:
-            holder[name] = Head(self._hfpatch_head())
-            with having(target=target):
-                yield
-        finally:
-            holder[name] = before
-            if before is None:
-                del holder[name]
 
     def _hfpatch_tokens_watched(self) -> bool:
         """Whether a hook of the user's is given what a token is made of behind its embedding."""
@@ -292,14 +272,14 @@ class FusedCausalLM(KeepsSignature):
         """
         idle_BT = current.idle_BT
         asked = kwargs.get("attention_mask") is None or asks_for_hidden_states(self, kwargs)
-        if not asked and (torch.compiler.is_compiling() or not self._hfpatch_tokens_watched()):
+        if not asked and not self._hfpatch_tokens_watched():
 
             def unread(target):
                 return [~nn.functional.pad(target[..., first:] != ignore, (0, first))]
 
             # The host waits for this when it looks for documents; it must not wait for the previous
             # step too.
-            (idle_BT,) = unread(target) if torch.compiler.is_compiling() else beside(unread, target)
+            (idle_BT,) = beside(unread, target)
         return having(labels=target, idle_BT=idle_BT)
 
     def _hfpatch_log_probs(self, kwargs):
@@ -314,41 +294,7 @@ class FusedCausalLM(KeepsSignature):
             return asked.theirs(fused_lm_head=True, **kwargs)
         return log_probs(self, head, asked, kwargs)
 
-    def _compiled(self, kwargs):
-        """The forward with labels under torch.compile, for models whose head's output is the
-        logits.
-
-        Lazy logits cannot be traced, so the backbone is called here. The loss runs outside the
-        graph.
-        """
-        labels, shifted = kwargs.pop("labels"), kwargs.pop("shift_labels", None)
-        options = {n: kwargs.pop(n) for n in ("num_items_in_batch", "ignore_index") if n in kwargs}
-        return_dict = kwargs.pop("return_dict", None)
-        for name in ("skip_logits", "logits_to_keep"):
-            kwargs.pop(name, None)
-        out = self.get_submodule(self._hfpatch_norm_path.rpartition(".")[0])(
-            **kwargs, return_dict=True
-        )
-        hidden = out.last_hidden_state
-        loss = through(
-            self._hfpatch_head(),
-            ops.linear_cross_entropy,
-            hidden,
-            (labels if shifted is None else shifted).to(hidden.device),
-            shift=shifted is None,
-            ignore_index=options.get("ignore_index", -100),
-            num_items=options.get("num_items_in_batch"),
-        )
-        made = CausalLMOutputWithPast(
-            loss=as_stock(loss),
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        return made if return_dict else made.to_tuple()
-
+    @torch.compiler.disable
     def _hfpatch_loss(
         self,
         logits,
@@ -389,25 +335,24 @@ class FusedCausalLM(KeepsSignature):
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether no one else can hold the normed hidden states, so their gradient may overwrite
         them."""
-        path = self._hfpatch_norm_path
+        path, module = self._hfpatch_norm_path, self
         if path is None or asks_for_hidden_states(self, kwargs):
             return False
-        names = path.split(".")
-        around = [self.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1)]
-        return isinstance(around[-1], FusedRMSNorm) and all(
-            as_made(m) and not forward_hooks(m) for m in around
-        )
+        for name in path.split("."):
+            module = modules_of(module)[name]
+            if not as_made(module) or forward_hooks(module):
+                return False
+        return isinstance(module, FusedRMSNorm)
 
     def _fused_loss_serves(self, kwargs) -> bool:
         keep = kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep != 0:
             return False
         head = self._hfpatch_head()
-        reason = not_its_own_loss(self) or why_not_fused(head) or reads_logits(head)
-        if reason is None:
-            return True
-        self._tell(_WHOLE.format(reason))
-        return False
+        reason = not_its_own_loss(self) or why_not_fused(head)
+        if reason is not None:
+            self._tell(_WHOLE.format(reason))
+        return reason is None
 
     def _tell(self, words: str) -> None:
         """Warns once per message."""
@@ -434,13 +379,10 @@ class FusedCausalLM(KeepsSignature):
         )
 
 
-def _plain_head(model) -> bool:
-    """Whether, by the config, the head's output is the logits and the loss is their cross-entropy
-    alone."""
-    config = model.config.get_text_config()
-    scaled = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
-    plain = not any(getattr(config, name, None) for name in scaled)
-    return plain and model._hfpatch_norm_path is not None and len(modules_of(model)) == 2
+# Under torch.compile the loss runs outside the graph: lazy logits cannot be traced.
+_outside = torch.compiler.disable(
+    lambda model, labels, kwargs: model._hfpatch_fused(labels, kwargs)
+)
 
 
 def as_stock(loss: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ tensor parallelism the function gets this rank's rows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import (
@@ -63,19 +62,24 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
         pass_forward: accept a forward set on the instance; for callers that would not call it.
 
     Returns:
-        A phrase that names the head's class or forward, for a report.
+        A phrase that names the head's class, forward or hook, for a report.
     """
     inner = copies(head)[1]
+    kind = f"{type(inner).__module__}.{type(inner).__name__}"
     if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
     if type(inner).__call__ is not CALL:
-        kind = f"{type(inner).__module__}.{type(inner).__name__}"
         return f"lm_head is a {kind} whose __call__ is not torch's"
+    hooks = user_hooks(head, output_hooks(head)) + hooks_on_all()
+    if inner is not head:
+        hooks += user_hooks(inner, output_hooks(inner))
+    if hooks:  # one that reads logits or their gradient
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        return f"lm_head has a hook ({name})"
     if has_rows_of_it(inner):
         return None
     held = vars(inner).get(hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
-        kind = f"{type(inner).__module__}.{type(inner).__name__}"
         return f"lm_head is a {kind} with a forward of another library"
     # FSDP2 gathers its sharded weights within the call; quantised weights stay quantised.
     weight = parameters_of(inner).get("weight")
@@ -101,43 +105,17 @@ def rows_of(head: nn.Module) -> int:
 def has_rows_of_it(linear: nn.Linear) -> bool:
     """Whether transformers' tensor parallelism split this Linear's rows over the ranks."""
     held = vars(linear).get(hooked_forward(linear))
-    tensors = [t for t in parameters_of(linear).values() if t is not None]
-    by_rows = [
-        (t.device_mesh.ndim == 1 or in_fsdp2(linear))
-        and t.placements[-1].is_shard()
-        and t.placements[-1].dim in (0, -t.ndim)
-        for t in tensors
-        if hasattr(t, "placements")
-    ]
-    return (
-        held is not None
-        and whose(held).startswith("transformers.")
-        and len(by_rows) == len(tensors)
-        and all(by_rows)
-    )
-
-
-def _rows_here(linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, dict]:
-    """hidden, weight and bias for this rank, inside a call of the head, and the shard option if
-    any."""
-    weight, bias = linear.weight, linear.bias
-    if not hasattr(weight, "placements"):
-        return hidden, weight, bias, {}
-    whole = hidden.full_tensor() if hasattr(hidden, "placements") else hidden
-    shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
-    return whole, weight.to_local(), None if bias is None else bias.to_local(), {"shard": shard}
-
-
-def reads_logits(head: nn.Module) -> str | None:
-    """Names a user's hook that reads the head's output or its gradient; None where there is
-    none."""
-    hooks = [
-        h for m in dict.fromkeys((head, copies(head)[1])) for h in user_hooks(m, output_hooks(m))
-    ] + hooks_on_all()
-    return next(
-        (f"lm_head has a hook ({getattr(h, '__qualname__', type(h).__name__)})" for h in hooks),
-        None,
-    )
+    if held is None or not whose(held).startswith("transformers."):
+        return False
+    for t in parameters_of(linear).values():
+        if t is None:
+            continue
+        if not hasattr(t, "placements") or not (t.device_mesh.ndim == 1 or in_fsdp2(linear)):
+            return False
+        last = t.placements[-1]
+        if not last.is_shard() or last.dim not in (0, -t.ndim):
+            return False
+    return True
 
 
 @dataclass
@@ -150,8 +128,13 @@ class Call:
     options: dict
 
     def __call__(self, hidden: Tensor):
-        hidden, weight, bias, part = _rows_here(self.linear, hidden)
-        return self.function(hidden, weight, *self.args, bias=bias, **self.options, **part)
+        weight, bias, options = self.linear.weight, self.linear.bias, self.options
+        if hasattr(weight, "placements"):  # this rank's rows
+            hidden = hidden.full_tensor() if hasattr(hidden, "placements") else hidden
+            shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+            options = {**options, "shard": shard}
+        return self.function(hidden, weight, *self.args, bias=bias, **options)
 
 
 def call_under_way(head: nn.Module) -> Call | None:
@@ -162,12 +145,10 @@ def call_under_way(head: nn.Module) -> Call | None:
     return found if isinstance(found, Call) else None
 
 
-@torch.compiler.disable
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options), computed inside one call of the head.
 
-    The hooks of engines (FSDP, ZeRO-3) around that call gather the head's weight. Under
-    torch.compile the call runs outside the graph.
+    The hooks of engines (FSDP, ZeRO-3) around that call gather the head's weight.
     """
     inner = copies(head)[1]
     call = Call(function, inner, args, options)

@@ -4,6 +4,7 @@ The stand-in records a scale, a soft cap and a cut of the vocabulary. Any other 
 real logits.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,15 +16,7 @@ from hfpatch.context.current import current
 from hfpatch.loss.head import copies, has_rows_of_it, rows_of, through
 
 
-def _loss_over(
-    words: int | None, hidden: Tensor, weight: Tensor, *args, bias: Tensor | None = None, **options
-) -> Tensor:
-    """The loss over the first `words` rows of the head, or over all."""
-    if words is not None:
-        weight, bias = weight[:words], None if bias is None else bias[:words]
-    return ops.linear_cross_entropy(hidden, weight, *args, bias=bias, **options)
-
-
+@dataclass(eq=False)
 class Logits:
     """hidden @ head.T, not computed: inner * logits, or outer * tanh(inner * logits), [..., V].
 
@@ -31,41 +24,26 @@ class Logits:
     than scaling, capping and cutting compute the real logits.
     """
 
-    def __init__(
-        self,
-        owner,
-        hidden: Tensor,
-        inner: float = 1.0,
-        outer: float | None = None,
-        words: int | None = None,
-    ):
-        self.owner, self.hidden, self.inner, self.outer = owner, hidden, inner, outer
-        self.words = words
+    owner: nn.Module  # the causal model that has the head
+    hidden: Tensor
+    inner: float = 1.0
+    outer: float | None = None
+    words: int | None = None
 
     def _with(self, **changes) -> "Logits":
-        return Logits(**vars(self) | changes)
+        return replace(self, **changes)
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(
-            (
-                *self.hidden.shape[:-1],
-                rows_of(self.owner._hfpatch_head()) if self.words is None else self.words,
-            )
-        )
+        words = rows_of(self.owner._hfpatch_head()) if self.words is None else self.words
+        return torch.Size((*self.hidden.shape[:-1], words))
 
     def _scaled(self, factor):
-        if (
-            isinstance(factor, Tensor)
-            or isinstance(factor, bool)
-            or not isinstance(factor, (int, float))
-        ):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             return self.real() * factor
-        return (
-            self._with(inner=self.inner * factor)
-            if self.outer is None
-            else self._with(outer=self.outer * factor)
-        )
+        if self.outer is None:
+            return self._with(inner=self.inner * factor)
+        return self._with(outer=self.outer * factor)
 
     def __mul__(self, factor):
         return self._scaled(factor)
@@ -73,11 +51,9 @@ class Logits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor):
-        return (
-            self._scaled(1 / divisor)
-            if isinstance(divisor, (int, float)) and divisor
-            else self.real() / divisor
-        )
+        if isinstance(divisor, (int, float)) and divisor:
+            return self._scaled(1 / divisor)
+        return self.real() / divisor
 
     def tanh(self):
         return self._with(outer=1.0) if self.outer is None else self.real().tanh()
@@ -99,14 +75,14 @@ class Logits:
         """The loss, computed inside one call of the head."""
         if self.outer is not None:
             options["softcap"] = self.outer
-        scale = self.inner * (self.outer or 1.0)
-        hidden = self.hidden
+        scale, hidden = self.inner * (self.outer or 1.0), self.hidden
         if scale != 1:
             options["inplace_hidden"] = False
             hidden = hidden * scale
-        return through(
-            self.owner._hfpatch_head(), partial(_loss_over, self.words), hidden, labels, **options
-        )
+        loss = ops.linear_cross_entropy
+        if self.words is not None:
+            loss = partial(_loss_over, self.words)
+        return through(self.owner._hfpatch_head(), loss, hidden, labels, **options)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -114,14 +90,10 @@ class Logits:
         return getattr(self.real(), name)
 
     def __getitem__(self, index):
-        words = (
-            index[1]
-            if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis
-            else None
-        )
-        if (
-            isinstance(words, slice) and words.start is None and words.step is None
-        ):  # cuts off a padded vocabulary
+        last = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis
+        words = index[1] if last else None
+        if isinstance(words, slice) and words.start is None and words.step is None:
+            # cuts off a padded vocabulary
             if words.stop is None or words.stop >= self.shape[-1]:
                 return self
             if words.stop > 0 and not has_rows_of_it(copies(self.owner._hfpatch_head())[1]):
@@ -138,16 +110,22 @@ class Logits:
         return function(*args, **kwargs)
 
 
+def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
+    """The loss over the first `words` rows of the head."""
+    bias = None if bias is None else bias[:words]
+    return ops.linear_cross_entropy(hidden, weight[:words], labels, bias=bias, **options)
+
+
 class Head:
     """Replaces a model's head for one forward. A call returns Logits; attributes are the head's."""
 
     def __init__(self, head: nn.Module):
         self._head = head
 
+    @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> "Logits | Tensor":
-        owner = (
-            current.target[0] if current.target is not None else None
-        )  # None: a call from another thread
+        # None in a call from another thread.
+        owner = None if current.target is None else current.target[0]
         asked = owner is not None and owner._hfpatch_head() is self._head
         return Logits(owner, hidden) if asked else self._head(hidden)
 

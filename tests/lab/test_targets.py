@@ -19,7 +19,7 @@ KEY = ("kernel", "variant", "dtype", "shape", "target")
 def compiled(out: Path, *options: str) -> dict[tuple, dict]:
     # Another process, which has no TRITON_INTERPRET and whose compiler warnings are its own.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "hfpatch.kernels.targets", "--out", str(out), *options]
+    command = [sys.executable, "-m", "hfpatch.lab.targets", "--out", str(out), *options]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590
     )
@@ -47,16 +47,14 @@ def compare(new: dict, *, whole: bool) -> None:
     assert not large, f"more shared memory than fits: {large}"
     recorded = rows(TABLE)
     missing = (new.keys() ^ recorded.keys()) if whole else (new.keys() - recorded.keys())
-    assert not missing, f"run `python -m hfpatch.kernels.targets`; rows differ: {sorted(missing)}"
+    assert not missing, f"run `python -m hfpatch.lab.targets`; rows differ: {sorted(missing)}"
     # Another compiler may give other figures; under the recorded one they are the table's.
     changed = [
         key
         for key in new
         if new[key]["triton"] == recorded[key]["triton"] and new[key] != recorded[key]
     ]
-    assert not changed, (
-        f"run `python -m hfpatch.kernels.targets` and look at the difference: {changed}"
-    )
+    assert not changed, f"run `python -m hfpatch.lab.targets` and look at the difference: {changed}"
 
 
 @pytest.mark.skipif(
@@ -73,7 +71,7 @@ def test_the_backward_of_swiglu_loads_all_before_it_stores():
     """A load after a store waits for the arithmetic between them: the compiler may not move it
     up.
     """
-    from hfpatch.kernels import targets
+    from hfpatch.lab import targets
 
     row = next(r for r in targets._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16")
     with targets.caught() as launches:

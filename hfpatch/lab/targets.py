@@ -1,4 +1,4 @@
-"""Cross-compilation of every kernel without a GPU: `python -m hfpatch.kernels.targets`.
+"""Cross-compilation of every kernel without a GPU: `python -m hfpatch.lab.targets`.
 
 Each row calls a launcher with tensors on the meta device, at a real shape. The start of the kernel
 is intercepted and compiled for each target, so the table describes exactly the arguments, tiles and
@@ -368,7 +368,7 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m hfpatch.kernels.targets", description=__doc__.split("\n")[0]
+        prog="python -m hfpatch.lab.targets", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
     parser.add_argument(
